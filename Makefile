@@ -1,0 +1,65 @@
+# Everything lives in .venv; every target sets it up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.jurybox-setup
+
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native soak lint format bench proto clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+setup: $(STAMP)  ## make .venv with everything in it
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.hpp native/CMakeLists.txt)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet -e '.[server,training,dev]'
+	touch $@
+
+demo: setup  ## train the photo editor against the juror server; leaves demo-out/report.html
+	$(BIN)/jurybox demo photo --out demo-out
+
+test: setup  ## the whole default suite
+	$(BIN)/python -m pytest
+
+test-slow: setup  ## the longer proofs
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+test-gpu: setup  ## needs a CUDA device
+	$(BIN)/python -m pytest -m gpu --timeout 600
+
+test-containers: setup  ## needs a container engine
+	$(BIN)/python -m pytest -m containers --timeout 1800
+
+test-browser: setup  ## needs chromium
+	$(BIN)/python -m pytest -m browser --timeout 600
+
+soak: setup  ## runs as long as SOAK_SECONDS says (default 1800)
+	$(BIN)/python -m pytest -m soak --timeout 0
+
+test-native: setup  ## the C++ tests, plain and under the thread, address and undefined-behaviour sanitizers
+	for s in "" thread address undefined; do \
+	  $(BIN)/cmake -S . -B build/native-$${s:-plain} -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DJURYBOX_NATIVE_TESTS=ON -DJURYBOX_SANITIZE=$$s -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
+	  $(BIN)/cmake --build build/native-$${s:-plain} && $(BIN)/ctest --test-dir build/native-$${s:-plain} --output-on-failure || exit 1; \
+	done
+
+lint: setup  ## ruff, mypy --strict, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## let ruff rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## the serving benchmark; results land in benchmarks/results/
+	$(BIN)/python -m benchmarks.serving
+
+proto: setup  ## generate the protobuf and gRPC code from protos/
+	$(BIN)/python protos/generate.py
+
+clean:
+	rm -rf $(VENV) build demo-out

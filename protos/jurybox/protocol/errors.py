@@ -1,0 +1,134 @@
+"""One table of errors: what travels as a code, what is raised, what HTTP and gRPC say.
+
+Every error a caller can see is a row of `TABLE`; doors send the code and a message, the client raises the
+exception, the gateway answers with the status.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """What happened to a request. The numbers are part of the protocol: never reuse one."""
+
+    OK = 0
+    TIMEOUT = 1
+    BUSY = 2
+    MODEL_NOT_FOUND = 3
+    SPEC_MISMATCH = 4
+    SERVER_GONE = 5
+    PROTOCOL_MISMATCH = 6
+    REFUSED = 7
+    NOT_READY = 8
+    DRAINING = 9
+    MODEL_FAILED = 10
+    MALFORMED = 11
+    UNAUTHENTICATED = 12
+    TOO_LARGE = 13
+    STALE_LEASE = 14
+
+
+class Error(Exception):
+    """Base of everything Jurybox raises on purpose. `code` says which row of the table it is."""
+
+    code: Code = Code.REFUSED
+
+    def __init__(self, message: str, code: Code | None = None) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
+
+
+class Timeout(Error, TimeoutError):
+    """No answer within the caller's time-out. The rows stay the ticket's until the engine answers."""
+
+    code = Code.TIMEOUT
+
+
+class Busy(Error):
+    """No free row: the lane, or the whole arena, is in flight. Wait for replies or ask for more rows."""
+
+    code = Code.BUSY
+
+
+class ModelNotFound(Error, LookupError):
+    """The server holds no model of that name; the message lists those it holds."""
+
+    code = Code.MODEL_NOT_FOUND
+
+
+class SpecMismatch(Error, ValueError):
+    """Names, dtypes or shapes differ from the model's; the message says what was expected and what came."""
+
+    code = Code.SPEC_MISMATCH
+
+
+class ServerGone(Error, ConnectionError):
+    """The server is not there (any more). The next call connects anew if one has come back."""
+
+    code = Code.SERVER_GONE
+
+
+class ProtocolMismatch(Error):
+    """The two ends speak different protocol versions, or bytes came that are no message of the protocol."""
+
+    code = Code.PROTOCOL_MISMATCH
+
+
+class Refused(Error):
+    """The server understood and says no: it drains, the request is not allowed, or a bound is exceeded."""
+
+    code = Code.REFUSED
+
+
+class ModelFailed(Error):
+    """The model raised, or gave something other than its spec promises; the engine goes on."""
+
+    code = Code.MODEL_FAILED
+
+
+class SharedMemoryError(Error, OSError):
+    """Shared memory could not be made or attached; the message names size, place and remedy."""
+
+    code = Code.REFUSED
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table: gRPC status by its canonical number, so that grpc need not be imported here."""
+
+    exception: type[Error]
+    http: int
+    grpc: int
+
+
+_INVALID_ARGUMENT, _DEADLINE_EXCEEDED, _NOT_FOUND, _PERMISSION_DENIED = 3, 4, 5, 7
+_RESOURCE_EXHAUSTED, _FAILED_PRECONDITION, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 8, 9, 13, 14, 16
+
+TABLE: dict[Code, Row] = {
+    Code.TIMEOUT: Row(Timeout, 504, _DEADLINE_EXCEEDED),
+    Code.BUSY: Row(Busy, 429, _RESOURCE_EXHAUSTED),
+    Code.MODEL_NOT_FOUND: Row(ModelNotFound, 404, _NOT_FOUND),
+    Code.SPEC_MISMATCH: Row(SpecMismatch, 422, _INVALID_ARGUMENT),
+    Code.SERVER_GONE: Row(ServerGone, 503, _UNAVAILABLE),
+    Code.PROTOCOL_MISMATCH: Row(ProtocolMismatch, 400, _FAILED_PRECONDITION),
+    Code.REFUSED: Row(Refused, 403, _PERMISSION_DENIED),
+    Code.NOT_READY: Row(Refused, 503, _UNAVAILABLE),
+    Code.DRAINING: Row(Refused, 503, _UNAVAILABLE),
+    Code.MODEL_FAILED: Row(ModelFailed, 500, _INTERNAL),
+    Code.MALFORMED: Row(ProtocolMismatch, 400, _INVALID_ARGUMENT),
+    Code.UNAUTHENTICATED: Row(Refused, 401, _UNAUTHENTICATED),
+    Code.TOO_LARGE: Row(Refused, 413, _RESOURCE_EXHAUSTED),
+    Code.STALE_LEASE: Row(Refused, 403, _FAILED_PRECONDITION),
+}
+
+
+def error_for(code: int, message: str) -> Error:
+    """The exception that `code` stands for; an unknown code (from a newer peer) becomes `Error` itself."""
+    try:
+        known = Code(code)
+        return TABLE[known].exception(message, known)
+    except (ValueError, KeyError):
+        return Error(f"{message} (code {code}, unknown to this version)")

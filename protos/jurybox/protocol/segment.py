@@ -1,0 +1,213 @@
+"""Named shared memory with one owner.
+
+A segment is a file in the shared-memory file system, named ``jurybox-<uid>-<owner id>-<kind>-<n>``, mode 0600.
+It appears under its name only when it is whole (made nameless with O_TMPFILE, allocated, locked, then linked),
+so a creator killed half-way leaves nothing behind. Its owner holds a kernel lock on it: when no one does, the
+owner is dead and `sweep` removes the file. `multiprocessing.shared_memory` is not used because its resource
+tracker unlinks segments that other processes still need (cpython#82300).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.protocol.errors import SharedMemoryError
+from jurybox.protocol.locks import is_locked, try_lock
+
+# Locks sit far behind any content, so that they never meet a data offset.
+OWNER_LOCK = 1 << 60
+_PREFIX = "jurybox"
+
+
+def directory() -> Path:
+    """Where segments live: JURYBOX_SHM_DIR, or /dev/shm."""
+    return Path(os.environ.get("JURYBOX_SHM_DIR", "/dev/shm"))
+
+
+def segment_name(owner_id: str, kind: str, number: int = 0) -> str:
+    """The name of a segment: ``jurybox-<uid>-<owner id>-<kind>-<number>``; `kind` may hold no slash."""
+    return f"{_PREFIX}-{os.getuid()}-{owner_id}-{kind}-{number}"
+
+
+class Segment:
+    """One mapped segment. Make it with `create` (the owner) or `attach` (everybody else).
+
+    Attributes:
+        name: its file name in `directory()`.
+        size: bytes.
+        owned: whether this object is the owner, who unlinks it.
+    """
+
+    def __init__(self, name: str, fd: int, size: int, *, owned: bool) -> None:
+        self.name = name
+        self.size = size
+        self.owned = owned
+        self._fd = fd
+        # Python's mmap keeps a duplicate of its descriptor, and with it every lock, for as long as an array looks at
+        # the memory. So it gets an open file of its own, and locks on `fd` end when `fd` is closed.
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(own, size)
+        finally:
+            os.close(own)
+
+    @classmethod
+    def create(cls, name: str, size: int) -> Segment:
+        """Make a segment of `size` zeroed bytes, every page of them really there.
+
+        Raises:
+            SharedMemoryError: no room (the message says how much there is and what to change), or the name is
+                taken by a living owner.
+        """
+        folder = directory()
+        try:
+            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot make shared memory in {folder}: {error.strerror}; expected a writable tmpfs "
+                "(in a container: --ipc or --shm-size; elsewhere: JURYBOX_SHM_DIR)"
+            ) from error
+        try:
+            # Allocate now: a page that cannot be had later would be a SIGBUS in whoever touches it.
+            os.posix_fallocate(fd, 0, size)
+            try_lock(fd, OWNER_LOCK, shared=True)
+            _link(fd, folder / name)
+            return cls(name, fd, size, owned=True)
+        except OSError as error:
+            os.close(fd)
+            if error.errno == errno.ENOSPC:
+                raise _no_room(folder, name, size) from error
+            if error.errno == errno.EEXIST:
+                raise SharedMemoryError(
+                    f"shared memory {name} exists and its owner lives; choose another name or stop that owner"
+                ) from error
+            raise
+
+    @classmethod
+    def attach(cls, name: str, *, keep_alive: bool = False) -> Segment:
+        """Map an existing segment, to read and to write.
+
+        Args:
+            name: what the owner called it.
+            keep_alive: hold the segment as the owner does: it is not swept while this object is open.
+
+        Raises:
+            SharedMemoryError: there is none of that name.
+        """
+        path = directory() / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be "
+                "gone, or this process sees another /dev/shm (containers need a shared one: ipc: ...)"
+            ) from error
+        if keep_alive:
+            try_lock(fd, OWNER_LOCK, shared=True)
+        return cls(name, fd, os.fstat(fd).st_size, owned=False)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The segment's bytes. Views taken from it keep the mapping alive after `close`."""
+        if self._map is None:
+            raise SharedMemoryError(f"shared memory {self.name} was closed in this process")
+        return memoryview(self._map)
+
+    @property
+    def fd(self) -> int:
+        """The open file, for locks; -1 after `close`."""
+        return self._fd
+
+    def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
+        """A writable array over the bytes from `offset` on."""
+        return np.ndarray(shape, dtype, self.buffer, offset)
+
+    def owner_lives(self) -> bool:
+        """Whether anybody holds the segment (this object's own hold not counted)."""
+        return is_locked(self._fd, OWNER_LOCK)
+
+    def close(self) -> None:
+        """Let go of the file and its locks. The mapping goes when the last array over it does."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._map = None
+
+    def unlink(self) -> None:
+        """Remove the name; memory is freed when the last mapping goes. Harmless when already removed."""
+        (directory() / self.name).unlink(missing_ok=True)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if self.owned:
+            self.unlink()
+
+
+def sweep(owner_id: str | None = None) -> list[str]:
+    """Remove this user's segments whose owners are dead; only those of `owner_id` where one is named.
+
+    Returns the names removed.
+    """
+    pattern = f"{_PREFIX}-{os.getuid()}-{owner_id}-*" if owner_id else f"{_PREFIX}-{os.getuid()}-*"
+    return [path.name for path in sorted(directory().glob(pattern)) if _remove_if_dead(path)]
+
+
+def available_bytes() -> int:
+    """Free bytes of the shared-memory file system."""
+    stat = os.statvfs(directory())
+    return stat.f_bavail * stat.f_frsize
+
+
+def _remove_if_dead(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # gone meanwhile, or not ours to judge
+    try:
+        if is_locked(fd, OWNER_LOCK):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _link(fd: int, path: Path) -> None:
+    """Give the nameless file its name; a dead owner's leftover of that name makes way."""
+    # Naming a directory makes os.link call linkat(2) with AT_SYMLINK_FOLLOW; plain link(2) would not follow /proc.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for attempt in (1, 2):
+            try:
+                os.link(
+                    f"/proc/self/fd/{fd}",
+                    path.name,
+                    src_dir_fd=folder,
+                    dst_dir_fd=folder,
+                    follow_symlinks=True,
+                )
+                return
+            except FileExistsError:
+                if attempt == 2 or not _remove_if_dead(path):
+                    raise
+    finally:
+        os.close(folder)
+
+
+def _no_room(folder: Path, name: str, size: int) -> SharedMemoryError:
+    free, total = available_bytes(), os.statvfs(folder)
+    return SharedMemoryError(
+        f"{folder} is full: {name} needs {size / 2**20:.1f} MiB, {free / 2**20:.1f} of "
+        f"{total.f_blocks * total.f_frsize / 2**20:.1f} MiB are free; enlarge it (docker run --shm-size=1g, "
+        "mount -o remount,size=4g /dev/shm), ask for fewer rows, or remove what is stale with 'jurybox doctor'"
+    )

@@ -1,0 +1,1 @@
+"""The server: engines, gateway, supervisor and what configures them."""
