@@ -1,0 +1,141 @@
+"""The board: one shared page set on which a server shows itself.
+
+Engines write how they are (heartbeat, load, counters), the supervisor writes who holds which lane, everybody
+reads. Reading it costs the engine nothing, so status, metrics and the choice of an engine all come from here.
+
+Each record has one writer. Values are aligned words, so that a reader sees an old or a new one, never a mixture;
+a lane's lease is written last when granted and first when taken back.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.segment import Segment
+from jurybox.protocol.wire import PROTOCOL_VERSION
+
+MAX_ENGINES = 64
+MAX_MODELS = 128
+MAX_LANES = 4096
+
+# A client locks byte LANE_LOCK + lane of the board's file for as long as it holds the lane.
+LANE_LOCK = 1 << 59
+
+# Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
+BATCH_BUCKETS = 20  # rows
+TIME_BUCKETS = 40  # nanoseconds, up to 9 minutes
+
+
+class EngineState(IntEnum):
+    """Where an engine is in its life."""
+
+    ABSENT = 0
+    LOADING = 1
+    SERVING = 2
+    DRAINING = 3
+    STOPPED = 4
+
+
+_HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("protocol", "<u4"),
+        ("engines", "<u4"),
+        ("started", "<f8"),  # seconds since 1970
+    ]
+)
+
+ENGINE = np.dtype(
+    [
+        ("epoch", "<u8"),  # of this life of the engine; 0 while there is none
+        ("heartbeat", "<i8"),  # ns of CLOCK_MONOTONIC
+        ("expected_wait", "<i8"),  # ns until a ticket that comes now would be answered
+        ("state", "<u4"),
+        ("pid", "<u4"),
+        ("restarts", "<u8"),
+        ("device_bytes", "<u8"),
+        ("pad", "V16"),
+    ]
+)
+
+LANE = np.dtype([("lease", "<u8"), ("model", "<u4"), ("first", "<u4"), ("rows", "<u4"), ("pid", "<u4"), ("pad", "V8")])
+
+COUNTERS = np.dtype(
+    [
+        ("requests", "<u8"),
+        ("rows", "<u8"),
+        ("batches", "<u8"),
+        ("failed", "<u8"),  # the model raised or broke its spec
+        ("expired", "<u8"),  # the deadline had passed
+        ("refused", "<u8"),  # not computed: stale lease, rows outside the lane
+        ("version", "<u8"),  # of the weights in use
+        ("newest", "<u8"),  # version the channel holds
+        ("updates", "<u8"),  # adoptions
+        ("adopted", "<i8"),  # ns of CLOCK_MONOTONIC of the last adoption
+        ("waiting", "<u8"),  # rows not yet in a batch
+        ("batch_rows", "<u8", (BATCH_BUCKETS,)),
+        ("queue_ns", "<u8", (TIME_BUCKETS,)),  # submit to batch
+        ("forward_ns", "<u8", (TIME_BUCKETS,)),  # stage, forward and scatter of a batch
+        ("request_ns", "<u8", (TIME_BUCKETS,)),  # submit to reply
+        ("adopt_ns", "<u8", (TIME_BUCKETS,)),  # publication to adoption
+    ]
+)
+
+_MAGIC = b"jurybox\0"
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4096) * 4096
+
+
+_ENGINES_AT = _aligned(_HEADER.itemsize)
+_LANES_AT = _ENGINES_AT + _aligned(ENGINE.itemsize * MAX_ENGINES)
+_COUNTERS_AT = _LANES_AT + _aligned(LANE.itemsize * MAX_LANES)
+
+
+def _size(engines: int) -> int:
+    return _COUNTERS_AT + _aligned(COUNTERS.itemsize * MAX_MODELS * engines)
+
+
+class Board:
+    """The board's arrays: `engines` (MAX_ENGINES,), `lanes` (MAX_LANES,), `counters` (engines, MAX_MODELS)."""
+
+    def __init__(self, segment: Segment, engines: int) -> None:
+        self.segment = segment
+        self.header: NDArray[Any] = segment.array(_HEADER, (1,))
+        self.engines: NDArray[Any] = segment.array(ENGINE, (engines,), _ENGINES_AT)
+        self.lanes: NDArray[Any] = segment.array(LANE, (MAX_LANES,), _LANES_AT)
+        self.counters: NDArray[Any] = segment.array(COUNTERS, (engines, MAX_MODELS), _COUNTERS_AT)
+
+    @classmethod
+    def create(cls, name: str, engines: int, started: float) -> Board:
+        """Make the board for a number of engines; `started` is in seconds since 1970."""
+        board = cls(Segment.create(name, _size(engines)), engines)
+        board.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
+        return board
+
+    @classmethod
+    def attach(cls, name: str) -> Board:
+        """Map the board of a running server."""
+        segment = Segment.attach(name)
+        header = segment.array(_HEADER, (1,))[0]
+        if header["magic"] != _MAGIC.rstrip(b"\0") or header["protocol"] != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"{name} is no board of protocol {PROTOCOL_VERSION}: install the same jurybox on both sides"
+            )
+        return cls(segment, int(header["engines"]))
+
+    def server_lives(self) -> bool:
+        """Whether the supervisor that made this board still runs (the kernel drops its lock when it dies)."""
+        return self.segment.owner_lives()
+
+    def close(self) -> None:
+        """Let go of the segment; the owner also removes it."""
+        self.segment.close()
+        if self.segment.owned:
+            self.segment.unlink()

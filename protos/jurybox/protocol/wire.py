@@ -1,0 +1,63 @@
+"""What begins every message on a ZeroMQ door, and the records that tickets and replies are inside a process.
+
+The prefix is two bytes: "J" and the protocol's version. A peer of another version is told so by name instead of
+having its bytes misread.
+"""
+
+from __future__ import annotations
+
+import struct
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+
+PROTOCOL_VERSION = 1
+PREFIX = b"J" + bytes([PROTOCOL_VERSION])
+
+
+def build_version() -> str:
+    """The installed distribution's version."""
+    try:
+        return version("jurybox")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+source"
+
+
+def prefix_error(frame: bytes) -> str | None:
+    """What is wrong with a message's first bytes; None when they are this protocol's."""
+    if frame[:2] == PREFIX:
+        return None
+    if frame[:1] == b"J" and len(frame) > 1:
+        return (
+            f"protocol version {frame[1]} came, {PROTOCOL_VERSION} is spoken here "
+            f"(jurybox {build_version()}): install the same jurybox on both sides"
+        )
+    return f"{len(frame)} bytes came that begin with {frame[:8]!r}: expected a Jurybox message ({PREFIX!r} first)"
+
+
+# A ticket inside an engine, 64 bytes, the same record in native/doorbell.hpp.
+TICKET = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("lease", "<u8"),
+        ("deadline", "<i8"),  # ns of CLOCK_MONOTONIC, 0: none
+        ("submitted", "<i8"),  # ns of CLOCK_MONOTONIC
+        ("lane", "<u4"),
+        ("first", "<u4"),
+        ("rows", "<u4"),
+        ("model", "<u4"),
+        ("version", "<u8"),  # asked for; 0: the newest
+        ("door", "<u4"),
+        ("code", "<u4"),  # 0, or why it was refused on arrival
+    ]
+)
+PACK_TICKET = struct.Struct("<QQqqIIIIQII")
+assert TICKET.itemsize == PACK_TICKET.size == 64
+
+# ZeroMQ identity of a lane's client: the reply's address follows from the ticket itself.
+IDENTITY = struct.Struct("<cIQ")
+
+
+def lane_identity(lane: int, lease: int) -> bytes:
+    """The ZeroMQ routing id under which the holder of a lease connects to engines."""
+    return IDENTITY.pack(b"L", lane, lease)
