@@ -3,5 +3,6 @@
 #include <nanobind/nanobind.h>
 
 namespace jurybox {
-void bind_memory(nanobind::module_& m);
+void bind_tickets(nanobind::module_& m);
+void bind_doorbell(nanobind::module_& m);
 }  // namespace jurybox

@@ -3,5 +3,6 @@
 
 NB_MODULE(native, m) {
     m.doc() = "Jurybox's native core: doorbell, sequence-locked slots, replay ring, gather.";
-    jurybox::bind_memory(m);
+    jurybox::bind_tickets(m);
+    jurybox::bind_doorbell(m);
 }

@@ -1,1 +1,37 @@
-"""The client."""
+"""The client: what env workers and learners import. NumPy, ZeroMQ and protobuf, never torch."""
+
+from jurybox.client.lane import Ticket
+from jurybox.client.model import Model, Reply
+from jurybox.client.rows import Rows
+from jurybox.client.server import Server, connect
+from jurybox.protocol.errors import (
+    Busy,
+    Error,
+    ModelFailed,
+    ModelNotFound,
+    ProtocolMismatch,
+    Refused,
+    ServerGone,
+    SharedMemoryError,
+    SpecMismatch,
+    Timeout,
+)
+
+__all__ = [
+    "Busy",
+    "Error",
+    "Model",
+    "ModelFailed",
+    "ModelNotFound",
+    "ProtocolMismatch",
+    "Refused",
+    "Reply",
+    "Rows",
+    "Server",
+    "ServerGone",
+    "SharedMemoryError",
+    "SpecMismatch",
+    "Ticket",
+    "Timeout",
+    "connect",
+]

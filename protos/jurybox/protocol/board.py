@@ -21,7 +21,7 @@ from jurybox.protocol.wire import PROTOCOL_VERSION
 
 MAX_ENGINES = 64
 MAX_MODELS = 128
-MAX_LANES = 4096
+MAX_LANES = 2048  # as many as a bell has, native/doorbell.hpp
 
 # A client locks byte LANE_LOCK + lane of the board's file for as long as it holds the lane.
 LANE_LOCK = 1 << 59
@@ -59,7 +59,8 @@ ENGINE = np.dtype(
         ("pid", "<u4"),
         ("restarts", "<u8"),
         ("device_bytes", "<u8"),
-        ("pad", "V16"),
+        ("bell", "<u8"),  # number of its native door's segment, new in every life; 0: it has none
+        ("pad", "V8"),
     ]
 )
 

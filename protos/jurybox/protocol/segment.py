@@ -25,6 +25,9 @@ from jurybox.protocol.locks import is_locked, try_lock
 OWNER_LOCK = 1 << 60
 _PREFIX = "jurybox"
 
+# A pipe beside a segment, into which its users write to wake who sleeps on it.
+WAKE = ".wake"
+
 
 def directory() -> Path:
     """Where segments live: JURYBOX_SHM_DIR, or /dev/shm."""
@@ -159,7 +162,11 @@ def sweep(owner_id: str | None = None) -> list[str]:
     Returns the names removed.
     """
     pattern = f"{_PREFIX}-{os.getuid()}-{owner_id}-*" if owner_id else f"{_PREFIX}-{os.getuid()}-*"
-    return [path.name for path in sorted(directory().glob(pattern)) if _remove_if_dead(path)]
+    removed = [path.name for path in sorted(directory().glob(pattern)) if _remove_if_dead(path)]
+    for wake in directory().glob(f"{pattern}{WAKE}"):
+        if not wake.with_suffix("").exists():
+            wake.unlink(missing_ok=True)
+    return removed
 
 
 def available_bytes() -> int:
@@ -169,6 +176,8 @@ def available_bytes() -> int:
 
 
 def _remove_if_dead(path: Path) -> bool:
+    if path.suffix == WAKE:
+        return False
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

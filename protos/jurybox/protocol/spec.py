@@ -80,3 +80,13 @@ class ModelSpec:
     def row_bytes(self) -> int:
         """Bytes of one row, inputs and outputs together."""
         return sum(spec.row_bytes for spec in (*self.inputs.values(), *self.outputs.values()))
+
+
+def plain_specs(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
+    """The same in plain lists, [name, dtype, shape] each, for JSON."""
+    return [[name, spec.dtype, list(spec.shape)] for name, spec in specs.items()]
+
+
+def specs_from_plain(plain: list[list[Any]]) -> dict[str, TensorSpec]:
+    """What `plain_specs` was given."""
+    return {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in plain}

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1djurybox/protocol/ticket.proto\x12\x10jurybox.protocol\"\x94\x01\n\x06Ticket\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04lane\x18\x02 \x01(\r\x12\r\n\x05lease\x18\x03 \x01(\x04\x12\x11\n\tfirst_row\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x14\n\x0csubmitted_ns\x18\x06 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\x07 \x01(\x04\x12\x0f\n\x07version\x18\x08 \x01(\x04\"X\n\x05Reply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1djurybox/protocol/ticket.proto\x12\x10jurybox.protocol\"\xa3\x01\n\x06Ticket\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04lane\x18\x02 \x01(\r\x12\r\n\x05lease\x18\x03 \x01(\x04\x12\x11\n\tfirst_row\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x14\n\x0csubmitted_ns\x18\x06 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\x07 \x01(\x04\x12\x0f\n\x07version\x18\x08 \x01(\x04\x12\r\n\x05\x65poch\x18\t \x01(\x04\"X\n\x05Reply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jurybox.protocol.ticket_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TICKET']._serialized_start=52
-  _globals['_TICKET']._serialized_end=200
-  _globals['_REPLY']._serialized_start=202
-  _globals['_REPLY']._serialized_end=290
+  _globals['_TICKET']._serialized_end=215
+  _globals['_REPLY']._serialized_start=217
+  _globals['_REPLY']._serialized_end=305
 # @@protoc_insertion_point(module_scope)

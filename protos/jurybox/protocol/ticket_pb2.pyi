@@ -5,7 +5,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Ticket(_message.Message):
-    __slots__ = ("sequence", "lane", "lease", "first_row", "rows", "submitted_ns", "deadline_ns", "version")
+    __slots__ = ("sequence", "lane", "lease", "first_row", "rows", "submitted_ns", "deadline_ns", "version", "epoch")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -14,6 +14,7 @@ class Ticket(_message.Message):
     SUBMITTED_NS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     lane: int
     lease: int
@@ -22,7 +23,8 @@ class Ticket(_message.Message):
     submitted_ns: int
     deadline_ns: int
     version: int
-    def __init__(self, sequence: _Optional[int] = ..., lane: _Optional[int] = ..., lease: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, sequence: _Optional[int] = ..., lane: _Optional[int] = ..., lease: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("sequence", "code", "message", "version", "epoch")

@@ -1,0 +1,93 @@
+"""The control channel: calls to the supervisor, each answered or timed out."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from google.protobuf.message import DecodeError, Message
+
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest
+from jurybox.protocol.errors import ProtocolMismatch, ServerGone, error_for
+from jurybox.protocol.wire import PREFIX, prefix_error
+
+_NUMBER = struct.Struct("<Q")
+_SLICE_MS = 100
+
+
+class Control:
+    """Calls on the control door of one server. Thread-safe: calls go one after another.
+
+    A DEALER rather than a REQ socket: a lost reply costs a time-out, not the socket.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.address = address
+        self._context = context
+        self._lock = threading.Lock()
+        self._number = 0
+        self._socket = self._open()
+
+    def call(self, timeout: float, still_there: Callable[[], bool] = lambda: True, **request: Message) -> ControlReply:
+        """Send one request (the field of ControlRequest by keyword) and wait for its reply.
+
+        Args:
+            timeout: seconds.
+            still_there: asked now and then; False ends the wait early.
+
+        Raises:
+            ServerGone: no reply in time.
+            ProtocolMismatch: something else than this protocol answers.
+            Error: what the server answered, as the exception of its code.
+        """
+        with self._lock:
+            self._number += 1
+            number = _NUMBER.pack(self._number)
+            body = ControlRequest(**request).SerializeToString()  # type: ignore[arg-type]
+            self._socket.send_multipart((PREFIX, number, body))
+            deadline = time.monotonic() + timeout
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0 or not still_there():
+                    self._socket.close()  # a late reply must not meet the next call, nor wait for ever in a queue
+                    self._socket = self._open()
+                    raise ServerGone(
+                        f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
+                        "Start one with 'jurybox serve', or set JURYBOX_ADDRESS"
+                    )
+                if self._socket.poll(min(_SLICE_MS, max(1, int(left * 1000)))):
+                    frames = self._socket.recv_multipart()
+                    if (reply := self._read(frames, number)) is not None:
+                        return reply
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
+
+    def _open(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.connect(self.address)
+        return socket
+
+    def _read(self, frames: list[bytes], number: bytes) -> ControlReply | None:
+        """The reply in these frames; None when it answers an earlier call."""
+        if wrong := prefix_error(frames[0]):
+            raise ProtocolMismatch(f"{self.address}: {wrong}")
+        if len(frames) != 3:
+            raise ProtocolMismatch(f"{self.address}: a control reply is 3 frames, {len(frames)} came")
+        try:
+            reply = ControlReply.FromString(frames[2])
+        except DecodeError as error:
+            raise ProtocolMismatch(f"{self.address}: not a control reply: {error}") from error
+        # A server that cannot read our message cannot name its number either.
+        if frames[1] not in (number, b""):
+            return None
+        if reply.HasField("error"):
+            raise error_for(reply.error.code, reply.error.message)
+        return reply

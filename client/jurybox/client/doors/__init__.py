@@ -1,0 +1,1 @@
+"""Ways to an engine, seen from the client."""

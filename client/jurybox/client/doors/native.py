@@ -1,0 +1,154 @@
+"""The native door: tickets and answers through shared memory, on the server's host."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jurybox import native
+from jurybox.client.doors.door import Answer, Outgoing
+from jurybox.protocol.bell import Bell
+from jurybox.protocol.board import Board
+from jurybox.protocol.errors import Code, SharedMemoryError
+from jurybox.protocol.segment import segment_name
+
+_TURN = 0.002  # seconds to wait for one engine while others may answer as well
+_WATCH = 0.5  # seconds between two looks of the watching thread whether it is still wanted
+
+
+class NativeDoor:
+    """A lane's side of the engines' bells, each attached when its engine is first chosen, anew when it has restarted.
+
+    Args:
+        server_id: whose bells these are.
+        spin_us: how long to spin for an answer before sleeping; what is useful below that it finds out itself.
+    """
+
+    def __init__(self, board: Board, server_id: str, lane: int, lease: int, spin_us: int) -> None:
+        self._numbers = board.engines["bell"]
+        self._server_id = server_id
+        self._lane = lane
+        self._lease = lease
+        self._spin_ns = spin_us * 1000
+        self._bells: dict[int, _Attached] = {}
+        self._unsent: list[Outgoing] = []
+        self._watching: _Watcher | None = None
+
+    def send(self, ticket: Outgoing) -> None:
+        """As Door.send. What a full ring does not take is sent when answers have made room."""
+        bell = self._bells.get(ticket.engine)
+        if bell is None or bell.epoch != ticket.epoch:
+            try:
+                bell = self._open(ticket.engine, ticket.epoch)
+            except SharedMemoryError:
+                return  # the engine is being replaced just now; the lane sees that on the board and sends again
+        if bell.client.submit(
+            ticket.sequence, ticket.first, ticket.rows, ticket.submitted, ticket.deadline, ticket.version, ticket.epoch
+        ):
+            bell.in_flight += 1
+        else:
+            self._unsent.append(ticket)
+        if self._watching is not None:
+            self._watching.look()
+
+    def receive(self, timeout: float) -> Sequence[Answer]:
+        """As Door.receive."""
+        busy = [bell for bell in self._bells.values() if bell.in_flight]
+        if len(busy) > 1:
+            answers = [answer for bell in busy for answer in bell.receive(0.0)]
+            if not answers and timeout > 0:
+                answers = busy[0].receive(min(timeout, _TURN))
+        elif busy:
+            answers = busy[0].receive(timeout)
+        else:
+            return ()
+        if answers and self._unsent:
+            unsent, self._unsent = self._unsent, []
+            for ticket in unsent:
+                self.send(ticket)
+        return answers
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """As Door.watch: a thread sleeps on the bells in the loop's stead."""
+        if self._watching is not None:
+            self._watching.stop()
+        self._watching = _Watcher(self._bells, loop, arrived)
+
+    def close(self) -> None:
+        """As Door.close."""
+        if self._watching is not None:
+            self._watching.stop()
+        for bell in self._bells.values():
+            bell.memory.close()
+        self._bells.clear()
+
+    def _open(self, engine: int, epoch: int) -> _Attached:
+        if (earlier := self._bells.pop(engine, None)) is not None:
+            earlier.memory.close()
+            self._unsent = [ticket for ticket in self._unsent if ticket.engine != engine]
+        memory = Bell.attach(segment_name(self._server_id, "bell", int(self._numbers[engine])))
+        client = native.BellClient(
+            memory.segment.array(np.uint8, (native.BELL_BYTES,)), self._lane, self._lease, memory.pipe, self._spin_ns
+        )
+        bell = self._bells[engine] = _Attached(memory, client, epoch)
+        return bell
+
+
+class _Attached:
+    """One engine's bell in one life of the engine."""
+
+    def __init__(self, memory: Bell, client: native.BellClient, epoch: int) -> None:
+        self.memory = memory
+        self.client = client
+        self.epoch = epoch
+        self.in_flight = 0
+
+    def receive(self, timeout: float) -> list[Answer]:
+        answers = [
+            Answer(sequence, code, "" if code == Code.OK else self.client.message(), version, self.epoch)
+            for sequence, code, version in self.client.receive(timeout)
+        ]
+        self.in_flight -= len(answers)
+        return answers
+
+
+class _Watcher:
+    """Sleeps on the bells in a thread and tells an event loop when answers have come."""
+
+    def __init__(
+        self, bells: dict[int, _Attached], loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]
+    ) -> None:
+        self._bells = bells
+        self._loop = loop
+        self._arrived = arrived
+        self._stopped = False
+        self._news = threading.Event()
+        threading.Thread(target=self._run, name="jurybox-answers", daemon=True).start()
+
+    def look(self) -> None:
+        """A ticket was sent: there is something to wait for."""
+        self._news.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._news.set()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._news.wait(_WATCH)
+            self._news.clear()
+            while busy := [bell for bell in list(self._bells.values()) if bell.in_flight]:
+                came = [bell.client.wait(_TURN if len(busy) > 1 else _WATCH) for bell in busy]
+                if self._stopped or self._loop.is_closed():
+                    return
+                if any(came):
+                    taken = threading.Event()
+                    self._loop.call_soon_threadsafe(self._take, taken)
+                    taken.wait(_WATCH)
+
+    def _take(self, taken: threading.Event) -> None:
+        self._arrived()
+        taken.set()

@@ -1,0 +1,244 @@
+"""A leased lane and the tickets in flight on it: submit, wait, resubmit when an engine restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from jurybox.client.doors.door import Answer, Door, Outgoing
+from jurybox.client.free_rows import FreeRows
+from jurybox.protocol.arena import Arena
+from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout
+
+_LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
+_NOT_SENT = -1
+
+
+class Ticket:
+    """A request in flight. Hand it to `Model.result` once; until then its rows are its own."""
+
+    __slots__ = ("answer", "deadline", "engine", "epoch", "first", "future", "keeps_rows", "lane", "rows", "sequence",
+                 "version")  # fmt: skip
+
+    def __init__(self, lane: Lane, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
+        self.lane = lane
+        self.sequence = sequence
+        self.first = first
+        self.rows = rows
+        self.deadline = deadline  # ns of CLOCK_MONOTONIC
+        self.version = version  # asked for; 0: the newest
+        self.engine = _NOT_SENT
+        self.epoch = 0
+        self.answer: Answer | None = None
+        self.keeps_rows = True  # False once nobody waits for it: its rows go free with the answer
+        self.future: asyncio.Future[None] | None = None
+
+
+class Lane:
+    """Rows leased from one server. Not thread-safe: the model sees to that.
+
+    Args:
+        model: its name, for messages.
+        arena: whose rows these are.
+        give_back: called once at the end to release the lease.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        board: Board,
+        arena: Arena,
+        door: Door,
+        lease: int,
+        first: int,
+        rows: int,
+        give_back: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.free = FreeRows(first, rows)
+        self.inputs: dict[str, NDArray[Any]] = arena.inputs
+        self.outputs: dict[str, NDArray[Any]] = arena.outputs
+        self.gone: str | None = None  # why this lane can be used no longer
+        self._board = board
+        self._arena = arena
+        self._door = door
+        self._give_back = give_back
+        # A lane's next holder must not take a late answer to this one for its own.
+        self._sequence = (lease & 0xFFFFFFFF) << 32
+        self._in_flight: dict[int, Ticket] = {}
+        self._states = board.engines["state"]
+        self._epochs = board.engines["epoch"]
+        self._waits = board.engines["expected_wait"]
+        self._looked = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._row_waiters: list[asyncio.Future[None]] = []
+
+    def submit(self, first: int, rows: int, deadline: int, version: int = 0) -> Ticket:
+        """Send a ticket for rows already written. It is sent later where no engine serves just now."""
+        self._sequence += 1
+        ticket = Ticket(self, self._sequence, first, rows, deadline, version)
+        self._in_flight[ticket.sequence] = ticket
+        self._send(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket, deadline: int) -> Answer:
+        """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
+
+        Raises:
+            Timeout: none came; the ticket keeps its rows until the engine answers or is gone.
+            ServerGone: the server is dead, and with it all tickets.
+        """
+        while ticket.answer is None:
+            left = deadline - time.monotonic_ns()
+            if left <= 0:
+                raise Timeout(self._why_late(ticket))
+            self.receive(min(left / 1e9, _LOOK_AFTER))
+        return ticket.answer
+
+    async def wait_async(self, ticket: Ticket, deadline: int) -> Answer:
+        """As `wait`, in an event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._door.watch(loop, self.receive_now)
+        self.receive_now()
+        while ticket.answer is None:
+            left = (deadline - time.monotonic_ns()) / 1e9
+            if left <= 0:
+                raise Timeout(self._why_late(ticket))
+            ticket.future = loop.create_future()
+            await self._until(ticket.future, left)
+        return ticket.answer
+
+    async def wait_for_rows(self, deadline: int) -> None:
+        """Wait until rows may have become free.
+
+        Raises:
+            Busy: none did until `deadline`, ns of CLOCK_MONOTONIC.
+        """
+        left = (deadline - time.monotonic_ns()) / 1e9
+        if left <= 0:
+            raise Busy(f"no rows of this lane's {self.free.total} became free in time: ask for a larger lane")
+        future = asyncio.get_running_loop().create_future()
+        self._row_waiters.append(future)
+        await self._until(future, left)
+
+    async def _until(self, future: asyncio.Future[None], left: float) -> None:
+        """Wait for a future, at most `left` seconds; silence makes it look after the tickets."""
+        try:
+            await asyncio.wait_for(future, min(left, _LOOK_AFTER))
+        except TimeoutError:
+            self.receive_now()
+            self._look_after()
+
+    def receive(self, timeout: float) -> None:
+        """Take in answers, waiting at most `timeout` seconds; silence makes it look after the tickets."""
+        answers = self._door.receive(timeout)
+        if answers:
+            self._dispatch(answers)
+        elif time.monotonic() - self._looked > _LOOK_AFTER / 2:
+            self._look_after()
+
+    def receive_now(self) -> None:
+        """Take in the answers that are there."""
+        while answers := self._door.receive(0):
+            self._dispatch(answers)
+
+    def let_go(self, ticket: Ticket) -> None:
+        """Nobody needs the ticket's rows any more: they are free now, or once it is answered or its engine gone."""
+        if ticket.keeps_rows:
+            ticket.keeps_rows = False
+            if ticket.answer is not None:
+                self._give(ticket)
+
+    def _give(self, ticket: Ticket) -> None:
+        self.free.give(ticket.first, ticket.rows)
+        for future in self._row_waiters:
+            if not future.done():
+                future.set_result(None)
+        self._row_waiters.clear()
+
+    def close(self) -> None:
+        """Release the lease; tickets in flight stay unanswered."""
+        if self.gone is None:
+            self.gone = "the model was closed"
+            self._give_back()
+        self._door.close()
+        self._arena.close()
+        self.inputs, self.outputs = {}, {}
+
+    def _send(self, ticket: Ticket) -> None:
+        engine = self._choose_engine()
+        if engine is None:
+            ticket.engine = _NOT_SENT
+            return
+        ticket.engine, ticket.epoch = engine, int(self._epochs[engine])
+        self._door.send(
+            Outgoing(
+                ticket.sequence,
+                engine,
+                ticket.epoch,
+                ticket.first,
+                ticket.rows,
+                time.monotonic_ns(),
+                ticket.deadline,
+                ticket.version,
+            )
+        )
+
+    def _choose_engine(self) -> int | None:
+        """The serving engine with the shortest expected wait, by chance among equals."""
+        if len(self._states) == 1:
+            return 0 if self._states[0] == EngineState.SERVING else None
+        serving = [i for i, state in enumerate(self._states.tolist()) if state == EngineState.SERVING]
+        if not serving:
+            return None
+        waits = self._waits.tolist()
+        return min(serving, key=lambda i: (waits[i], random.random()))
+
+    def _dispatch(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            if answer.sequence == 0:
+                raise ProtocolMismatch(answer.message)
+            ticket = self._in_flight.pop(answer.sequence, None)
+            if ticket is None:
+                continue  # answered already, by the engine it was sent to before
+            if answer.code == Code.STALE_LEASE:
+                self.gone = answer.message
+            ticket.answer = answer
+            if not ticket.keeps_rows:
+                self._give(ticket)
+            if ticket.future is not None and not ticket.future.done():
+                ticket.future.set_result(None)
+
+    def _look_after(self) -> None:
+        """See on the board whether server and engines live; send again what went down with an engine."""
+        self._looked = time.monotonic()
+        if not self._board.server_lives():
+            self.gone = "the server is gone"
+            raise ServerGone(
+                f"the server died or was stopped with {len(self._in_flight)} tickets of {self.model!r} in flight; "
+                "the next call connects again if one is there"
+            )
+        for ticket in list(self._in_flight.values()):
+            if ticket.engine != _NOT_SENT and int(self._epochs[ticket.engine]) == ticket.epoch:
+                continue
+            if ticket.keeps_rows:
+                self._send(ticket)
+            else:  # the engine that might have written to its rows is gone
+                del self._in_flight[ticket.sequence]
+                self._give(ticket)
+
+    def _why_late(self, ticket: Ticket) -> str:
+        states = [EngineState(int(state)).name.lower() for state in self._states]
+        sent = "was not sent: no engine serves" if ticket.engine == _NOT_SENT else f"is at engine {ticket.engine}"
+        return (
+            f"model {self.model!r} did not answer in time; the ticket ({ticket.rows} rows) {sent} "
+            f"(engines: {', '.join(states)}). Its rows go free when it is answered"
+        )

@@ -1,0 +1,314 @@
+// The native door of an engine: tickets and answers through shared memory, a wake-up only for who sleeps.
+//
+// One segment an engine. Every lane has a ring of tickets (its client writes, the engine reads) and a ring of answers
+// (the engine writes, its client reads), so each ring has one writer and one reader and a killed client can leave
+// nothing half-done that others would wait for. A client that has posted sets its lane's bit; the engine collects from
+// the lanes whose bits are set.
+//
+// Who sleeps says so first and then looks again; who has something for it does that first and then looks whether it
+// sleeps. Both sides of these two pairs are sequentially consistent, so one of them always sees the other.
+#pragma once
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "tickets.hpp"
+
+namespace jurybox {
+
+constexpr std::uint32_t kBellLanes = 2048;
+constexpr std::uint32_t kRing = 32;  // tickets in flight on one lane; a power of two
+constexpr std::size_t kMessage = 256;
+
+struct Answer {
+    std::uint64_t sequence;
+    std::uint64_t version;
+    std::uint32_t code;
+    std::uint32_t pad;
+    std::uint64_t lease;
+};
+static_assert(sizeof(Answer) == 32);
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free);
+
+// Positions count for ever and wrap at 2^32; a ring holds what lies between its two.
+struct LaneRings {
+    alignas(64) std::atomic<std::uint32_t> submitted;  // client
+    alignas(64) std::atomic<std::uint32_t> taken;      // engine
+    alignas(64) std::atomic<std::uint32_t> answered;   // engine; the word a client sleeps on
+    alignas(64) std::atomic<std::uint32_t> received;   // client
+    std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to
+    alignas(64) Ticket tickets[kRing];
+    Answer answers[kRing];
+    char message[kMessage];  // of the lane's last failure
+};
+
+struct BellMemory {
+    alignas(64) std::atomic<std::uint32_t> sleeping;  // engine: it sleeps, or is about to
+    alignas(64) std::atomic<std::uint64_t> summary;   // bit w: word w of `pending` has bits
+    alignas(64) std::atomic<std::uint64_t> pending[kBellLanes / 64];
+    LaneRings lanes[kBellLanes];
+};
+static_assert(kBellLanes / 64 <= 64);
+
+inline std::int64_t monotonic_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+inline long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
+    return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+// How long to spin before sleeping. Spinning pays while answers come within it; where they do not (many clients on
+// few cores) it only takes the core from whoever would have answered. So failures halve it, down to none, and now
+// and then a short spin asks again.
+class Spin {
+  public:
+    explicit Spin(std::int64_t most_ns) : most_(most_ns), now_(most_ns) {}
+
+    std::int64_t budget(std::int64_t timeout_ns) {
+        std::int64_t budget = now_;
+        if (budget == 0 && ++skipped_ == kAskAgain) {
+            skipped_ = 0;
+            budget = most_;
+        }
+        return budget < timeout_ns ? budget : timeout_ns;
+    }
+    void ended(bool found, std::int64_t budget) {
+        if (budget == 0) return;
+        if (found)
+            now_ = most_;
+        else
+            now_ = now_ < most_ / 4 ? 0 : now_ / 2;
+    }
+
+  private:
+    static constexpr int kAskAgain = 64;
+    std::int64_t most_;
+    std::int64_t now_;
+    int skipped_ = 0;
+};
+
+// Run `found` until it is true or the budget is spent. Yielding instead of pausing lets a peer on this core go on.
+template <class Found>
+bool spin_until(std::int64_t budget_ns, Found found) {
+    if (found()) return true;
+    if (budget_ns <= 0) return false;
+    const std::int64_t until = monotonic_ns() + budget_ns;
+    do {
+        for (int i = 0; i < 8; ++i) {
+            sched_yield();
+            if (found()) return true;
+        }
+    } while (monotonic_ns() < until);
+    return false;
+}
+
+// The engine's side.
+class BellEngine {
+  public:
+    BellEngine(BellMemory* memory, std::uint64_t epoch, std::int64_t spin_ns)
+        : memory_(memory), epoch_(epoch), spin_(spin_ns) {}
+
+    // Take tickets that were posted, at most `room`; what does not fit stays.
+    std::size_t collect(Ticket* out, std::size_t room) {
+        std::size_t n = 0;
+        std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst);
+        if (words == 0) return 0;
+        words = memory_->summary.exchange(0, std::memory_order_seq_cst);
+        // Begin behind the lane served last, so that a crowd that never fits whole is served in turn.
+        const std::uint32_t start = next_word_;
+        for (std::uint32_t k = 0; k < kBellLanes / 64; ++k) {
+            const std::uint32_t w = (start + k) % (kBellLanes / 64);
+            if (!(words >> w & 1)) continue;
+            std::uint64_t bits = memory_->pending[w].exchange(0, std::memory_order_seq_cst);
+            while (bits) {
+                const std::uint32_t bit = static_cast<std::uint32_t>(__builtin_ctzll(bits));
+                if (n == room || !drain(w * 64 + bit, out, room, n)) {
+                    memory_->pending[w].fetch_or(bits, std::memory_order_seq_cst);
+                    memory_->summary.fetch_or(words, std::memory_order_seq_cst);
+                    next_word_ = w;
+                    return n;
+                }
+                bits &= bits - 1;
+            }
+            words &= ~(std::uint64_t{1} << w);
+        }
+        return n;
+    }
+
+    // Answer tickets; gives how many answers found no room because their client never reads.
+    std::size_t reply(const Ticket* tickets, std::size_t n, std::uint32_t code, std::uint64_t version,
+                      const char* message, std::size_t length) {
+        std::size_t dropped = 0;
+        for (std::size_t i = 0; i < n; ++i) {
+            if (tickets[i].lane >= kBellLanes) continue;
+            LaneRings& lane = memory_->lanes[tickets[i].lane];
+            const std::uint32_t at = lane.answered.load(std::memory_order_relaxed);
+            if (at - lane.received.load(std::memory_order_acquire) >= kRing) {
+                ++dropped;
+                continue;
+            }
+            if (code != kOk) {
+                const std::size_t bytes = length < kMessage - 1 ? length : kMessage - 1;
+                std::memcpy(lane.message, message, bytes);
+                lane.message[bytes] = '\0';
+            }
+            lane.answers[at % kRing] = Answer{tickets[i].sequence, version, code, 0, tickets[i].lease};
+            lane.answered.store(at + 1, std::memory_order_seq_cst);
+        }
+        for (std::size_t i = 0; i < n; ++i) {
+            if (tickets[i].lane >= kBellLanes) continue;
+            LaneRings& lane = memory_->lanes[tickets[i].lane];
+            if (lane.waiting.load(std::memory_order_seq_cst) && lane.waiting.exchange(0, std::memory_order_seq_cst))
+                futex(&lane.answered, FUTEX_WAKE, INT_MAX, nullptr);
+        }
+        return dropped;
+    }
+
+    // Forget what a lane has posted: its client is gone.
+    void forget(std::uint32_t lane) {
+        if (lane >= kBellLanes) return;
+        LaneRings& rings = memory_->lanes[lane];
+        rings.taken.store(rings.submitted.load(std::memory_order_acquire), std::memory_order_release);
+    }
+
+    // Wait until something was posted or one of the descriptors is readable; true for a posting. `fds[0]` is the
+    // pipe into which clients write to wake a sleeping engine.
+    bool wait(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
+        const auto posted = [this] { return memory_->summary.load(std::memory_order_seq_cst) != 0; };
+        int turns = 0;
+        const std::int64_t budget = spin_.budget(timeout_ns);
+        bool other = false;
+        const bool found = spin_until(budget, [&] {
+            if (posted()) return true;
+            if (n_fds > 1 && ++turns % 16 == 0) other = ::poll(fds + 1, n_fds - 1, 0) > 0;
+            return other;
+        });
+        spin_.ended(found, budget);
+        if (found) return !other;
+        memory_->sleeping.store(1, std::memory_order_seq_cst);
+        if (!posted()) {
+            const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), timeout_ns % 1'000'000'000};
+            ::ppoll(fds, n_fds, &timeout, nullptr);
+        }
+        memory_->sleeping.store(0, std::memory_order_seq_cst);
+        char rung[64];
+        while (::read(fds[0].fd, rung, sizeof rung) == static_cast<ssize_t>(sizeof rung)) {
+        }
+        return posted();
+    }
+
+  private:
+    // Move one lane's tickets to `out`; false when there was no room for all of them.
+    bool drain(std::uint32_t number, Ticket* out, std::size_t room, std::size_t& n) {
+        LaneRings& lane = memory_->lanes[number];
+        std::uint32_t at = lane.taken.load(std::memory_order_relaxed);
+        const std::uint32_t end = lane.submitted.load(std::memory_order_acquire);
+        if (end - at > kRing) at = end - kRing;  // its client wrote nonsense; it is the only one to lose by it
+        for (; at != end && n < room; ++at) {
+            out[n] = lane.tickets[at % kRing];
+            out[n].lane = number;  // a client answers for its own lane only
+            // One meant for an engine that has died since is sent again by its client, who sees that on the board.
+            n += out[n].epoch == epoch_;
+        }
+        lane.taken.store(at, std::memory_order_release);
+        return at == end;
+    }
+
+    BellMemory* memory_;
+    std::uint64_t epoch_;
+    Spin spin_;
+    std::uint32_t next_word_ = 0;
+};
+
+// A client's side: one lane of one engine's bell.
+class BellClient {
+  public:
+    // `wake` is the writing end of the engine's pipe. Answers to an earlier holder of the lane are skipped.
+    BellClient(BellMemory* memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns)
+        : memory_(memory), lane_(memory->lanes[lane]), number_(lane), lease_(lease), wake_(wake), spin_(spin_ns) {
+        lane_.received.store(lane_.answered.load(std::memory_order_acquire), std::memory_order_release);
+    }
+
+    // Post a ticket; false when as many as a ring holds are in flight.
+    bool submit(Ticket ticket) {
+        const std::uint32_t at = lane_.submitted.load(std::memory_order_relaxed);
+        if (in_flight_ >= kRing || at - lane_.taken.load(std::memory_order_acquire) >= kRing) return false;
+        ticket.lease = lease_;
+        ticket.lane = number_;
+        lane_.tickets[at % kRing] = ticket;
+        lane_.submitted.store(at + 1, std::memory_order_release);
+        ++in_flight_;
+        memory_->pending[number_ / 64].fetch_or(std::uint64_t{1} << number_ % 64, std::memory_order_seq_cst);
+        memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
+        if (memory_->sleeping.load(std::memory_order_seq_cst) &&
+            memory_->sleeping.exchange(0, std::memory_order_seq_cst)) {
+            const char ring = 1;
+            // A full pipe wakes just as well; a vanished engine is seen on the board.
+            [[maybe_unused]] const ssize_t written = ::write(wake_, &ring, 1);
+        }
+        return true;
+    }
+
+    // Wait at most `timeout_ns` for answers; true when there are some.
+    bool wait(std::int64_t timeout_ns) {
+        const std::uint32_t seen = lane_.received.load(std::memory_order_relaxed);
+        const auto came = [&] { return lane_.answered.load(std::memory_order_seq_cst) != seen; };
+        if (came()) return true;
+        const std::int64_t budget = spin_.budget(timeout_ns);
+        const bool found = spin_until(budget, came);
+        spin_.ended(found, budget);
+        if (found) return true;
+        const std::int64_t until = monotonic_ns() + timeout_ns;
+        for (std::int64_t left = timeout_ns; left > 0; left = until - monotonic_ns()) {
+            lane_.waiting.store(1, std::memory_order_seq_cst);
+            if (came()) break;
+            const timespec timeout{static_cast<time_t>(left / 1'000'000'000), left % 1'000'000'000};
+            // Returns at once when the word has moved on meanwhile; a signal gives the caller a chance to look.
+            if (futex(&lane_.answered, FUTEX_WAIT, seen, &timeout) == -1 && errno == EINTR) break;
+            if (came()) break;
+        }
+        lane_.waiting.store(0, std::memory_order_relaxed);
+        return came();
+    }
+
+    // Take answers of this lease that are there, at most `room`.
+    std::size_t receive(Answer* out, std::size_t room) {
+        std::uint32_t at = lane_.received.load(std::memory_order_relaxed);
+        const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
+        std::size_t n = 0;
+        for (; at != end && n < room; ++at) {
+            const Answer& answer = lane_.answers[at % kRing];
+            if (answer.lease != lease_) continue;
+            out[n++] = answer;
+            --in_flight_;
+        }
+        lane_.received.store(at, std::memory_order_release);
+        return n;
+    }
+
+    const char* message() const { return lane_.message; }
+
+  private:
+    BellMemory* memory_;
+    LaneRings& lane_;
+    std::uint32_t number_;
+    std::uint64_t lease_;
+    int wake_;
+    std::uint32_t in_flight_ = 0;
+    Spin spin_;
+};
+
+}  // namespace jurybox

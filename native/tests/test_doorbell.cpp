@@ -1,0 +1,188 @@
+// The doorbell between threads: nothing lost, nothing answered twice, nobody left asleep.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+
+#include "doorbell.hpp"
+
+using namespace jurybox;
+
+#define CHECK(what)                                                         \
+    do {                                                                    \
+        if (!(what)) {                                                      \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #what); \
+            std::abort();                                                   \
+        }                                                                   \
+    } while (0)
+
+namespace {
+
+constexpr std::int64_t kSecond = 1'000'000'000;
+constexpr std::uint64_t kEpoch = 41;
+
+struct Pipe {
+    int ends[2];
+    Pipe() { CHECK(::pipe2(ends, O_NONBLOCK | O_CLOEXEC) == 0); }
+    ~Pipe() {
+        ::close(ends[0]);
+        ::close(ends[1]);
+    }
+};
+
+std::unique_ptr<BellMemory> memory() { return std::make_unique<BellMemory>(); }
+
+Ticket ticket(std::uint64_t sequence) {
+    Ticket t{};
+    t.sequence = sequence;
+    t.rows = 1;
+    t.epoch = kEpoch;
+    return t;
+}
+
+// Clients in closed loop, each with several tickets in flight; spin and sleep are both exercised.
+void every_ticket_is_answered_once(std::int64_t spin_ns) {
+    auto bell = memory();
+    Pipe pipe;
+    constexpr int kClients = 6, kTickets = 3000, kDepth = 3;
+    std::atomic<bool> stop{false};
+    std::thread engine([&] {
+        BellEngine side(bell.get(), kEpoch, spin_ns);
+        pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
+        Ticket taken[16];  // fewer than can be in flight: what does not fit must stay
+        while (!stop) {
+            const std::size_t n = side.collect(taken, 16);
+            if (n == 0) {
+                side.wait(fds, 1, kSecond / 20);
+                continue;
+            }
+            for (std::size_t i = 0; i < n; ++i) CHECK(side.reply(&taken[i], 1, kOk, taken[i].sequence * 2, "", 0) == 0);
+        }
+    });
+    std::vector<std::thread> clients;
+    for (int c = 0; c < kClients; ++c)
+        clients.emplace_back([&, c] {
+            BellClient side(bell.get(), static_cast<std::uint32_t>(c * 300), 7 + c, pipe.ends[1], spin_ns);
+            std::uint64_t sent = 0, received = 0;
+            Answer answers[kRing];
+            while (received < kTickets) {
+                while (sent < kTickets && sent - received < kDepth) CHECK(side.submit(ticket(++sent)));
+                CHECK(side.wait(30 * kSecond));  // a lost wake-up would show here
+                const std::size_t n = side.receive(answers, kRing);
+                for (std::size_t i = 0; i < n; ++i) {
+                    CHECK(answers[i].sequence == ++received);
+                    CHECK(answers[i].version == answers[i].sequence * 2);
+                }
+            }
+        });
+    for (auto& client : clients) client.join();
+    stop = true;
+    engine.join();
+}
+
+void a_full_ring_refuses_and_loses_nothing() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    BellClient client(bell.get(), 5, 1, pipe.ends[1], 0);
+    for (std::uint32_t i = 0; i < kRing; ++i) CHECK(client.submit(ticket(i + 1)));
+    CHECK(!client.submit(ticket(99)));
+    Ticket taken[kRing * 2];
+    CHECK(engine.collect(taken, kRing * 2) == kRing);
+    CHECK(!client.submit(ticket(99)));  // unanswered ones count as well
+    CHECK(engine.reply(taken, kRing, kOk, 1, "", 0) == 0);
+    Answer answers[kRing];
+    CHECK(client.receive(answers, kRing) == kRing);
+    CHECK(client.submit(ticket(99)));
+}
+
+void answers_to_an_earlier_lease_are_skipped() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    Ticket taken[4];
+    {
+        BellClient dead(bell.get(), 3, 1, pipe.ends[1], 0);
+        CHECK(dead.submit(ticket(1)));
+        CHECK(engine.collect(taken, 4) == 1);
+    }
+    BellClient heir(bell.get(), 3, 2, pipe.ends[1], 0);
+    CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);
+    CHECK(heir.submit(ticket(1)));
+    CHECK(engine.collect(taken, 4) == 1);
+    CHECK(engine.reply(taken, 1, 10, 5, "the model raised", 16) == 0);
+    Answer answers[kRing];
+    CHECK(heir.wait(kSecond));
+    CHECK(heir.receive(answers, kRing) == 1);
+    CHECK(answers[0].version == 5 && answers[0].code == 10);
+    CHECK(std::strcmp(heir.message(), "the model raised") == 0);
+}
+
+void a_forgotten_lane_posts_nothing() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    BellClient client(bell.get(), 70, 1, pipe.ends[1], 0);
+    CHECK(client.submit(ticket(1)));
+    engine.forget(70);
+    Ticket taken[4];
+    CHECK(engine.collect(taken, 4) == 0);
+}
+
+void positions_that_are_nonsense_harm_only_their_lane() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    BellClient good(bell.get(), 1, 1, pipe.ends[1], 0), bad(bell.get(), 2, 2, pipe.ends[1], 0);
+    CHECK(bad.submit(ticket(1)));
+    bell->lanes[2].submitted.store(0xdeadbeef);
+    CHECK(good.submit(ticket(4)));
+    std::vector<Ticket> taken(200);
+    const std::size_t n = engine.collect(taken.data(), taken.size());
+    CHECK(n <= kRing + 1);
+    CHECK(taken[0].sequence == 4 && taken[0].lane == 1);
+}
+
+void a_client_that_never_reads_does_not_stop_the_engine() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    Ticket taken[1];
+    std::size_t dropped = 0;
+    BellClient client(bell.get(), 9, 1, pipe.ends[1], 0);
+    CHECK(client.submit(ticket(1)));
+    CHECK(engine.collect(taken, 1) == 1);
+    for (std::uint32_t i = 0; i < kRing + 3; ++i) dropped += engine.reply(taken, 1, kOk, 1, "", 0);
+    CHECK(dropped == 3);
+}
+
+void tickets_for_an_earlier_life_of_the_engine_are_dropped() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    BellClient client(bell.get(), 0, 1, pipe.ends[1], 0);
+    Ticket old = ticket(1);
+    old.epoch = kEpoch - 1;
+    CHECK(client.submit(old));
+    CHECK(client.submit(ticket(2)));
+    Ticket taken[4];
+    CHECK(engine.collect(taken, 4) == 1);
+    CHECK(taken[0].sequence == 2);
+}
+
+}  // namespace
+
+int main() {
+    every_ticket_is_answered_once(0);
+    every_ticket_is_answered_once(20'000);
+    a_full_ring_refuses_and_loses_nothing();
+    answers_to_an_earlier_lease_are_skipped();
+    a_forgotten_lane_posts_nothing();
+    positions_that_are_nonsense_harm_only_their_lane();
+    a_client_that_never_reads_does_not_stop_the_engine();
+    tickets_for_an_earlier_life_of_the_engine_are_dropped();
+    std::puts("ok");
+}

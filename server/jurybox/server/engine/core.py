@@ -1,0 +1,207 @@
+"""The engine's core: from tickets to replies, one batch a turn.
+
+It opens nothing and waits for nothing, so it runs the same in a process of its own (process.py) and inside a
+caller (jurybox.server.inproc), and tests drive it turn by turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox import native
+from jurybox.protocol.board import LANE, MAX_MODELS, Board
+from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.wire import TICKET
+from jurybox.server.engine.door import Door
+from jurybox.server.engine.inbox import Queue
+from jurybox.server.engine.meters import Meters
+from jurybox.server.engine.served import Served
+
+_ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its door
+
+
+class Slot:
+    """A model in this engine: its queue, its module, its counters."""
+
+    def __init__(self, served: Served, queue: Queue, meters: Meters) -> None:
+        self.served = served
+        self.queue = queue
+        self.meters = meters
+
+
+class Engine:
+    """Batches the tickets of all doors.
+
+    Args:
+        board: whose lanes say what a ticket may touch, and where counters go.
+        index: which engine of the board this is.
+        doors: where tickets come from.
+        clock: nanoseconds, of CLOCK_MONOTONIC unless a test injects its own.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        index: int,
+        doors: Sequence[Door],
+        clock: Callable[[], int] = time.monotonic_ns,
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self.board = board
+        self.index = index
+        self.doors: list[Door] = []
+        for door in doors:
+            self.add_door(door)
+        self.slots: dict[int, Slot] = {}
+        self._clock = clock
+        self._report = report
+        self._lanes = board.lanes.view(np.uint8).reshape(-1, LANE.itemsize)
+        self._limits = np.zeros(MAX_MODELS, np.uint32)
+        self._closed: tuple[Code, str] | None = None
+        self._arrivals = np.zeros(_ARRIVALS, TICKET)
+        self._records = self._arrivals.view(np.uint8).reshape(_ARRIVALS, TICKET.itemsize)
+
+    def add_door(self, door: Door) -> None:
+        """Take tickets from one more door."""
+        door.number = max((other.number for other in self.doors), default=-1) + 1
+        self.doors.append(door)
+
+    def remove_door(self, door: Door) -> None:
+        """Take no more from a door, and forget what came through it."""
+        self.doors.remove(door)
+
+    def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0) -> None:
+        """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one."""
+        queue = Queue(served.max_batch, min_batch, max_wait_ns)
+        meters = Meters(self.board.counters[self.index, model])
+        if earlier := self.slots.get(model):
+            if len(earlier.queue):
+                queue.push(earlier.queue.waiting)
+            meters = earlier.meters
+        meters.version(served.version)
+        self.slots[model] = Slot(served, queue, meters)
+        self._limits[model] = served.max_batch
+
+    def remove(self, model: int) -> None:
+        """Serve a model no longer; what waits for it is refused."""
+        slot = self.slots.pop(model)
+        self._limits[model] = 0
+        if len(slot.queue):
+            self._answer(slot.queue.take(), Code.MODEL_NOT_FOUND, 0, f"model {slot.served.spec.name!r} was unloaded")
+
+    def retire(self, lane: int) -> None:
+        """Forget what a dead client's lane has waiting. Between two turns nothing else touches its rows."""
+        for door in self.doors:
+            door.forget(lane)
+        for slot in self.slots.values():
+            slot.queue.drop(lane)
+
+    def refuse_new(self, code: Code, message: str) -> None:
+        """Answer what has come so far, and everything that comes later with `code`."""
+        self._take_in()
+        self._closed = (code, message)
+
+    def turn(self) -> bool:
+        """Take in what arrived, answer one batch; False when there was nothing to compute."""
+        self._take_in()
+        now = self._clock()
+        slot = self._next(now)
+        if slot is None:
+            return False
+        queue, served = slot.queue, slot.served
+        if (late := queue.expired(now)) is not None:
+            slot.meters.expired(len(late))
+            self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
+            if not len(queue):
+                return True
+        tickets = queue.take()
+        rows = int(tickets["rows"].sum()) if len(tickets) > 1 else int(tickets["rows"][0])
+        try:
+            served.run(tickets, rows)
+        except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
+            self._fail(slot, tickets, error)
+            return True
+        self._answer(tickets, Code.OK, served.version, "")
+        slot.meters.batch(tickets, rows, now, self._clock())
+        return True
+
+    def ready_in(self) -> int | None:
+        """Nanoseconds until a held-back batch is due; None when nothing waits."""
+        now = self._clock()
+        due = [wait for slot in self.slots.values() if (wait := slot.queue.ready_in(now)) is not None]
+        return min(due, default=None)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows accepted and not yet computed."""
+        return sum(slot.queue.rows for slot in self.slots.values())
+
+    def _take_in(self) -> None:
+        for door in self.doors:
+            n = door.collect(self._records)
+            if not n:
+                continue
+            tickets = self._arrivals[:n]
+            tickets["door"] = door.number
+            if self._closed:
+                self._answer(tickets, self._closed[0], 0, self._closed[1])
+                continue
+            if native.admit(self._records, n, self._lanes, self._limits):
+                tickets = self._refuse(tickets)
+            self._sort(tickets)
+
+    def _sort(self, tickets: NDArray[Any]) -> None:
+        while len(tickets):
+            model = int(tickets["model"][0])
+            if len(self.slots) == 1 or len(tickets) == 1:
+                self.slots[model].queue.push(tickets)
+                return
+            same = tickets["model"] == model
+            self.slots[model].queue.push(tickets[same])
+            tickets = tickets[~same]
+
+    def _next(self, now: int) -> Slot | None:
+        """The slot whose oldest ticket has waited longest, of those that are due."""
+        if len(self.slots) == 1:
+            (slot,) = self.slots.values()
+            return slot if slot.queue.ready_in(now) == 0 else None
+        due = [slot for slot in self.slots.values() if slot.queue.ready_in(now) == 0]
+        return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
+
+    def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
+        if len(self.doors) == 1:
+            self.doors[0].reply(tickets, code, version, message)
+            return
+        came_by = tickets["door"]
+        for door in self.doors:
+            if (mine := came_by == door.number).any():
+                door.reply(tickets[mine], code, version, message)
+
+    def _refuse(self, tickets: NDArray[Any]) -> NDArray[Any]:
+        refused = tickets[tickets["code"] != Code.OK]
+        for code, message in _REFUSALS.items():
+            if (those := refused["code"] == code).any():
+                self._answer(refused[those], code, 0, message)
+        for model in np.unique(refused["model"][refused["code"] == Code.REFUSED]):
+            self.slots[int(model)].meters.refused(int((refused["model"] == model).sum()))
+        return tickets[tickets["code"] == Code.OK]
+
+    def _fail(self, slot: Slot, tickets: NDArray[Any], error: Exception) -> None:
+        name = slot.served.spec.name
+        message = str(error) if isinstance(error, Error) else f"model {name!r} raised {type(error).__name__}: {error}"
+        slot.meters.failed(len(tickets))
+        self._report("model failed", model=name, error=message, tickets=len(tickets))
+        self._answer(tickets, Code.MODEL_FAILED, slot.served.version, message)
+
+
+_REFUSALS = {
+    Code.STALE_LEASE: "the lane is not leased to the sender (any more): lease one again",
+    Code.MODEL_NOT_FOUND: "the lane's model is not served by this engine (any more)",
+    Code.REFUSED: "the ticket has no rows, more than one batch holds, or rows outside its lane",
+}

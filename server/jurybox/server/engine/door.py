@@ -1,0 +1,23 @@
+"""What the engine's core asks of a way in."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Door(Protocol):
+    """A source of tickets and the way back for replies. None of its methods waits."""
+
+    number: int  # the core writes it into the tickets that came through this door
+
+    def collect(self, out: NDArray[np.uint8]) -> int:
+        """Write tickets that arrived, records of wire.TICKET, to `out` (n, 64); gives how many, at most n."""
+
+    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
+        """Answer tickets that came through this door, all with the same code, weights version and message."""
+
+    def forget(self, lane: int) -> None:
+        """Drop what a lane has sent and the core has not collected: its client is gone."""

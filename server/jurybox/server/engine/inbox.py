@@ -1,0 +1,120 @@
+"""Tickets that wait: one queue per model, and the choice of what goes into the next batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.wire import TICKET
+
+Tickets = NDArray[Any]  # records of wire.TICKET
+
+
+class Queue:
+    """The waiting tickets of one model, in order of arrival.
+
+    Args:
+        max_batch: rows of the largest batch; no ticket is larger.
+        min_batch, max_wait_ns: hold a batch back until it has `min_batch` rows or its oldest ticket is
+            `max_wait_ns` old. The defaults never hold one back.
+    """
+
+    def __init__(self, max_batch: int, min_batch: int = 1, max_wait_ns: int = 0) -> None:
+        self.max_batch = max_batch
+        self.min_batch = min_batch
+        self.max_wait_ns = max_wait_ns
+        self.rows = 0
+        self._tickets = np.zeros(256, TICKET)
+        self._start = 0
+        self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    @property
+    def waiting(self) -> Tickets:
+        return self._tickets[self._start : self._end]
+
+    def push(self, tickets: Tickets) -> None:
+        """Add tickets behind those that wait; they are copied."""
+        n = len(tickets)
+        if self._end + n > len(self._tickets):
+            self._make_room(n)
+        self._tickets[self._end : self._end + n] = tickets
+        self._end += n
+        self.rows += int(tickets["rows"].sum()) if n > 1 else int(tickets["rows"][0])
+
+    def ready_in(self, now: int) -> int | None:
+        """Nanoseconds until `take` would give something: 0 now, None while nothing waits."""
+        if self._start == self._end:
+            return None
+        if self.rows >= self.min_batch or not self.max_wait_ns:
+            return 0
+        oldest = int(self._tickets["submitted"][self._start])
+        return max(0, oldest + self.max_wait_ns - now)
+
+    def expired(self, now: int) -> Tickets | None:
+        """Remove and give the tickets whose deadline has passed; None, nearly always, where there is none."""
+        waiting = self.waiting
+        deadlines = waiting["deadline"]
+        late = (deadlines < now) & (deadlines != 0)
+        if not late.any():
+            return None
+        gone = waiting[late].copy()
+        self._keep(~late)
+        return gone
+
+    def take(self) -> Tickets:
+        """Remove and give what the next batch holds, at most `max_batch` rows. The view is valid until `push`."""
+        waiting = self.waiting
+        if self.rows <= self.max_batch:
+            self._start = self._end = 0
+            self.rows = 0
+            return waiting
+        chosen = fair_choice(waiting, self.max_batch)
+        batch = waiting[chosen].copy()
+        self._keep(~chosen)
+        return batch
+
+    def drop(self, lane: int) -> None:
+        """Forget the tickets of a lane whose client is gone."""
+        keep = self.waiting["lane"] != lane
+        if not keep.all():
+            self._keep(keep)
+
+    def _keep(self, keep: NDArray[np.bool_]) -> None:
+        kept = self.waiting[keep]
+        self._start, self._end = 0, len(kept)
+        self._tickets[: len(kept)] = kept
+        self.rows = int(kept["rows"].sum())
+
+    def _make_room(self, n: int) -> None:
+        waiting = self.waiting.copy()
+        if len(waiting) + n > len(self._tickets):
+            self._tickets = np.zeros(2 * (len(waiting) + n), TICKET)
+        self._tickets[: len(waiting)] = waiting
+        self._start, self._end = 0, len(waiting)
+
+
+def fair_choice(tickets: Tickets, max_rows: int) -> NDArray[np.bool_]:
+    """Which tickets go first when more waits than fits: a mask over `tickets`, in order of arrival.
+
+    Lanes take turns by rows (deficit round robin in the limit): a ticket's place is the number of rows its own
+    lane has waiting before it, then its arrival. So the oldest ticket of every lane goes before anybody's second,
+    and one greedy client cannot hold up fifteen modest ones.
+    """
+    rows = tickets["rows"].astype(np.int64)
+    lanes = tickets["lane"]
+    by_lane = np.argsort(lanes, kind="stable")
+    behind = np.cumsum(rows[by_lane]) - rows[by_lane]  # rows before this one, all earlier lanes included
+    first_of_lane = np.r_[True, lanes[by_lane][1:] != lanes[by_lane][:-1]]
+    behind -= np.maximum.accumulate(np.where(first_of_lane, behind, 0))
+    place = np.empty(len(tickets), np.int64)
+    place[by_lane] = behind
+    order = np.argsort(place, kind="stable")
+    fits = int(np.searchsorted(np.cumsum(rows[order]), max_rows, side="right"))
+    chosen = np.zeros(len(tickets), np.bool_)
+    chosen[order[: max(fits, 1)]] = True
+    return chosen

@@ -1,0 +1,146 @@
+"""The engine's process: settings and orders from the lifeline, tickets from the doors, one loop.
+
+Models are loaded by a thread beside the loop, so that those already ready are served meanwhile; a finished model
+is installed between two turns.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zmq
+
+from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.errors import Code
+from jurybox.server.doors.native import NativeDoor
+from jurybox.server.doors.zmq import ZmqDoor
+from jurybox.server.engine.core import Engine
+from jurybox.server.engine.workshop import Workshop
+from jurybox.server.lifeline import Lifeline
+from jurybox.server.logs import configure
+
+_HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
+_ORDERS_NS = 5_000_000  # a busy engine looks at the lifeline this often
+
+
+class EngineProcess:
+    """One engine: builds the doors and the core from the first message, then serves until told to stop."""
+
+    def __init__(self, lifeline: Lifeline, orders: dict[str, Any]) -> None:
+        torch.set_num_threads(orders["threads"])
+        index, epoch = orders["index"], orders["epoch"]
+        self._log = configure(f"engine-{index}", orders["log_level"], orders["log_format"])
+        self._lifeline = lifeline
+        self._sending = threading.Lock()
+        self._board = Board.attach(orders["board"])
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._log.warning)
+        others = [self._zmq.fileno(), lifeline.fileno(), self._wake]
+        self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
+        self._engine = Engine(self._board, index, [self._native, self._zmq], report=self._log.error)
+        self._between_turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._workshop = Workshop(torch.device(orders["device"]), self._tell, self._later, self._engine)
+        self._record = self._board.engines[index : index + 1]
+        self._record["epoch"], self._record["pid"] = epoch, os.getpid()
+        self._state(EngineState.LOADING)
+        # Clients are sent here once every model of the configuration is ready, or has failed.
+        self._loading = {order["model"] for order in orders["models"]}
+        for order in orders["models"]:
+            self._workshop.load(order["model"], order["name"], order["settings"])
+        self._draining = False
+        self._stopped = False
+
+    def serve(self) -> None:
+        """Serve until the lifeline ends or says stop."""
+        engine, next_look = self._engine, 0
+        while not self._stopped:
+            worked = engine.turn()
+            now = time.monotonic_ns()
+            if worked and now < next_look:
+                continue
+            next_look = now + _ORDERS_NS
+            self._record["heartbeat"] = now
+            self._record["expected_wait"] = 0
+            if not worked:
+                self._sleep()
+            self._obey()
+        self._state(EngineState.STOPPED)
+        self._zmq.close()
+        self._native.close()
+        self._context.term()
+
+    def _sleep(self) -> None:
+        due = self._engine.ready_in()
+        if due is None and self._draining:
+            self._tell("drained")
+            self._draining = False
+        timeout = _HEARTBEAT if due is None else min(due / 1e9, _HEARTBEAT)
+        if not self._zmq.pending():
+            self._native.wait(timeout)
+
+    def _obey(self) -> None:
+        """Carry out what the supervisor ordered and what the workshop finished."""
+        try:
+            while (order := self._lifeline.receive(0)) is not None:
+                self._carry_out(order)
+        except EOFError:
+            self._stopped = True
+        if not self._between_turns.empty():
+            os.eventfd_read(self._wake)
+            while not self._between_turns.empty():
+                self._between_turns.get()()
+
+    def _carry_out(self, order: dict[str, Any]) -> None:
+        match order["kind"]:
+            case "load":
+                self._workshop.load(order["model"], order["name"], order["settings"])
+            case "arena":
+                self._workshop.arena(order["model"], order["segment"], order["rows"])
+            case "unload":
+                self._engine.remove(order["model"])
+                self._tell("unloaded", model=order["model"])
+            case "retire":
+                self._engine.retire(order["lane"])
+                self._tell("retired", lane=order["lane"], lease=order["lease"])
+            case "drain":
+                self._engine.refuse_new(Code.DRAINING, "the server is stopping; it takes no new requests")
+                self._draining = True
+                self._state(EngineState.DRAINING)
+            case "stop":
+                self._stopped = True
+            case unknown:
+                self._log.error("unknown order", order=unknown)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        with self._sending:
+            self._lifeline.send(kind, **fields)
+            if kind in ("ready", "failed") and self._loading:
+                self._loading.discard(fields["model"])
+                if not self._loading:
+                    self._state(EngineState.SERVING)
+                    self._lifeline.send("serving")
+
+    def _later(self, action: Callable[[], None]) -> None:
+        """Called by the workshop's thread: run `action` between two turns."""
+        self._between_turns.put(action)
+        os.eventfd_write(self._wake, 1)
+
+    def _state(self, state: EngineState) -> None:
+        self._record["state"] = state
+        self._record["heartbeat"] = time.monotonic_ns()
+
+
+def run(lifeline: Lifeline) -> int:
+    """The engine's main: the first message configures it."""
+    orders = lifeline.receive(30.0)
+    if orders is None or orders["kind"] != "configure":
+        return 3
+    EngineProcess(lifeline, orders).serve()
+    return 0

@@ -1,0 +1,177 @@
+"""A model in its engine: stage the rows, run forward, scatter the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jurybox import native
+from jurybox.protocol.arena import bytes_view
+from jurybox.protocol.errors import ModelFailed
+from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.models import ServedModel
+
+# Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
+_LARGE_ROW = 4096
+
+
+class Served:
+    """One model with its arena's arrays, on one device.
+
+    Args:
+        name: the served name.
+        model: what the factory gave.
+        inputs, outputs: the arena's arrays, (rows, *row shape) by name.
+        max_batch: rows of the largest batch.
+        compute: the dtype that floating-point inputs are cast to before forward; None leaves them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ServedModel,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        max_batch: int,
+        device: torch.device | str = "cpu",
+        compute: torch.dtype | None = None,
+    ) -> None:
+        self.spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
+        self.max_batch = max_batch
+        self.device = torch.device(device)
+        self.module = model.module.to(self.device).eval()
+        self.version = 0
+        self._compute = compute
+        self._inputs = [_Input(key, inputs[key], max_batch) for key in self.spec.inputs]
+        self._outputs = [_Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items()]
+        self._large = any(tensor.row_bytes >= _LARGE_ROW for tensor in self.spec.inputs.values())
+
+    def run(self, tickets: NDArray[Any], rows: int) -> None:
+        """Answer a batch: read the tickets' rows from the arena, write their outputs to it.
+
+        Args:
+            tickets: records of wire.TICKET, checked against their lanes, `rows` rows together.
+
+        Raises:
+            ModelFailed: the model gave something other than its spec promises.
+            Exception: whatever the model raises.
+        """
+        contiguous = len(tickets) == 1 or (self._large and _is_one_run(tickets))
+        with torch.inference_mode():
+            if contiguous:
+                first = int(tickets["first"][0])
+                staged = {item.name: item.rows(first, rows) for item in self._inputs}
+            else:
+                records = tickets.view(np.uint8).reshape(len(tickets), -1)
+                staged = {item.name: item.gather(records, rows) for item in self._inputs}
+            if self.device.type != "cpu":
+                staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
+            results = self._forward(staged)
+            for item in self._outputs:
+                values = item.checked(results, rows)
+                if contiguous:
+                    item.array[first : first + rows] = values
+                else:
+                    native.scatter(item.table, records, len(tickets), bytes_view(values))
+
+    def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
+        """Run the smallest and the largest batch once, on rows of its own, and check what comes out.
+
+        Args:
+            example: gives n rows of every input by name; zeros are used without it.
+
+        Raises:
+            ModelFailed: outputs that differ from the spec.
+            Exception: whatever the model raises.
+        """
+        for rows in {1, self.max_batch}:
+            given = example(rows) if example else {}
+            staged = {
+                key: torch.as_tensor(given[key])
+                if key in given
+                else torch.zeros((rows, *spec.shape), dtype=dtype_of(spec))
+                for key, spec in self.spec.inputs.items()
+            }
+            with torch.inference_mode():
+                results = self._forward({key: value.to(self.device) for key, value in staged.items()})
+                for item in self._outputs:
+                    item.checked(results, rows)
+
+    def _forward(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if self._compute is not None:
+            staged = {
+                key: value.to(self._compute) if value.is_floating_point() else value for key, value in staged.items()
+            }
+        return self._named(self.module(**staged))
+
+    def _named(self, results: Any) -> Mapping[str, torch.Tensor]:
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        if isinstance(results, Mapping):
+            return results
+        if len(results) != len(self._outputs):
+            raise ModelFailed(
+                f"model {self.spec.name!r} gave {len(results)} outputs, its spec promises {len(self._outputs)}: "
+                f"{', '.join(self.spec.outputs)}"
+            )
+        return dict(zip(self.spec.outputs, results, strict=True))
+
+
+class _Input:
+    """One input's rows: where they lie in the arena, and where a scattered batch is gathered."""
+
+    def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
+        self.name = name
+        self._arena = torch.from_numpy(array)
+        self._table = bytes_view(array)
+        # Kept and reused: fresh buffers of a megabyte cost a page fault every 4 KiB.
+        staging = np.zeros((max_batch, *array.shape[1:]), array.dtype)
+        self._staging = torch.from_numpy(staging)
+        self._staging_table = bytes_view(staging)
+
+    def rows(self, first: int, rows: int) -> torch.Tensor:
+        return self._arena[first : first + rows]
+
+    def gather(self, records: NDArray[np.uint8], rows: int) -> torch.Tensor:
+        native.gather(self._table, records, len(records), self._staging_table)
+        return self._staging[:rows]
+
+
+class _Output:
+    """One output's rows in the arena, and the check that a model keeps its promise."""
+
+    def __init__(self, name: str, spec: TensorSpec, array: NDArray[Any]) -> None:
+        self.name = name
+        self.array = array
+        self.table = bytes_view(array)
+        self._shape = spec.shape
+        self._dtype = dtype_of(spec)
+
+    def checked(self, results: Mapping[str, torch.Tensor], rows: int) -> NDArray[Any]:
+        try:
+            tensor = results[self.name]
+        except KeyError:
+            raise ModelFailed(f"the model gave no output {self.name!r}; it gave {', '.join(results)}") from None
+        if tensor.shape != (rows, *self._shape):
+            raise ModelFailed(
+                f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {[rows, *self._shape]} "
+                f"for {rows} rows"
+            )
+        # Contiguous, since rows are scattered as bytes.
+        values: NDArray[Any] = tensor.to("cpu", self._dtype).contiguous().numpy()
+        return values
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Torch's dtype of a spec."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def _is_one_run(tickets: NDArray[Any]) -> bool:
+    firsts, rows = tickets["first"], tickets["rows"]
+    return bool((firsts[1:] == firsts[:-1] + rows[:-1]).all())

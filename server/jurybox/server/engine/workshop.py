@@ -1,0 +1,116 @@
+"""Where models are made ready: a thread that loads, warms up, and hands over to the loop.
+
+The supervisor makes the arena, and for that must know the model's spec, so a load has two halves: load and tell
+the spec; then, with the arena's name, attach, warm up, install.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.errors import Error
+from jurybox.protocol.spec import ModelSpec, plain_specs
+from jurybox.server.config import ModelSettings
+from jurybox.server.engine.core import Engine
+from jurybox.server.engine.loader import digest, load
+from jurybox.server.engine.served import Served
+from jurybox.server.models import ServedModel
+
+
+@dataclass(slots=True)
+class _Half:
+    """A model that is loaded and waits for its arena."""
+
+    name: str
+    settings: ModelSettings
+    model: ServedModel
+
+
+class Workshop:
+    """Loads models beside the engine's loop.
+
+    Args:
+        device: where modules go.
+        tell: sends a message to the supervisor; thread-safe.
+        later: runs an action in the loop's thread between two turns.
+        engine: the core into which finished models are installed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tell: Callable[..., None],
+        later: Callable[[Callable[[], None]], None],
+        engine: Engine,
+    ) -> None:
+        self._device = device
+        self._tell = tell
+        self._later = later
+        self._engine = engine
+        self._halves: dict[int, _Half] = {}
+        self._arenas: dict[int, Arena] = {}  # of the models in service; the loop's thread alone touches it
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="workshop", daemon=True).start()
+
+    def load(self, model: int, name: str, settings: dict[str, Any]) -> None:
+        """Begin to load; ends in a message "loaded" or "failed"."""
+        self._jobs.put(lambda: self._load(model, name, ModelSettings.model_validate(settings)))
+
+    def arena(self, model: int, segment: str, rows: int) -> None:
+        """Go on with a loaded model; ends in a message "ready" or "failed"."""
+        self._jobs.put(lambda: self._finish(model, segment, rows))
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+
+    def _load(self, model: int, name: str, settings: ModelSettings) -> None:
+        try:
+            loaded = load(name, settings, self._device)
+            spec = ModelSpec(name, dict(loaded.inputs), dict(loaded.outputs))
+        except Exception as error:  # noqa: BLE001  whatever it was, this model failed and the others go on
+            self._failed(model, error)
+            return
+        self._halves[model] = _Half(name, settings, loaded)
+        self._tell(
+            "loaded",
+            model=model,
+            inputs=plain_specs(spec.inputs),
+            outputs=plain_specs(spec.outputs),
+            digest=digest(loaded.module),
+        )
+
+    def _finish(self, model: int, segment: str, rows: int) -> None:
+        half = self._halves.pop(model)
+        settings = half.settings
+        try:
+            spec = ModelSpec(half.name, dict(half.model.inputs), dict(half.model.outputs))
+            arena = Arena.attach(segment, ArenaLayout(spec, rows))
+            compute = getattr(torch, settings.dtype) if settings.dtype else None
+            served = Served(
+                half.name, half.model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute
+            )
+            served.warm_up(half.model.example)
+        except Exception as error:  # noqa: BLE001
+            self._failed(model, error)
+            return
+
+        def install() -> None:
+            self._engine.install(model, served, settings.min_batch, settings.max_wait_us * 1000)
+            if earlier := self._arenas.pop(model, None):
+                earlier.close()
+            self._arenas[model] = arena
+            self._tell("ready", model=model)
+
+        self._later(install)
+
+    def _failed(self, model: int, error: Exception) -> None:
+        reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        self._tell("failed", model=model, reason=reason)

@@ -1,0 +1,151 @@
+"""The whole path in one process: the client's model, the engine's core, and no socket between them.
+
+For tests, for debugging a training step by step, and as the limit that benchmarks compare with. A request runs the
+engine's loop in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.client.doors.door import Answer, Outgoing
+from jurybox.client.lane import Lane
+from jurybox.client.model import Model
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.wire import PACK_TICKET
+from jurybox.server.engine.core import Engine
+from jurybox.server.engine.served import Served
+from jurybox.server.models import ServedModel
+from jurybox.server.supervisor.leases import Leases
+
+if TYPE_CHECKING:
+    import asyncio
+
+_EPOCH = 1
+
+
+class InprocDoor:
+    """Both sides of a door: the client's calls put tickets where the engine's core collects them."""
+
+    number = 0
+
+    def __init__(self, lane: int, lease: int, turn: Callable[[], bool]) -> None:
+        self.lane = lane
+        self._lease = lease
+        self._turn = turn
+        self._tickets: deque[bytes] = deque()
+        self._answers: list[Answer] = []
+
+    def forget(self, lane: int) -> None:
+        """As the engine's Door.forget."""
+        self._tickets.clear()
+
+    def collect(self, out: NDArray[np.uint8]) -> int:
+        """As the engine's Door.collect."""
+        n = min(len(self._tickets), len(out))
+        records = memoryview(out).cast("B")
+        for i in range(n):
+            records[i * PACK_TICKET.size : (i + 1) * PACK_TICKET.size] = self._tickets.popleft()
+        return n
+
+    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
+        """As the engine's Door.reply."""
+        self._answers.extend(Answer(n, code, message, version, _EPOCH) for n in tickets["sequence"].tolist())
+
+    def send(self, ticket: Outgoing) -> None:
+        """As the client's Door.send."""
+        t = ticket
+        self._tickets.append(
+            PACK_TICKET.pack(
+                t.sequence, self._lease, t.deadline, t.submitted, self.lane, t.first, t.rows, 0, t.version, 0, 0
+            )
+        )
+
+    def receive(self, timeout: float) -> Sequence[Answer]:
+        """As the client's Door.receive; runs the engine until an answer is there."""
+        until = time.monotonic() + timeout
+        while not self._answers and (self._turn() or time.monotonic() < until):
+            pass
+        answers, self._answers = self._answers, []
+        return answers
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """As the client's Door.watch; there is nothing to watch: `receive` computes."""
+
+    def close(self) -> None:
+        """As the client's Door.close."""
+
+
+class InprocServer:
+    """Models served to the caller's own thread.
+
+    Args:
+        models: by name.
+        max_batch: rows of the largest batch of each.
+        rows: of each arena.
+    """
+
+    def __init__(self, models: Mapping[str, ServedModel], *, max_batch: int = 64, rows: int = 256) -> None:
+        server_id = f"inproc{secrets.token_hex(4)}"
+        self._owned = Board.create(segment_name(server_id, "board"), 1, time.time())
+        self._board = Board.attach(self._owned.segment.name)
+        self._arenas: dict[str, Arena] = {}
+        self._index = {name: index for index, name in enumerate(models)}
+        self._leases = Leases(self._owned, lambda lane: False, time.monotonic)
+        self.engine = Engine(self._board, 0, [])
+        for name, model in models.items():
+            spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
+            arena = Arena.create(segment_name(server_id, "arena", self._index[name]), ArenaLayout(spec, rows))
+            served = Served(name, model, arena.inputs, arena.outputs, max_batch)
+            self.engine.install(self._index[name], served)
+            self._arenas[name] = arena
+        record = self._board.engines[0:1]
+        record["epoch"], record["state"] = _EPOCH, EngineState.SERVING
+
+    def model(self, name: str, *, rows: int = 16) -> Model:
+        """As the client's Server.model."""
+        if name not in self._index:
+            raise ModelNotFound(f"no model {name!r} here; there are: {', '.join(self._index)}")
+        return Model(name, lambda: self._lease(name, rows), default_timeout=60.0)
+
+    def close(self) -> None:
+        """Free the memory."""
+        for arena in self._arenas.values():
+            arena.close()
+        self._board.close()
+        self._owned.close()
+
+    def __enter__(self) -> InprocServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lease(self, name: str, rows: int) -> tuple[Lane, ModelSpec, int]:
+        arena = self._arenas[name]
+        grant = self._leases.grant(self._index[name], rows, arena.rows)
+        door = InprocDoor(grant.lane, grant.lease, self.engine.turn)
+        self.engine.add_door(door)
+
+        def give_back() -> None:
+            self.engine.remove_door(door)
+            self._leases.release(grant.lane, grant.lease, ())
+
+        view = Arena.attach(arena.segment.name, arena.layout)
+        served = self.engine.slots[self._index[name]].served
+        return (
+            Lane(name, self._board, view, door, grant.lease, grant.first, rows, give_back),
+            served.spec,
+            served.max_batch,
+        )

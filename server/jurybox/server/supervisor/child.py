@@ -1,0 +1,112 @@
+"""One child process of the supervisor: started, heard, stopped, started again."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jurybox.server.lifeline import Lifeline, spawn
+
+# Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
+_BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Child:
+    """A process that should run.
+
+    Args:
+        role: its name in logs ("engine-0", "gateway").
+        module: what ``python -m`` runs.
+        configure: gives the fields of the first message, anew for every life.
+        environment: variables set for it.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        module: str,
+        configure: Callable[[], dict[str, Any]],
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.role = role
+        self.serving = False
+        self.failures = 0  # deaths in a row
+        self.restart_at = 0.0
+        self.started_at = 0.0
+        self._module = module
+        self._configure = configure
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: Lifeline | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._lifeline is not None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def fileno(self) -> int:
+        assert self._lifeline is not None
+        return self._lifeline.fileno()
+
+    def start(self, now: float) -> None:
+        """Start the process and send its configuration."""
+        self.serving = False
+        self.started_at = now
+        self._process, self._lifeline = spawn(self._module, environment=self._environment)
+        self.send("configure", **self._configure())
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send an order; a dead child's is dropped, since its death is noticed by `messages`."""
+        if self._lifeline is None:
+            return
+        try:
+            self._lifeline.send(kind, **fields)
+        except OSError:
+            self.serving = False
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the child said meanwhile; raises EOFError when it is dead."""
+        assert self._lifeline is not None
+        while (message := self._lifeline.receive(0)) is not None:
+            yield message
+
+    def bury(self, now: float, *, settled_after: float) -> int:
+        """Clean up after a dead child and plan its restart; gives its exit status.
+
+        One that had served for `settled_after` seconds begins its count of failures anew.
+        """
+        status = self._end(timeout=2.0)
+        if self.serving and now - self.started_at > settled_after:
+            self.failures = 0
+        self.serving = False
+        self.restart_at = now + _BACK_OFF[min(self.failures, len(_BACK_OFF) - 1)]
+        self.failures += 1
+        return status
+
+    def kill(self) -> None:
+        """End it at once; `messages` will then say that it is dead."""
+        if self._process is not None:
+            self._process.kill()
+
+    def stop(self, timeout: float) -> None:
+        """Ask it to stop, and end it when it has not within `timeout` seconds."""
+        if self._process is not None:
+            self.send("stop")
+            self._end(timeout)
+        self.serving = False
+
+    def _end(self, timeout: float) -> int:
+        assert self._process is not None
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._process = self._lifeline = None
+        return status

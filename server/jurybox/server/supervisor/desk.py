@@ -1,0 +1,87 @@
+"""The control door: requests in protobuf frames on a ROUTER socket, one handler a kind of request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+from google.protobuf.message import DecodeError, Message
+
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Done, ErrorMessage
+from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.wire import PREFIX, prefix_error
+
+_HIGH_WATER = 4096
+_MAX_MESSAGE = 1 << 20
+
+Handler = Callable[[Any], Message | None]
+
+
+class Desk:
+    """Answers control requests.
+
+    Args:
+        address: where to bind.
+        handlers: by the field of ControlRequest's oneof: takes that message, gives the reply's (None: Done). An
+            `Error` it raises goes to whoever asked.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        handlers: Mapping[str, Handler],
+        report: Callable[..., None],
+    ) -> None:
+        self._handlers = handlers
+        self._report = report
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+        self.socket.bind(address)
+
+    def answer_waiting(self, limit: int = 64) -> None:
+        """Answer what has come, at most `limit` requests, so that children are heard in between."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._answer(frames)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _answer(self, frames: list[bytes]) -> None:
+        # identity, prefix, the caller's eight bytes, body
+        number = frames[2] if len(frames) > 2 else b""
+        try:
+            if len(frames) < 2 or (wrong := prefix_error(frames[1])):
+                raise Error(wrong if len(frames) > 1 else "an empty message came", Code.PROTOCOL_MISMATCH)
+            if len(frames) != 4 or len(number) != 8:
+                raise Error(
+                    f"a control message is 3 frames (prefix, 8 bytes, body), {len(frames) - 1} came", Code.MALFORMED
+                )
+            reply = self._handle(frames[3])
+        except Error as error:
+            reply = ControlReply(error=ErrorMessage(code=error.code, message=str(error)))
+        try:
+            self.socket.send_multipart((frames[0], PREFIX, number, reply.SerializeToString()), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._report("reply not sent", error=str(error))
+
+    def _handle(self, body: bytes) -> ControlReply:
+        try:
+            request = ControlRequest.FromString(body)
+        except DecodeError as error:
+            raise Error(f"not a control request: {error}", Code.MALFORMED) from error
+        kind = request.WhichOneof("request")
+        if kind is None or kind not in self._handlers:
+            raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
+        result = self._handlers[kind](getattr(request, kind)) or Done()
+        field = next(item.name for item in ControlReply.DESCRIPTOR.fields if item.message_type is result.DESCRIPTOR)
+        return ControlReply(**{field: result})

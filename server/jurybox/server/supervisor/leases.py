@@ -1,0 +1,137 @@
+"""Who holds which lane: granting, noticing the dead, and giving rows back only when no engine touches them.
+
+A lane goes free -> granted -> held -> retiring -> free. It is held once its client has locked it (a kernel lock on
+the board's file that ends with the client, whatever ends the client); a grant that nobody locks within the grace
+period lapses. Retiring means every living engine has been asked to forget the lane's tickets: an engine that still
+computes one would otherwise write results into rows that belong to somebody else by then.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from jurybox.protocol.board import MAX_LANES, Board
+from jurybox.protocol.errors import Busy
+
+GRACE = 5.0  # seconds from the grant to the client's lock
+
+
+@dataclass(slots=True)
+class LeasedLane:
+    """One lane that is not free."""
+
+    lane: int
+    lease: int
+    model: int
+    first: int
+    rows: int
+    granted: float
+    held: bool = False
+    retiring: set[int] | None = field(default=None)  # engines that have not confirmed yet
+
+
+class Leases:
+    """The lanes of a server; the only writer of the board's lane table.
+
+    Args:
+        board: where lanes are shown.
+        is_locked: whether a client holds the kernel lock of a lane.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, board: Board, is_locked: Callable[[int], bool], clock: Callable[[], float]) -> None:
+        self._board = board
+        self._is_locked = is_locked
+        self._clock = clock
+        self._lanes: dict[int, LeasedLane] = {}
+        # A number no earlier server of this address used, so that its clients' tickets are recognised as stale.
+        self._next = (secrets.randbits(31) << 32) + 1
+
+    def grant(self, model: int, rows: int, arena_rows: int) -> LeasedLane:
+        """Lease `rows` neighbouring rows of a model's arena.
+
+        Raises:
+            Busy: no such run is free; says how much is.
+        """
+        first = self._free_run(model, rows, arena_rows)
+        lane = next((n for n in range(MAX_LANES) if n not in self._lanes and not self._is_locked(n)), None)
+        if first is None or lane is None:
+            leased = sum(held.rows for held in self._lanes.values() if held.model == model)
+            raise Busy(
+                f"no {rows} neighbouring rows are free: {leased} of the arena's {arena_rows} rows are leased in "
+                f"{len(self._lanes)} of {MAX_LANES} lanes; close clients, ask for fewer rows, or raise the "
+                "model's 'rows' in the server's configuration"
+            )
+        leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock())
+        self._next += 1
+        self._lanes[lane] = leased_lane
+        record = self._board.lanes[lane : lane + 1]
+        record["model"], record["first"], record["rows"] = model, first, rows
+        record["lease"] = leased_lane.lease
+        return leased_lane
+
+    def release(self, lane: int, lease: int, engines: Iterable[int]) -> bool:
+        """Take a lane back from the client that gives it up; False when it does not hold it."""
+        leased = self._lanes.get(lane)
+        if leased is None or leased.lease != lease or leased.retiring is not None:
+            return False
+        self._retire(leased, engines)
+        return True
+
+    def reclaim(self, engines: Iterable[int]) -> list[LeasedLane]:
+        """Begin to take back the lanes of clients that died, or never came; gives them."""
+        now = self._clock()
+        dead = []
+        for leased in self._lanes.values():
+            if leased.retiring is not None:
+                continue
+            if self._is_locked(leased.lane):
+                leased.held = True
+            elif leased.held or now - leased.granted > GRACE:
+                dead.append(leased)
+        for leased in dead:
+            self._retire(leased, engines)
+        return dead
+
+    def revoke(self, model: int, engines: Iterable[int]) -> list[LeasedLane]:
+        """Take back every lane of a model whose arena goes away; gives them."""
+        revoked = [leased for leased in self._lanes.values() if leased.model == model and leased.retiring is None]
+        for leased in revoked:
+            self._retire(leased, engines)
+        return revoked
+
+    def confirmed(self, lane: int, lease: int, engine: int) -> None:
+        """An engine has forgotten a retiring lane; with the last one it is free."""
+        leased = self._lanes.get(lane)
+        if leased is None or leased.lease != lease or leased.retiring is None:
+            return
+        leased.retiring.discard(engine)
+        if not leased.retiring:
+            del self._lanes[lane]
+
+    def engine_died(self, engine: int) -> None:
+        """A dead engine touches nothing any more."""
+        for leased in list(self._lanes.values()):
+            if leased.retiring is not None:
+                self.confirmed(leased.lane, leased.lease, engine)
+
+    def in_use(self) -> list[LeasedLane]:
+        """Every lane that is not free."""
+        return list(self._lanes.values())
+
+    def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:
+        self._board.lanes[leased.lane : leased.lane + 1]["lease"] = 0
+        leased.retiring = set(engines)
+        if not leased.retiring:
+            del self._lanes[leased.lane]
+
+    def _free_run(self, model: int, rows: int, arena_rows: int) -> int | None:
+        taken = sorted((held.first, held.rows) for held in self._lanes.values() if held.model == model)
+        end = 0
+        for first, length in taken:
+            if first - end >= rows:
+                break
+            end = first + length
+        return end if end + rows <= arena_rows else None

@@ -1,0 +1,130 @@
+"""The models a server holds: what was asked for, what the engines made of it, and the arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.board import MAX_MODELS
+from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
+from jurybox.protocol.errors import ModelNotFound, Refused
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.spec import ModelSpec
+from jurybox.server.config import ModelSettings
+
+
+@dataclass(slots=True)
+class HeldModel:
+    """One model across all engines."""
+
+    index: int
+    name: str
+    settings: ModelSettings
+    spec: ModelSpec | None = None
+    arena: Arena | None = None
+    digest: str = ""
+    engines: dict[int, str] = field(default_factory=dict)  # engine -> loading, ready, failed
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """ready when one engine can answer, failed when all have failed, else loading."""
+        states = set(self.engines.values())
+        if "ready" in states:
+            return "ready"
+        return "failed" if states == {"failed"} else "loading"
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(dict.fromkeys(self.reasons.values()))
+
+    def lane_rows(self, asked: int) -> int:
+        """Rows of a lane: as asked, or the model's default."""
+        assert self.spec is not None
+        return asked or self.settings.resolve_lane_rows(self.spec.row_bytes)
+
+    def message(self) -> ModelMessage:
+        """As clients are told."""
+        message = ModelMessage(
+            name=self.name,
+            index=self.index,
+            state=self.state,
+            reason=self.reason,
+            max_batch=self.settings.max_batch,
+            digest=self.digest,
+        )
+        if self.spec is not None:
+            for target, specs in ((message.inputs, self.spec.inputs), (message.outputs, self.spec.outputs)):
+                target.extend(
+                    TensorSpecMessage(name=name, dtype=spec.dtype, shape=spec.shape) for name, spec in specs.items()
+                )
+        if self.arena is not None:
+            message.arena = self.arena.segment.name
+            message.arena_rows = self.arena.rows
+        return message
+
+
+class Models:
+    """All models of a server, by name and by their place on the board."""
+
+    def __init__(self, server_id: str) -> None:
+        self._server_id = server_id
+        self._by_name: dict[str, HeldModel] = {}
+        self._arenas_made = 0
+
+    def __iter__(self) -> Iterable[HeldModel]:  # type: ignore[override]
+        return iter(self._by_name.values())
+
+    def add(self, name: str, settings: ModelSettings) -> HeldModel:
+        """Hold a model, or give one already held new settings."""
+        if held := self._by_name.get(name):
+            held.settings = settings
+            return held
+        used = {held.index for held in self._by_name.values()}
+        index = next((n for n in range(MAX_MODELS) if n not in used), None)
+        if index is None:
+            raise Refused(f"{MAX_MODELS} models are held, which is all a server can: unload one first")
+        held = self._by_name[name] = HeldModel(index, name, settings)
+        return held
+
+    def remove(self, name: str) -> HeldModel:
+        """Forget a model; its arena is the caller's to close."""
+        held = self.named(name)
+        del self._by_name[name]
+        return held
+
+    def named(self, name: str) -> HeldModel:
+        """Raises ModelNotFound, naming those there are."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            there = ", ".join(sorted(self._by_name)) or "none"
+            raise ModelNotFound(f"no model {name!r} is served here; there are: {there}") from None
+
+    def numbered(self, index: int) -> HeldModel | None:
+        """The model at a place of the board, if there is one."""
+        return next((held for held in self._by_name.values() if held.index == index), None)
+
+    def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> Arena | None:
+        """Take note of what an engine loaded and make the arena for it.
+
+        Returns the arena that is replaced, where the spec changed; it is the caller's to close once its lanes are
+        retired. Raises SharedMemoryError when there is no room for the new one.
+        """
+        replaced = held.arena if held.spec != spec else None
+        if held.arena is None or replaced is not None:
+            rows = held.settings.resolve_rows(spec.row_bytes)
+            self._arenas_made += 1
+            name = segment_name(self._server_id, "arena", self._arenas_made)
+            held.arena = Arena.create(name, ArenaLayout(spec, rows))
+            held.spec = spec
+        held.digest = digest
+        return replaced
+
+    def close(self) -> None:
+        """Remove every arena."""
+        for held in self._by_name.values():
+            if held.arena is not None:
+                held.arena.close()
+                held.arena = None

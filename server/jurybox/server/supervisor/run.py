@@ -1,0 +1,86 @@
+"""From settings to a running server: the folder, the locks, the sweep, the loop, and the way out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+from pathlib import Path
+
+from jurybox.protocol.address import ipc_path, prepare_folder
+from jurybox.protocol.errors import Error
+from jurybox.protocol.segment import sweep
+from jurybox.server.config import Settings
+from jurybox.server.logs import configure
+from jurybox.server.supervisor.supervisor import Supervisor
+
+STOPPED, FAILED, COULD_NOT_START, ENGINE_LOST = 0, 1, 3, 4
+
+
+class AddressTaken(Error):
+    """Another server holds the address."""
+
+
+def run(settings: Settings, *, dry_run: bool = False) -> int:
+    """Serve until stopped by a signal; gives the process's exit status (DESIGN: 0, 1, 3 or 4).
+
+    With `dry_run`, load and warm up every model, log what would be used, and stop.
+    """
+    server = settings.server
+    log = configure("supervisor", server.log_level, server.log_format)
+    try:
+        lock = _hold_address(server.address)
+    except (Error, OSError) as error:
+        log.error("could not start", error=str(error))
+        return COULD_NOT_START
+    try:
+        if stale := sweep():
+            log.warning("removed shared memory of dead owners", segments=len(stale))
+        with _Signals() as signals:
+            try:
+                supervisor = Supervisor(settings, signals.socket, log)
+            except (Error, OSError) as error:
+                log.error("could not start", error=str(error))
+                return COULD_NOT_START
+            return supervisor.run(dry_run=dry_run)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _hold_address(address: str) -> int | None:
+    """Hold the address's lock file for as long as this server lives: a second one must not take its socket over."""
+    path = ipc_path(address)
+    if path is None:
+        return None
+    prepare_folder(path.parent)
+    lock_path = Path(f"{path}.lock")
+    fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise AddressTaken(
+            f"a server already runs at {address}: stop it, or start this one with another server.address"
+        ) from error
+    return fd
+
+
+class _Signals:
+    """SIGTERM and SIGINT as bytes on a socket: a handler does nothing, so that nothing can deadlock in one."""
+
+    def __enter__(self) -> _Signals:
+        self.socket, self._theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self._theirs.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.socket.close()
+        self._theirs.close()

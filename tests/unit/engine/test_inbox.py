@@ -1,0 +1,107 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurybox.protocol.wire import TICKET
+from jurybox.server.engine.inbox import Queue, fair_choice
+
+
+def tickets(*lanes_and_rows, submitted=0, deadline=0):
+    records = np.zeros(len(lanes_and_rows), TICKET)
+    records["lane"] = [lane for lane, _ in lanes_and_rows]
+    records["rows"] = [rows for _, rows in lanes_and_rows]
+    records["sequence"] = np.arange(len(records))
+    records["submitted"] = submitted
+    records["deadline"] = deadline
+    return records
+
+
+def test_everything_that_waits_goes_into_one_batch_when_it_fits():
+    queue = Queue(max_batch=8)
+    queue.push(tickets((0, 3), (1, 1)))
+    queue.push(tickets((2, 4)))
+    assert queue.take()["lane"].tolist() == [0, 1, 2]
+    assert len(queue) == queue.rows == 0
+
+
+def test_one_greedy_client_does_not_hold_up_fifteen_modest_ones():
+    queue = Queue(max_batch=16)
+    queue.push(tickets(*[(99, 1)] * 200))  # came first, and many
+    queue.push(tickets(*[(lane, 1) for lane in range(15)]))
+    batch = queue.take()
+    assert set(range(15)) <= set(batch["lane"].tolist())
+    assert (batch["lane"] == 99).sum() == 1
+
+
+def test_a_large_ticket_is_not_starved_by_small_ones():
+    queue = Queue(max_batch=8)
+    queue.push(tickets(*[(lane, 1) for lane in range(4)]))
+    queue.push(tickets((50, 8)))
+    served = []
+    for step in range(3):
+        served.append(queue.take()["lane"].tolist())
+        queue.push(tickets(*[(lane, 1) for lane in range(4)]))
+    assert [50] in served
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), min_size=1, max_size=60), st.integers(8, 20))
+def test_batches_never_exceed_the_limit_and_lose_no_ticket(waiting, limit):
+    queue = Queue(max_batch=limit)
+    queue.push(tickets(*waiting))
+    seen = []
+    while len(queue):
+        batch = queue.take()
+        assert 0 < batch["rows"].sum() <= limit
+        seen += batch["sequence"].tolist()
+    assert sorted(seen) == list(range(len(waiting)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), min_size=1, max_size=60))
+def test_a_lanes_tickets_stay_in_order(waiting):
+    records = tickets(*waiting)
+    chosen = fair_choice(records, 16)
+    for lane in range(6):
+        mine = chosen[records["lane"] == lane]
+        assert not (np.diff(mine.astype(int)) > 0).any()  # once one is left behind, none after it goes
+
+
+def test_a_batch_is_held_back_only_as_long_as_asked():
+    queue = Queue(max_batch=8, min_batch=4, max_wait_ns=1000)
+    assert queue.ready_in(0) is None
+    queue.push(tickets((0, 1), submitted=100))
+    assert queue.ready_in(400) == 700
+    assert queue.ready_in(1100) == 0
+    queue.push(tickets((1, 3), submitted=500))
+    assert queue.ready_in(600) == 0
+
+
+def test_by_default_nothing_is_held_back():
+    queue = Queue(max_batch=8)
+    queue.push(tickets((0, 1), submitted=10**12))
+    assert queue.ready_in(0) == 0
+
+
+def test_an_expired_ticket_is_taken_out_and_the_others_stay():
+    queue = Queue(max_batch=8)
+    queue.push(tickets((0, 1), deadline=50))
+    queue.push(tickets((1, 2)))
+    assert queue.expired(40) is None
+    assert queue.expired(60)["lane"].tolist() == [0]
+    assert queue.rows == 2
+    assert queue.take()["lane"].tolist() == [1]
+
+
+def test_a_dead_clients_tickets_are_dropped():
+    queue = Queue(max_batch=8)
+    queue.push(tickets((0, 1), (1, 2), (0, 3)))
+    queue.drop(0)
+    assert queue.rows == 2
+    assert queue.take()["lane"].tolist() == [1]
+
+
+def test_the_queue_grows_when_a_crowd_comes():
+    queue = Queue(max_batch=64)
+    for first in range(0, 3000, 100):
+        queue.push(tickets(*[(lane, 1) for lane in range(first, first + 100)]))
+    assert queue.rows == 3000
+    assert len(queue) == 3000

@@ -1,0 +1,101 @@
+import pytest
+
+from jurybox.protocol.board import Board
+from jurybox.protocol.errors import Busy
+from jurybox.protocol.segment import segment_name
+from jurybox.server.supervisor.leases import GRACE, Leases
+
+
+@pytest.fixture
+def board():
+    board = Board.create(segment_name("leasetest", "board"), 1, 0.0)
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def world(board):
+    class World:
+        now = 0.0
+        locked: set[int] = set()
+
+    world = World()
+    world.locked = set()
+    world.leases = Leases(board, lambda lane: lane in world.locked, lambda: world.now)
+    return world
+
+
+def test_lanes_never_overlap(world):
+    lanes = [world.leases.grant(0, 3, 10) for _ in range(3)]
+    rows = [row for lane in lanes for row in range(lane.first, lane.first + lane.rows)]
+    assert len(set(rows)) == 9
+
+
+def test_a_full_arena_says_how_full_it_is(world):
+    world.leases.grant(0, 8, 10)
+    with pytest.raises(Busy, match="8 of the arena's 10 rows"):
+        world.leases.grant(0, 3, 10)
+
+
+def test_models_have_arenas_of_their_own(world):
+    assert world.leases.grant(0, 8, 8).first == world.leases.grant(1, 8, 8).first == 0
+
+
+def test_a_dead_clients_rows_come_back_once_every_engine_has_forgotten_them(world, board):
+    lane = world.leases.grant(0, 10, 10)
+    world.locked.add(lane.lane)
+    assert world.leases.reclaim([0, 1]) == []
+    world.locked.clear()  # the kernel dropped the lock of a dead client
+    assert [dead.lane for dead in world.leases.reclaim([0, 1])] == [lane.lane]
+    assert board.lanes["lease"][lane.lane] == 0  # engines refuse its tickets from now on
+    world.leases.confirmed(lane.lane, lane.lease, 0)
+    with pytest.raises(Busy):
+        world.leases.grant(0, 1, 10)
+    world.leases.confirmed(lane.lane, lane.lease, 1)
+    assert world.leases.grant(0, 10, 10).first == 0
+
+
+def test_an_engine_that_dies_need_not_confirm(world):
+    lane = world.leases.grant(0, 10, 10)
+    world.leases.release(lane.lane, lane.lease, [0])
+    world.leases.engine_died(0)
+    assert world.leases.in_use() == []
+
+
+def test_a_grant_that_nobody_takes_up_lapses(world):
+    world.leases.grant(0, 10, 10)
+    world.now = GRACE - 0.1
+    assert world.leases.reclaim([]) == []
+    world.now = GRACE + 0.1
+    assert len(world.leases.reclaim([])) == 1
+    assert world.leases.grant(0, 10, 10)
+
+
+def test_a_lane_that_somebody_locked_late_is_not_granted_again(world):
+    lane = world.leases.grant(0, 1, 10)
+    world.now = GRACE + 0.1
+    world.leases.reclaim([])
+    world.locked.add(lane.lane)
+    assert world.leases.grant(0, 1, 10).lane != lane.lane
+
+
+def test_only_the_holder_can_release(world):
+    lane = world.leases.grant(0, 1, 10)
+    assert not world.leases.release(lane.lane, lane.lease + 1, [])
+    assert world.leases.release(lane.lane, lane.lease, [])
+    assert not world.leases.release(lane.lane, lane.lease, [])
+
+
+def test_a_lease_number_is_never_used_again(world):
+    numbers = set()
+    for _ in range(5):
+        lane = world.leases.grant(0, 1, 1)
+        numbers.add(lane.lease)
+        world.leases.release(lane.lane, lane.lease, [])
+    assert len(numbers) == 5
+
+
+def test_gaps_between_lanes_are_used(world):
+    a, b, c = (world.leases.grant(0, 2, 6) for _ in range(3))
+    world.leases.release(b.lane, b.lease, [])
+    assert world.leases.grant(0, 2, 6).first == b.first
