@@ -255,7 +255,8 @@ class Model:
                     in_flight.append((sent, self._send(lane, given, sent, piece, first, deadline, version)))
                     sent += piece
                 if not in_flight:
-                    self._take(lane, 1)  # says that and why no row is free
+                    lane.free.give(self._take(lane, 1), 1)  # it says that and why no row is free, or one has come back
+                    continue
                 at, ticket = in_flight[0]
                 answer = lane.wait(ticket, deadline)
                 in_flight.popleft()

@@ -235,15 +235,12 @@ class Server:
         return ZmqDoor(self._context, list(self._info.engines), lease.lane, lease.lease)
 
     def _until_settled(self, name: str, deadline: float) -> None:
-        while True:
-            message = self.describe(name)
-            if message.state == "failed" or (message.state == "ready" and message.reason):
-                raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
-            if message.state == "ready":
-                return
+        while not (message := self.describe(name)).settled:
             if time.monotonic() > deadline:
                 raise Timeout(f"model {name!r} is still {message.state}")
             time.sleep(_POLL)
+        if message.reason:
+            raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
 
 
 def _spin_us() -> int:

@@ -54,7 +54,7 @@ class InprocDoor:
     def collect(self, out: NDArray[np.uint8]) -> int:
         """As the engine's Door.collect."""
         n = min(len(self._tickets), len(out))
-        records = memoryview(out).cast("B")
+        records = out.data.cast("B")
         for i in range(n):
             records[i * PACK_TICKET.size : (i + 1) * PACK_TICKET.size] = self._tickets.popleft()
         return n

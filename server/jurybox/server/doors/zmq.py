@@ -54,7 +54,7 @@ class ZmqDoor:
 
     def pending(self) -> bool:
         """Whether messages wait. To be asked before sleeping on `fileno`, which signals changes only."""
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def forget(self, lane: int) -> None:
         """As Door.forget. Nothing to do: a ticket still in a socket names a lease that no longer holds."""
@@ -62,9 +62,9 @@ class ZmqDoor:
     def collect(self, out: NDArray[np.uint8]) -> int:
         """As Door.collect; what is no ticket is answered with what was expected."""
         n = 0
-        if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self.pending():
             return 0
-        receive, pack, records = self._socket.recv_multipart, PACK_TICKET.pack_into, memoryview(out).cast("B")
+        receive, pack, records = self._socket.recv_multipart, PACK_TICKET.pack_into, out.data.cast("B")
         try:
             while n < len(out):
                 frames = receive(zmq.NOBLOCK)

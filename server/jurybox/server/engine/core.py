@@ -190,7 +190,8 @@ class Engine:
                 self._answer(refused[those], code, 0, message)
         for model in np.unique(refused["model"][refused["code"] == Code.REFUSED]):
             self.slots[int(model)].meters.refused(int((refused["model"] == model).sum()))
-        return tickets[tickets["code"] == Code.OK]
+        accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
+        return accepted
 
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: Exception) -> None:
         name = slot.served.spec.name

@@ -62,7 +62,7 @@ class Queue:
         late = (deadlines < now) & (deadlines != 0)
         if not late.any():
             return None
-        gone = waiting[late].copy()
+        gone: Tickets = waiting[late].copy()
         self._keep(~late)
         return gone
 

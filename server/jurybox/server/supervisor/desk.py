@@ -60,8 +60,8 @@ class Desk:
         # identity, prefix, the caller's eight bytes, body
         number = frames[2] if len(frames) > 2 else b""
         try:
-            if len(frames) < 2 or (wrong := prefix_error(frames[1])):
-                raise Error(wrong if len(frames) > 1 else "an empty message came", Code.PROTOCOL_MISMATCH)
+            if wrong := prefix_error(frames[1] if len(frames) > 1 else b""):
+                raise Error(wrong, Code.PROTOCOL_MISMATCH)
             if len(frames) != 4 or len(number) != 8:
                 raise Error(
                     f"a control message is 3 frames (prefix, 8 bytes, body), {len(frames) - 1} came", Code.MALFORMED
@@ -84,4 +84,8 @@ class Desk:
             raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
         result = self._handlers[kind](getattr(request, kind)) or Done()
         field = next(item.name for item in ControlReply.DESCRIPTOR.fields if item.message_type is result.DESCRIPTOR)
-        return ControlReply(**{field: result})
+        reply = ControlReply()
+        getattr(reply, field).CopyFrom(result)
+        # A message without content would otherwise not count as set.
+        getattr(reply, field).SetInParent()
+        return reply

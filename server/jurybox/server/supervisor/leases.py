@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from jurybox.protocol.board import MAX_LANES, Board
 from jurybox.protocol.errors import Busy
 
-GRACE = 5.0  # seconds from the grant to the client's lock
+GRACE = 2.0  # seconds from the grant to the client's lock
 
 
 @dataclass(slots=True)
@@ -72,13 +72,13 @@ class Leases:
         record["lease"] = leased_lane.lease
         return leased_lane
 
-    def release(self, lane: int, lease: int, engines: Iterable[int]) -> bool:
-        """Take a lane back from the client that gives it up; False when it does not hold it."""
+    def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:
+        """Take a lane back from the client that gives it up; None when it does not hold it."""
         leased = self._lanes.get(lane)
         if leased is None or leased.lease != lease or leased.retiring is not None:
-            return False
+            return None
         self._retire(leased, engines)
-        return True
+        return leased
 
     def reclaim(self, engines: Iterable[int]) -> list[LeasedLane]:
         """Begin to take back the lanes of clients that died, or never came; gives them."""

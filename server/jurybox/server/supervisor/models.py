@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -24,16 +24,31 @@ class HeldModel:
     spec: ModelSpec | None = None
     arena: Arena | None = None
     digest: str = ""
-    engines: dict[int, str] = field(default_factory=dict)  # engine -> loading, ready, failed
+    engines: dict[int, str] = field(default_factory=dict)  # engine -> loading, ready, reloading, failed
     reasons: dict[int, str] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
-        """ready when one engine can answer, failed when all have failed, else loading."""
+        """ready when an engine can answer (also while it loads the model again), failed when all have, else loading."""
         states = set(self.engines.values())
-        if "ready" in states:
+        if states & {"ready", "reloading"}:
             return "ready"
         return "failed" if states == {"failed"} else "loading"
+
+    @property
+    def settled(self) -> bool:
+        """Whether every engine has finished loading, well or not."""
+        return not set(self.engines.values()) & {"loading", "reloading"}
+
+    def begin_load(self, engine: int) -> None:
+        """An engine begins to load it; one that serves it goes on serving meanwhile."""
+        self.engines[engine] = "reloading" if self.engines.get(engine) in ("ready", "reloading") else "loading"
+        self.reasons.pop(engine, None)
+
+    def failed(self, engine: int, reason: str) -> None:
+        """A load failed; after a failed reload the earlier one goes on serving."""
+        self.engines[engine] = "ready" if self.engines.get(engine) == "reloading" else "failed"
+        self.reasons[engine] = reason
 
     @property
     def reason(self) -> str:
@@ -53,6 +68,7 @@ class HeldModel:
             reason=self.reason,
             max_batch=self.settings.max_batch,
             digest=self.digest,
+            settled=self.settled,
         )
         if self.spec is not None:
             for target, specs in ((message.inputs, self.spec.inputs), (message.outputs, self.spec.outputs)):
@@ -72,8 +88,9 @@ class Models:
         self._server_id = server_id
         self._by_name: dict[str, HeldModel] = {}
         self._arenas_made = 0
+        self._replaced: list[tuple[int, Arena]] = []  # (model, arena) to close when no lane looks at it any more
 
-    def __iter__(self) -> Iterable[HeldModel]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[HeldModel]:
         return iter(self._by_name.values())
 
     def add(self, name: str, settings: ModelSettings) -> HeldModel:
@@ -106,25 +123,38 @@ class Models:
         """The model at a place of the board, if there is one."""
         return next((held for held in self._by_name.values() if held.index == index), None)
 
-    def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> Arena | None:
+    def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> bool:
         """Take note of what an engine loaded and make the arena for it.
 
-        Returns the arena that is replaced, where the spec changed; it is the caller's to close once its lanes are
-        retired. Raises SharedMemoryError when there is no room for the new one.
+        Returns whether it replaces an arena of another spec, so that its lanes must be revoked. Raises
+        SharedMemoryError when there is no room for the new one; the old one stays then.
         """
-        replaced = held.arena if held.spec != spec else None
-        if held.arena is None or replaced is not None:
+        replaces = held.arena is not None and held.spec != spec
+        if held.arena is None or replaces:
             rows = held.settings.resolve_rows(spec.row_bytes)
             self._arenas_made += 1
             name = segment_name(self._server_id, "arena", self._arenas_made)
-            held.arena = Arena.create(name, ArenaLayout(spec, rows))
-            held.spec = spec
+            arena = Arena.create(name, ArenaLayout(spec, rows))
+            self.replaced(held)
+            held.arena, held.spec = arena, spec
         held.digest = digest
-        return replaced
+        return replaces
+
+    def replaced(self, held: HeldModel) -> None:
+        """The model's arena is in use no longer, but for lanes that are being taken back."""
+        if held.arena is not None:
+            self._replaced.append((held.index, held.arena))
+            held.arena = None
+
+    def close_replaced(self, retiring: Collection[int]) -> None:
+        """Remove the arenas that were replaced, but those of models with lanes still retiring."""
+        for index, arena in self._replaced:
+            if index not in retiring:
+                arena.close()
+        self._replaced = [(index, arena) for index, arena in self._replaced if index in retiring]
 
     def close(self) -> None:
         """Remove every arena."""
         for held in self._by_name.values():
-            if held.arena is not None:
-                held.arena.close()
-                held.arena = None
+            self.replaced(held)
+        self.close_replaced(())

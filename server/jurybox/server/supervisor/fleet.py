@@ -1,0 +1,94 @@
+"""The engines of a server: a child process and a bell each."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from jurybox import native
+from jurybox.protocol.address import engine_address
+from jurybox.protocol.bell import Bell
+from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.segment import segment_name
+from jurybox.server.config import ServerSettings
+from jurybox.server.supervisor.child import Child
+from jurybox.server.supervisor.models import Models
+
+
+class Fleet:
+    """Every engine there should be, `engines[i]` on `devices[i]`, at place i of the board."""
+
+    def __init__(self, settings: ServerSettings, server_id: str, board: Board, models: Models) -> None:
+        self.devices = settings.engine_devices()
+        self._settings = settings
+        self._server_id = server_id
+        self._board = board
+        self._models = models
+        self._bells: dict[int, Bell] = {}
+        self._bells_made = 0
+        self.engines = [self._child(index) for index in range(len(self.devices))]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the engines' ZeroMQ doors."""
+        return [engine_address(self._settings.address, index) for index in range(len(self.devices))]
+
+    def living(self) -> list[int]:
+        """The engines whose processes run."""
+        return [index for index, child in enumerate(self.engines) if child.alive]
+
+    def order(self, kind: str, **fields: Any) -> None:
+        """Send an order to every living engine."""
+        for index in self.living():
+            self.engines[index].send(kind, **fields)
+
+    def died(self, index: int) -> None:
+        """Show on the board that an engine is dead."""
+        record = self._board.engines[index : index + 1]
+        record["state"], record["epoch"] = EngineState.ABSENT, 0
+        record["restarts"] += 1
+
+    def close(self) -> None:
+        """Remove every bell; the children are stopped before."""
+        for bell in self._bells.values():
+            bell.close()
+        self._bells.clear()
+
+    def _child(self, index: int) -> Child:
+        settings, threads = self._settings, self._settings.engine_threads()
+
+        def configure() -> dict[str, Any]:
+            models = list(self._models)
+            for held in models:
+                held.engines[index] = "loading"
+                held.reasons.pop(index, None)
+            return {
+                "index": index,
+                "epoch": secrets.randbits(62) | 1,
+                "board": self._board.segment.name,
+                "bell": self._new_bell(index),
+                "spin_us": settings.spin_us,
+                "address": engine_address(settings.address, index),
+                "device": self.devices[index],
+                "threads": threads,
+                "log_level": settings.log_level,
+                "log_format": settings.log_format,
+                "models": [
+                    {"model": held.index, "name": held.name, "settings": held.settings.model_dump(mode="json")}
+                    for held in models
+                ],
+            }
+
+        # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
+        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        return Child(f"engine-{index}", "jurybox.server.engine", configure, environment)
+
+    def _new_bell(self, index: int) -> str:
+        """A bell for a new life of an engine: nothing its predecessor left can be taken for the new one's."""
+        if earlier := self._bells.pop(index, None):
+            earlier.close()
+        self._bells_made += 1
+        bell = Bell.create(segment_name(self._server_id, "bell", self._bells_made), native.BELL_BYTES)
+        self._bells[index] = bell
+        self._board.engines[index : index + 1]["bell"] = self._bells_made
+        return bell.segment.name

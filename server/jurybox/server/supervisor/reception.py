@@ -1,0 +1,121 @@
+"""What the control door offers: who is there, leases, status, loading and unloading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jurybox.protocol.board import Board
+from jurybox.protocol.control_pb2 import (
+    Hello,
+    Lease,
+    LeaseRequest,
+    LoadRequest,
+    ModelMessage,
+    ModelRequest,
+    ReleaseRequest,
+    ServerMessage,
+    StatusMessage,
+    StatusRequest,
+    UnloadRequest,
+)
+from jurybox.protocol.errors import Code, ModelFailed, Refused
+from jurybox.protocol.wire import build_version
+from jurybox.server.config import Settings, model_settings_from_json
+from jurybox.server.status import status_json
+from jurybox.server.supervisor.fleet import Fleet
+from jurybox.server.supervisor.leases import LeasedLane, Leases
+from jurybox.server.supervisor.models import Models
+
+
+class Reception:
+    """Handlers of the control requests, by the field of ControlRequest that carries them."""
+
+    def __init__(
+        self, settings: Settings, server_id: str, board: Board, models: Models, leases: Leases, fleet: Fleet
+    ) -> None:
+        self._settings = settings
+        self._server_id = server_id
+        self._board = board
+        self._models = models
+        self._leases = leases
+        self._fleet = fleet
+        self.draining = False
+        self.handlers: dict[str, Any] = {
+            "hello": self._hello,
+            "lease": self._lease,
+            "release": self._release,
+            "status": self._status,
+            "model": self._model,
+            "load": self._load,
+            "unload": self._unload,
+        }
+
+    def forget(self, lane: LeasedLane) -> None:
+        """Ask every engine to forget a lane that is taken back."""
+        self._fleet.order("retire", lane=lane.lane, lease=lane.lease)
+
+    def _hello(self, request: Hello) -> ServerMessage:
+        return ServerMessage(
+            server_id=self._server_id,
+            build=build_version(),
+            board=self._board.segment.name,
+            engines=self._fleet.addresses,
+            models=[held.name for held in self._models],
+        )
+
+    def _lease(self, request: LeaseRequest) -> Lease:
+        held = self._models.named(request.model)
+        if self.draining:
+            raise Refused("the server is stopping; it takes no new clients", Code.DRAINING)
+        if held.state == "failed":
+            raise ModelFailed(f"model {held.name!r} could not be loaded: {held.reason}")
+        if held.state != "ready" or held.arena is None:
+            raise Refused(f"model {held.name!r} is still loading", Code.NOT_READY)
+        rows = held.lane_rows(request.rows)
+        if rows > held.arena.rows:
+            raise Refused(
+                f"{rows} rows were asked for, the arena of {held.name!r} has {held.arena.rows}: ask for fewer, or "
+                f"raise models.{held.name}.rows"
+            )
+        lane = self._leases.grant(held.index, rows, held.arena.rows)
+        return Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
+
+    def _release(self, request: ReleaseRequest) -> None:
+        lane = self._leases.release(request.lane, request.lease, self._fleet.living())
+        if lane is not None:
+            self.forget(lane)
+
+    def _status(self, request: StatusRequest) -> StatusMessage:
+        return StatusMessage(
+            json=status_json(
+                self._board,
+                list(self._models),
+                self._leases.in_use(),
+                server_id=self._server_id,
+                address=self._settings.server.address,
+                http=self._settings.server.http,
+                draining=self.draining,
+            )
+        )
+
+    def _model(self, request: ModelRequest) -> ModelMessage:
+        return self._models.named(request.model).message()
+
+    def _load(self, request: LoadRequest) -> ModelMessage:
+        """Load a model, or load it again; the client follows its state with model requests."""
+        if request.settings_json:
+            settings = model_settings_from_json(request.model, request.settings_json)
+        else:
+            settings = self._models.named(request.model).settings
+        held = self._models.add(request.model, settings)
+        for index in self._fleet.living():
+            held.begin_load(index)
+        self._fleet.order("load", model=held.index, name=held.name, settings=settings.model_dump(mode="json"))
+        return held.message()
+
+    def _unload(self, request: UnloadRequest) -> None:
+        held = self._models.remove(request.model)
+        for lane in self._leases.revoke(held.index, self._fleet.living()):
+            self.forget(lane)
+        self._fleet.order("unload", model=held.index)
+        self._models.replaced(held)

@@ -1,0 +1,56 @@
+"""kill -9 of a client: its rows come back, and nobody else notices."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jurybox.client import Busy
+from jurybox.server.supervisor.leases import GRACE
+from tests.serving import wait_until
+
+HOLDER = """
+import sys, time, numpy
+from jurybox.client import connect
+server = connect(sys.argv[1], door=sys.argv[2])
+model = server.model("moody", rows=60)
+model.submit(numpy.full((8, 4), 300_000, numpy.float32))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def holder(server, door):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, server.address, door], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_killed_client_gives_its_rows_back(server, door):
+    process = holder(server, door)
+    with server.connect(door=door) as client:
+        with pytest.raises(Busy):
+            client.model("moody", rows=60, timeout=0.3)
+        process.kill()
+        process.wait()
+        model = client.model("moody", rows=60, timeout=10)
+        x = np.ones((8, 4), np.float32)
+        np.testing.assert_array_equal(model.infer(x), x + 1)
+        wait_until(lambda: "rows taken back" in server.text(), 5, "the log")
+
+
+def test_a_lease_lasts_as_long_as_its_client_however_quiet(server):
+    process = holder(server, "auto")
+    try:
+        with server.connect() as client, pytest.raises(Busy):
+            client.model("moody", rows=60, timeout=GRACE + 0.5)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_client_that_closes_gives_its_rows_back_at_once(server, door):
+    for _ in range(30):
+        with server.connect(door=door) as client:
+            client.model("moody", rows=60, timeout=2.0)

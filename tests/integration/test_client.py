@@ -1,0 +1,235 @@
+"""The client against a real server, over every door: one suite, the same promises."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from jurybox.client import (
+    Busy,
+    ModelFailed,
+    ModelNotFound,
+    Refused,
+    SpecMismatch,
+    Timeout,
+)
+
+RNG = np.random.default_rng(7)
+
+
+def rows(n):
+    return RNG.standard_normal((n, 4)).astype(np.float32)
+
+
+def test_one_row_in_one_row_out(client):
+    x = rows(1)[0]
+    answer = client.model("affine")(x)
+    assert answer.shape == (4,)
+    np.testing.assert_array_equal(answer, 2 * x + 1)
+
+
+def test_many_rows_in_many_rows_out(client):
+    x = rows(10)
+    np.testing.assert_array_equal(client.model("affine").infer(x), 2 * x + 1)
+
+
+def test_more_rows_than_lane_and_batch_go_in_pieces_and_come_back_in_order(client):
+    model = client.model("affine", rows=24)
+    x = rows(1000)
+    np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+
+
+def test_no_rows_in_no_rows_out(client):
+    assert client.model("affine").infer(rows(0)).shape == (0, 4)
+
+
+def test_several_inputs_and_outputs_go_by_name(client):
+    model = client.model("two")
+    images = RNG.integers(0, 255, (5, 64, 64, 3), dtype=np.uint8)
+    scale = np.arange(5, dtype=np.float32)
+    outputs = model.infer({"image": images, "scale": scale})
+    np.testing.assert_allclose(outputs["brightness"], images.mean((1, 2, 3)) * scale, rtol=1e-5)
+    np.testing.assert_array_equal(outputs["corner"], images[:, 0, 0, 0])
+
+
+def test_several_tickets_are_in_flight_and_each_gets_its_own_answer(client):
+    model = client.model("affine", rows=40)
+    questions = [rows(n) for n in (1, 5, 2, 16, 3)]
+    tickets = [model.submit(x) for x in questions]
+    for x, ticket in reversed(list(zip(questions, tickets, strict=True))):
+        np.testing.assert_array_equal(model.result(ticket).outputs, 2 * x + 1)
+    assert model.submit(rows(16)).rows == 16  # every row came back
+
+
+def test_more_tickets_than_a_ring_holds_are_all_answered(client):
+    model = client.model("affine", rows=100)
+    questions = [rows(1) for _ in range(100)]
+    tickets = [model.submit(x) for x in questions]
+    for x, ticket in zip(questions, tickets, strict=True):
+        np.testing.assert_array_equal(model.result(ticket).outputs, 2 * x + 1)
+
+
+def test_rows_are_the_servers_memory(client):
+    model = client.model("two", rows=6)
+    with model.rows(4) as held:
+        assert held.inputs["image"].shape == (4, 64, 64, 3)
+        for i in range(4):
+            held.inputs["image"][i] = i * 10
+        held.inputs["scale"][:] = 2
+        held.infer()
+        np.testing.assert_allclose(held.outputs["brightness"], [0, 20, 40, 60])
+        np.testing.assert_array_equal(held.outputs["corner"], [0, 10, 20, 30])
+        held.inputs["image"][0] = 7
+        held.infer(1)
+        assert held.outputs["brightness"][0] == 14
+    with model.rows(6):  # given back
+        pass
+
+
+def test_rows_beyond_the_batch_limit_are_cut(client):
+    model = client.model("moody", rows=20)
+    with model.rows(20) as held:
+        held.inputs["observation"][:] = np.arange(80, dtype=np.float32).reshape(20, 4)
+        held.infer()
+        np.testing.assert_array_equal(held.outputs["action"], held.inputs["observation"] + 1)
+
+
+async def test_many_tasks_share_a_model_in_an_event_loop(client):
+    model = client.model("affine", rows=8)
+
+    async def ask(n):
+        x = rows(n)
+        reply = await model.infer_async(x)
+        np.testing.assert_array_equal(reply.outputs, 2 * x + 1)
+
+    await asyncio.gather(*(ask(1 + i % 4) for i in range(60)))
+
+
+def test_threads_share_a_model(client):
+    model, wrong = client.model("affine", rows=16), []
+
+    def ask():
+        for _ in range(30):
+            x = rows(3)
+            if not np.array_equal(model.infer(x), 2 * x + 1):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- every error, to whom caused it
+
+
+def test_an_unknown_model_is_named_with_those_there_are(client):
+    with pytest.raises(ModelNotFound, match="'phot'.*affine.*moody.*two"):
+        client.model("phot")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (np.zeros((2, 4)), r"expected float32 of shape \(n, 4\), came float64 of shape \(2, 4\).*astype"),
+        (np.zeros((2, 5), np.float32), r"came float32 of shape \(2, 5\)"),
+        (np.zeros(4, np.float32), r"came float32 of shape \(4,\).*array\[None\]"),
+        ({"x": np.zeros((2, 4), np.float32)}, r"takes inputs \['observation'\], \['x'\] came"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_told_what_was_expected(client, given, says):
+    with pytest.raises(SpecMismatch, match=says):
+        client.model("affine").infer(given)
+
+
+def test_an_array_for_a_model_of_several_inputs_is_refused(client):
+    with pytest.raises(SpecMismatch, match="give a dict"):
+        client.model("two").infer(np.zeros((1, 64, 64, 3), np.uint8))
+
+
+def test_a_ticket_larger_than_a_batch_is_refused(client):
+    with pytest.raises(SpecMismatch, match="max_batch"):
+        client.model("affine", rows=64).submit(rows(17))
+
+
+def test_a_full_lane_is_busy_until_results_are_collected(client):
+    model = client.model("affine", rows=4)
+    ticket = model.submit(rows(3))
+    with pytest.raises(Busy, match="2 neighbouring rows were asked for, 1 of this lane's 4"):
+        model.submit(rows(2))
+    model.result(ticket)
+    model.result(model.submit(rows(4)))
+
+
+def test_a_full_arena_is_busy_and_says_so(client):
+    with client.model("moody", rows=60), pytest.raises(Busy, match=r"60 of the arena's 64 rows|leased"):
+        client.model("moody", rows=10, timeout=0.2)
+
+
+def test_more_rows_than_the_arena_has_are_refused(client):
+    with pytest.raises(Refused, match=r"models\.moody\.rows"):
+        client.model("moody", rows=65)
+
+
+def test_a_late_answer_is_dropped_and_its_rows_come_back(client):
+    model = client.model("moody", rows=2)
+    slow = np.full((2, 4), 400_000, np.float32)
+    with pytest.raises(Timeout, match="did not answer in time"):
+        model.infer(slow, timeout=0.05)
+    with pytest.raises(Busy):  # the engine may still write to them
+        model.submit(rows(1))
+    x = rows(2)
+    for _ in range(100):
+        try:
+            np.testing.assert_array_equal(model.infer(x, timeout=2.0), x + 1)
+            break
+        except Busy:
+            threading.Event().wait(0.02)
+    else:
+        pytest.fail("the rows never came back")
+
+
+def test_rows_of_a_timed_out_request_stay_with_their_holder(client):
+    model = client.model("moody", rows=3)
+    with model.rows(2) as held:
+        held.inputs["observation"][:] = 300_000
+        with pytest.raises(Timeout):
+            held.infer(timeout=0.05)
+        with pytest.raises(Busy, match="still with the engine"):
+            held.infer(timeout=0.05)
+    model.result(model.submit(rows(1)))
+
+
+def test_a_model_that_raises_tells_its_caller_and_goes_on(client):
+    model = client.model("moody")
+    with pytest.raises(ModelFailed, match="RuntimeError: this row breaks the model"):
+        model.infer(np.full((1, 4), 666, np.float32))
+    x = rows(3)
+    np.testing.assert_array_equal(model.infer(x), x + 1)
+
+
+def test_a_model_that_gives_too_few_rows_is_caught(client):
+    model = client.model("moody")
+    with pytest.raises(ModelFailed, match=r"shape \[2, 4\], the spec promises \[3, 4\]"):
+        model.infer(np.full((3, 4), 667, np.float32))
+
+
+def test_a_model_that_could_not_be_loaded_says_why(client):
+    with pytest.raises(ModelFailed, match=r"broken.*this factory never works"):
+        client.model("broken")
+    with pytest.raises(ModelFailed, match=r"shape \[1, 4\], the spec promises \[1, 5\]"):
+        client.model("liar")
+
+
+def test_a_closed_model_and_a_closed_connection_say_so(server, door):
+    connection = server.connect(door=door)
+    model = connection.model("affine")
+    model.close()
+    with pytest.raises(Refused, match="was closed"):
+        model.infer(rows(1))
+    connection.close()
+    with pytest.raises(Refused, match="connect again"):
+        connection.model("affine")

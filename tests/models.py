@@ -1,0 +1,76 @@
+"""Models for the tests, as a user would write them: factories that a server's config can name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from jurybox.protocol import TensorSpec
+from jurybox.server.models import ServedModel
+
+VECTOR = {"observation": TensorSpec("float32", (4,))}
+
+
+class Affine(torch.nn.Module):
+    """y = scale * x + offset, so that every answer can be checked against its own question."""
+
+    def __init__(self, scale: float, offset: float) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(scale))
+        self.offset = torch.nn.Parameter(torch.tensor(offset))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.scale * observation + self.offset
+
+
+def affine(scale: float = 2.0, offset: float = 1.0) -> ServedModel:
+    return ServedModel(Affine(scale, offset), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
+class Two(torch.nn.Module):
+    def forward(self, image: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = image.float().mean(dim=(1, 2, 3))
+        return mean * scale, image[:, 0, 0, 0]
+
+
+def two() -> ServedModel:
+    """Two inputs, two outputs, large rows."""
+    return ServedModel(
+        Two(),
+        {"image": TensorSpec("uint8", (64, 64, 3)), "scale": TensorSpec("float32")},
+        {"brightness": TensorSpec("float32"), "corner": TensorSpec("uint8")},
+    )
+
+
+class Moody(torch.nn.Module):
+    """Behaves by what it is asked: the first value of a row says how."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        mood = observation[:, 0].max().item()
+        if mood == 666.0:
+            raise RuntimeError("this row breaks the model")
+        if mood == 667.0:
+            return observation[:-1] if len(observation) > 1 else observation.repeat(2, 1)
+        if mood > 1000.0:
+            time.sleep(mood / 1e6)  # 1_000_000 is a second
+        return observation + 1
+
+
+def moody() -> ServedModel:
+    return ServedModel(Moody(), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
+def broken() -> ServedModel:
+    raise RuntimeError("this factory never works")
+
+
+def liar() -> ServedModel:
+    """Promises another shape than it gives; warm-up must find out."""
+    return ServedModel(Affine(1.0, 0.0), VECTOR, {"action": TensorSpec("float32", (5,))})
+
+
+def from_file(path: str) -> ServedModel:
+    """Its offset is what a file says: for reloads."""
+    return affine(1.0, float(Path(path).read_text()))

@@ -1,0 +1,123 @@
+"""Starting real servers in tests: a process of their own, an address of their own, gone at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jurybox.client import Server, connect
+from jurybox.protocol.segment import directory
+
+START = 60.0
+
+
+class RunningServer:
+    """A ``jurybox serve`` in a process group of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
+        self.process = process
+        self.address = address
+        self.log = log
+
+    def connect(self, **options: object) -> Server:
+        return connect(self.address, **{"timeout": 20.0, **options})
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by role, engines from the board, the gateway from the process table."""
+        found = {"supervisor": self.process.pid}
+        for child in children_of(self.process.pid):
+            line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            if b"jurybox.server.gateway" in line:
+                found["gateway"] = child
+            elif b"jurybox.server.engine" in line:
+                found[f"engine-{sum(role.startswith('engine') for role in found)}"] = child
+        return found
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def config(models: dict[str, dict[str, object]], **server: object) -> str:
+    """TOML of a configuration."""
+
+    def value(item: object) -> str:
+        if isinstance(item, bool):
+            return str(item).lower()
+        if isinstance(item, dict):
+            return "{" + ", ".join(f"{key} = {value(part)}" for key, part in item.items()) + "}"
+        if isinstance(item, list):
+            return "[" + ", ".join(map(value, item)) + "]"
+        return repr(item) if isinstance(item, (int, float)) else f'"{item}"'
+
+    lines = ["[server]", *(f"{key} = {value(item)}" for key, item in server.items())]
+    for name, settings in models.items():
+        lines += [f'[models."{name}"]', *(f"{key} = {value(item)}" for key, item in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def launch(folder: Path, models: dict[str, dict[str, object]], env: dict[str, str] | None = None, **server: object):
+    """Start a server and don't wait for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    address = f"ipc://{folder}/engine"
+    file = folder / "server.toml"
+    file.write_text(config(models, **{"address": address, "http": "", "grpc": "", "devices": ["cpu"], **server}))
+    log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
+    with log.open("a") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jurybox.server.cli", "serve", str(file)],
+            stdout=sink,
+            stderr=sink,
+            text=True,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    return RunningServer(process, address, log)
+
+
+@contextmanager
+def serving(
+    folder: Path, models: dict[str, dict[str, object]], env: dict[str, str] | None = None, **server: object
+) -> Iterator[RunningServer]:
+    """A server that serves; stopped at the end, whatever the test did to it."""
+    running = launch(folder, models, env, **server)
+    try:
+        wait_until(lambda: "serving" in running.text() or running.process.poll() is not None, START)
+        if running.process.poll() is not None:
+            raise AssertionError(f"the server ended with {running.process.returncode}:\n{running.text()}")
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.send_signal(signal.SIGTERM)
+            try:
+                running.process.wait(15)
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+
+
+def wait_until(condition, timeout: float = 10.0, what: str = "the condition") -> None:
+    """Wait for something to become true; an AssertionError when it does not."""
+    until = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > until:
+            raise AssertionError(f"{what} did not come true within {timeout} s")
+        time.sleep(0.01)
+
+
+def segments() -> set[str]:
+    """This user's segments and pipes in shared memory."""
+    return {path.name for path in directory().glob(f"jurybox-{os.getuid()}-*")}
