@@ -1,0 +1,94 @@
+"""Starting where it cannot work, and starting again and again."""
+
+import gc
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+from jurybox.server.inproc import InprocServer
+from tests.faults.conftest import MODELS
+from tests.models import affine
+from tests.serving import launch, segments, serving
+
+
+def ended(running, timeout=60):
+    code = running.process.wait(timeout)
+    return code, running.text()
+
+
+def test_a_second_server_at_the_same_address_is_refused_and_the_first_goes_on(server):
+    second = launch(server.log.parent, MODELS)
+    code, text = ended(second)
+    assert code == 3
+    assert "a server already runs at" in text
+    with server.connect() as client:
+        assert client.model("affine")(np.ones(4, np.float32)).tolist() == [3, 3, 3, 3]
+
+
+def test_two_servers_on_one_host_do_not_meet(server, tmp_path):
+    models = {"affine": {"factory": "tests.models:affine", "args": {"scale": 5.0}}}
+    with serving(tmp_path / "other", models) as other, server.connect() as a, other.connect() as b:
+        x = np.ones((2, 4), np.float32)
+        assert np.array_equal(a.model("affine").infer(x), 2 * x + 1)
+        assert np.array_equal(b.model("affine").infer(x), 5 * x + 1)
+
+
+def test_too_little_shared_memory_is_a_clear_error_at_start(tmp_path):
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder]).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        models = {"affine": {"factory": "tests.models:affine", "rows": 4_000_000}}
+        code, text = ended(launch(tmp_path / "run", models, {"JURYBOX_SHM_DIR": str(folder)}))
+        assert code == 3
+        assert "is full" in text
+        assert "--shm-size" in text
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_server_whose_models_all_fail_does_not_start(tmp_path, nothing_left):
+    code, text = ended(launch(tmp_path, {"broken": {"factory": "tests.models:broken"}}))
+    assert code == 3
+    assert "this factory never works" in text
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [("tests.nothing:x", "cannot import"), ("tests.models:nothing", "has no 'nothing'"), ("tests.models:Two", "ServedModel")],
+)
+def test_a_factory_that_is_not_there_is_named(tmp_path, factory, says):
+    code, text = ended(launch(tmp_path, {"m": {"factory": factory}}))
+    assert code == 3
+    assert says in text
+
+
+def test_start_and_stop_leave_nothing(tmp_path, nothing_left):
+    for _ in range(3):
+        with serving(tmp_path, MODELS) as server:
+            with server.connect() as client:
+                client.model("affine")(np.ones(4, np.float32))
+            assert server.stop() == 0
+
+
+def test_a_hundred_servers_in_one_process_leave_neither_memory_nor_descriptors():
+    before, descriptors = segments(), len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        with InprocServer({"affine": affine()}) as server, server.model("affine") as model:
+            model(np.ones(4, np.float32))
+    assert segments() == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < descriptors + 10  # one descriptor a server would be a hundred
+
+
+@pytest.mark.slow
+def test_start_and_stop_one_hundred_times_leaves_nothing(tmp_path, nothing_left):
+    for _ in range(100):
+        with serving(tmp_path, MODELS) as server:
+            with server.connect() as client:
+                client.model("affine")(np.ones(4, np.float32))
+            assert server.stop() == 0
