@@ -1,0 +1,9 @@
+"""The jurors that come with Jurybox: factories for ``[models.NAME] factory = "jurybox.server.jurors:panel"``.
+
+What each criterion measures, and how well, is in ``docs/jurors.md``.
+"""
+
+from jurybox.server.jurors.aesthetic import siglip
+from jurybox.server.jurors.factories import colour, exposure, naturalness, panel, sharpness
+
+__all__ = ["colour", "exposure", "naturalness", "panel", "sharpness", "siglip"]

@@ -1,0 +1,177 @@
+"""Aesthetic Predictor V2.5 (discus0434, 2024): a SigLIP vision encoder and a small head that rates aesthetics."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from jurybox.protocol import TensorSpec
+from jurybox.server.jurors.example import example_images
+from jurybox.server.models import ServedModel
+
+_SHOWN = 5
+_HEAD, _ENCODER = "scoring_head.", "vision_model."
+# The rating that the head was trained to give.
+_WORST, _BEST = 1.0, 10.0
+# google/siglip-so400m-patch14-384 (X. Zhai et al., "Sigmoid Loss for Language Image Pre-Training", ICCV 2023).
+_SO400M = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+
+_HOW = (
+    "expected a folder with the vision encoder of google/siglip-so400m-patch14-384 (model.safetensors) and the head of "
+    "Aesthetic Predictor V2.5 converted to safetensors, or one safetensors file with both: docs/jurors.md shows the "
+    "commands. Nothing is downloaded at run time"
+)
+
+
+class AestheticHead(nn.Module):
+    """The predictor's head; parameter names as published, dropout left out because it only acts in training."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        sizes = (features, 1024, 128, 64, 16, 1)
+        layers: list[nn.Module] = []
+        for before, after in pairwise(sizes):
+            # Published numbering counts a dropout after every layer but the last.
+            layers += [nn.Linear(before, after), nn.Identity()]
+        self.scoring_head = nn.Sequential(*layers[:-1])
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """(n, features), any length, to ratings (n,), about 1 to 10."""
+        rating: Tensor = self.scoring_head(F.normalize(embedding, dim=-1)).squeeze(-1)
+        return rating
+
+
+class AestheticPredictor(nn.Module):
+    """Encoder and head.
+
+    Args:
+        encoder: a ``transformers.SiglipVisionModel``: called with ``pixel_values``, its ``pooler_output`` is used.
+        head: takes the pooled embedding.
+    """
+
+    def __init__(self, encoder: nn.Module, head: AestheticHead) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        """uint8 or floating-point (n, size, size, 3) RGB, 0..255, to ``score`` (0..1) and ``rating`` (1..10), (n,)."""
+        dtype = next(self.head.parameters()).dtype
+        embedding = self.encoder(pixel_values=normalised(image).to(dtype)).pooler_output
+        rating = self.head(embedding).float()
+        score = ((rating - _WORST) / (_BEST - _WORST)).clamp(0, 1)
+        return {"score": score, "rating": rating}
+
+
+def normalised(image: Tensor) -> Tensor:
+    """(n, size, size, 3), 0..255, to float32 (n, 3, size, size), -1..1: mean and deviation of 0.5, as SigLIP wants."""
+    return image.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
+
+
+def siglip(weights: str = "", dtype: str = "float32") -> ServedModel:
+    """Aesthetic Predictor V2.5, from weights on disk.
+
+    Args:
+        weights: a safetensors file, or a folder of them, that together hold ``vision_model.*`` and ``scoring_head.*``
+            (``layers.scoring_head.*``). A ``config.json`` in the folder, of SigLIP or its vision part, may describe
+            another encoder size.
+        dtype: "float32", "bfloat16" or "float16".
+
+    Returns:
+        Input ``image`` uint8 (384, 384, 3) RGB; outputs ``score`` float32 (), the rating mapped from 1..10 to 0..1 and
+        clipped, and ``rating`` float32 (), as the head gives it.
+
+    Raises:
+        FileNotFoundError: no weights there.
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: weights of another model, or an unknown dtype.
+    """
+    precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in precisions:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(precisions)}")
+    files = _weight_files(weights)
+    if importlib.util.find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            "the siglip juror needs transformers, which is not installed: pip install 'jurybox[siglip]'"
+        )
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    config = SiglipVisionConfig(**_encoder_config(Path(weights)))
+    tensors = _read(files)
+    encoder = SiglipVisionModel(config)
+    # Older releases of transformers name the encoder's parameters with the prefix, newer ones without.
+    prefixed = any(name.startswith(_ENCODER) for name in encoder.state_dict())
+    _load(encoder, tensors, _ENCODER, keep_prefix=prefixed, where=weights)
+    head = AestheticHead(config.hidden_size)
+    _load(head, tensors, _HEAD, keep_prefix=True, where=weights)
+    size = int(config.image_size)
+    return ServedModel(
+        module=AestheticPredictor(encoder, head).to(precisions[dtype]).eval(),
+        inputs={"image": TensorSpec("uint8", (size, size, 3))},
+        outputs={"score": TensorSpec("float32"), "rating": TensorSpec("float32")},
+        example=lambda rows: {"image": example_images(rows, size)},
+    )
+
+
+def _weight_files(weights: str) -> list[Path]:
+    if not weights:
+        raise FileNotFoundError(f"the siglip juror was given no weights: set its argument weights; {_HOW}")
+    path = Path(weights)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise FileNotFoundError(f"no safetensors file at {weights}: {_HOW}")
+    return files
+
+
+def _encoder_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        return dict(_SO400M)
+    described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return {**_SO400M, **described.get("vision_config", described)}
+
+
+def _read(files: list[Path]) -> dict[str, Tensor]:
+    """Encoder and head out of everything that the files hold; the text half of SigLIP is not even read."""
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for stored in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                name = stored.removeprefix("layers.")
+                if name.startswith((_ENCODER, _HEAD)):
+                    tensors[name] = file.get_tensor(stored)
+    return tensors
+
+
+def _load(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *, keep_prefix: bool, where: str) -> None:
+    own = {
+        name if keep_prefix else name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    wrong = [
+        f"{name}: expected {expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(f"weights at {where} do not fit {prefix}*: {'; '.join(wrong[:_SHOWN])}{more}; {_HOW}")
+    module.load_state_dict(own)
