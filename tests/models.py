@@ -74,3 +74,25 @@ def liar() -> ServedModel:
 def from_file(path: str) -> ServedModel:
     """Its offset is what a file says: for reloads."""
     return affine(1.0, float(Path(path).read_text()))
+
+
+class Paced(torch.nn.Module):
+    """Takes `seconds` a batch; in the engine whose number is `slow`, ten times as long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return observation + 1
+
+
+def paced(seconds: float, slow: str) -> ServedModel:
+    """The first engine that creates the file `slow` becomes ten times slower than the others."""
+    try:
+        Path(slow).touch(exist_ok=False)
+        seconds *= 10
+    except FileExistsError:
+        pass  # another engine is the slow one
+    return ServedModel(Paced(seconds), VECTOR, {"action": TensorSpec("float32", (4,))})

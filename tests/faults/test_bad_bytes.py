@@ -118,7 +118,12 @@ def test_a_ticket_beyond_its_lane_is_refused(server, dealer, fields, code):
 
 def test_garbage_at_the_control_door_is_answered(server, dealer):
     socket = dealer(server.address)
-    for frames in ([b"nonsense"], [wire.PREFIX, b"short", b"x"], [wire.PREFIX, b"12345678", b"\xff\xff"], [wire.PREFIX]):
+    for frames in (
+        [b"nonsense"],
+        [wire.PREFIX, b"short", b"x"],
+        [wire.PREFIX, b"12345678", b"\xff\xff"],
+        [wire.PREFIX],
+    ):
         socket.send_multipart(frames)
         reply = ControlReply.FromString(socket.recv_multipart()[-1])
         assert reply.error.code in (Code.PROTOCOL_MISMATCH, Code.MALFORMED)

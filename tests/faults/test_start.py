@@ -59,7 +59,11 @@ def test_a_server_whose_models_all_fail_does_not_start(tmp_path, nothing_left):
 
 @pytest.mark.parametrize(
     ("factory", "says"),
-    [("tests.nothing:x", "cannot import"), ("tests.models:nothing", "has no 'nothing'"), ("tests.models:Two", "ServedModel")],
+    [
+        ("tests.nothing:x", "cannot import"),
+        ("tests.models:nothing", "has no 'nothing'"),
+        ("tests.models:Two", "ServedModel"),
+    ],
 )
 def test_a_factory_that_is_not_there_is_named(tmp_path, factory, says):
     code, text = ended(launch(tmp_path, {"m": {"factory": factory}}))

@@ -193,14 +193,15 @@ class Lane:
         )
 
     def _choose_engine(self) -> int | None:
-        """The serving engine with the shortest expected wait, by chance among equals."""
+        """A serving engine with about the shortest expected wait; by chance among those, so that a crowd spreads."""
         if len(self._states) == 1:
             return 0 if self._states[0] == EngineState.SERVING else None
         serving = [i for i, state in enumerate(self._states.tolist()) if state == EngineState.SERVING]
         if not serving:
             return None
         waits = self._waits.tolist()
-        return min(serving, key=lambda i: (waits[i], random.random()))
+        bound = 1.5 * min(waits[i] for i in serving)
+        return random.choice([i for i in serving if waits[i] <= bound])
 
     def _dispatch(self, answers: Sequence[Answer]) -> None:
         for answer in answers:

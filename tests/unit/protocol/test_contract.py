@@ -34,7 +34,9 @@ def test_errors_are_also_what_python_calls_them():
     assert isinstance(error_for(Code.MODEL_NOT_FOUND, ""), LookupError)
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("complex64", ()), ("float32", (0,)), ("object", (1,)), ("bfloat16", (2,))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("complex64", ()), ("float32", (0,)), ("object", (1,)), ("bfloat16", (2,))]
+)
 def test_a_spec_that_cannot_be_served_is_refused(dtype, shape):
     with pytest.raises(ValueError, match=r"dtype|size below 1"):
         TensorSpec(dtype, shape)
@@ -57,7 +59,8 @@ def test_an_identity_is_a_valid_routing_id():
 
 
 @pytest.mark.parametrize(
-    ("frame", "says"), [(b"J\x63rest", "version 99 came"), (b"GET / HTTP", "expected a Jurybox message"), (b"", "0 bytes")]
+    ("frame", "says"),
+    [(b"J\x63rest", "version 99 came"), (b"GET / HTTP", "expected a Jurybox message"), (b"", "0 bytes")],
 )
 def test_foreign_bytes_are_named(frame, says):
     assert says in prefix_error(frame)

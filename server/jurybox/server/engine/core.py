@@ -22,6 +22,7 @@ from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
 from jurybox.server.engine.served import Served
 
+_SMOOTHING = 0.1
 _ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its door
 
 
@@ -64,6 +65,8 @@ class Engine:
         self._lanes = board.lanes.view(np.uint8).reshape(-1, LANE.itemsize)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._closed: tuple[Code, str] | None = None
+        self._shown = board.engines["expected_wait"][index : index + 1]
+        self._turn_ns = 0.0  # what a batch takes, smoothed
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
         self._records = self._arrivals.view(np.uint8).reshape(_ARRIVALS, TICKET.itemsize)
 
@@ -113,6 +116,7 @@ class Engine:
         now = self._clock()
         slot = self._next(now)
         if slot is None:
+            self._show_wait(batches=1)
             return False
         queue, served = slot.queue, slot.served
         if (late := queue.expired(now)) is not None:
@@ -122,13 +126,16 @@ class Engine:
                 return True
         tickets = queue.take()
         rows = int(tickets["rows"].sum()) if len(tickets) > 1 else int(tickets["rows"][0])
+        self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
         try:
             served.run(tickets, rows)
         except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
             self._fail(slot, tickets, error)
             return True
         self._answer(tickets, Code.OK, served.version, "")
-        slot.meters.batch(tickets, rows, now, self._clock())
+        ended = self._clock()
+        slot.meters.batch(tickets, rows, now, ended)
+        self._turn_ns += _SMOOTHING * (ended - now - self._turn_ns)
         return True
 
     def ready_in(self) -> int | None:
@@ -174,13 +181,21 @@ class Engine:
         due = [slot for slot in self.slots.values() if slot.queue.ready_in(now) == 0]
         return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
 
+    def _show_wait(self, batches: int) -> None:
+        """Tell clients with a choice of engines what they would wait here: so many batches, this one included."""
+        self._shown[0] = int(self._turn_ns * batches)
+
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         if len(self.doors) == 1:
             self.doors[0].reply(tickets, code, version, message)
             return
         came_by = tickets["door"]
         for door in self.doors:
-            if (mine := came_by == door.number).any():
+            mine = came_by == door.number
+            if mine.all():
+                door.reply(tickets, code, version, message)
+                return
+            if mine.any():
                 door.reply(tickets[mine], code, version, message)
 
     def _refuse(self, tickets: NDArray[Any]) -> NDArray[Any]:

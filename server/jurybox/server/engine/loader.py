@@ -83,15 +83,31 @@ def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
         program = torch.export.load(path)
     except Exception as error:
         raise LoadError(f"{where}: not a program of torch.export: {error}") from error
-    module = program.module()
     arguments, keywords = program.example_inputs or ((), {})
-    names = list(inspect.signature(module.forward).parameters)
+    names = [str(name) for name in program.graph_signature.user_inputs]
     examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
     inputs = _given(settings.inputs) or {key: _spec_of(where, key, value) for key, value in examples.items()}
+    module = _ByName(program.module(), list(inputs)[: len(arguments)])
     if not inputs:
         raise LoadError(f"{where} keeps no example inputs: give models.{name}.inputs and .outputs in the config")
     outputs = _given(settings.outputs) or _probe_outputs(where, module, inputs)
     return ServedModel(module, inputs, outputs)
+
+
+class _ByName(torch.nn.Module):
+    """An exported program called by its inputs' names; it remembers which of them it takes by position."""
+
+    def __init__(self, program: torch.nn.Module, positional: list[str]) -> None:
+        super().__init__()
+        self.program = program
+        self._positional = positional
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.program(*[inputs.pop(name) for name in self._positional], **inputs)
+
+    def eval(self) -> _ByName:
+        """An exported program has no modes."""
+        return self
 
 
 def _given(specs: Mapping[str, Any] | None) -> dict[str, TensorSpec]:

@@ -67,7 +67,6 @@ class EngineProcess:
                 continue
             next_look = now + _ORDERS_NS
             self._record["heartbeat"] = now
-            self._record["expected_wait"] = 0
             if not worked:
                 self._sleep()
             self._obey()

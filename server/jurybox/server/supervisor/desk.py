@@ -69,6 +69,10 @@ class Desk:
             reply = self._handle(frames[3])
         except Error as error:
             reply = ControlReply(error=ErrorMessage(code=error.code, message=str(error)))
+        except Exception as error:  # noqa: BLE001  one request must not end the server; its sender and the log are told
+            self._report("request failed", error=f"{type(error).__name__}: {error}", exc_info=True)
+            message = f"the server failed at this request ({type(error).__name__}: {error}); its log says more"
+            reply = ControlReply(error=ErrorMessage(code=Code.REFUSED, message=message))
         try:
             self.socket.send_multipart((frames[0], PREFIX, number, reply.SerializeToString()), zmq.NOBLOCK)
         except zmq.ZMQError as error:

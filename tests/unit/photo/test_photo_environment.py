@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from jurybox.training.environments.photo import (
+    Edits,
+    PhotoConfig,
+    RandomEdits,
+    apply,
+    build,
+    evaluate,
+    make_environment,
+    no_edits,
+)
+
+
+def rollout(environment, seed, actions):
+    seen, info = environment.reset(seed=seed)
+    moments = [(seen, 0.0, info)]
+    for action in actions:
+        seen, reward, *_, info = environment.step(action)
+        moments.append((seen, reward, info))
+    return moments
+
+
+@pytest.fixture
+def actions():
+    return np.random.default_rng(3).uniform(-1, 1, (4, 9)).astype(np.float32)
+
+
+def test_gymnasium_finds_nothing_wrong_with_it(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(make(render_mode="rgb_array"), skip_render_check=True)
+
+
+def test_the_same_seed_gives_the_same_episode_in_another_environment(make, actions):
+    for one, other in zip(rollout(make(), 5, actions), rollout(make(), 5, actions), strict=True):
+        assert np.array_equal(one[0], other[0]) and one[1:] == other[1:]
+    assert rollout(make(), 6, actions)[0][2] != rollout(make(), 5, actions)[0][2]
+
+
+def test_a_seed_given_at_the_start_fixes_the_first_episode(make):
+    first, second, other = (make(seed=seed) for seed in (8, 8, 9))
+    starts = [environment.reset()[1] for environment in (first, second, other)]
+    assert starts[0] == starts[1] != starts[2]
+    assert first.reset()[1] != starts[0], "the next episode is another one"
+
+
+def test_rewards_add_up_to_the_improvement(make, actions):
+    moments = rollout(make(reward_scale=10.0, score_range=(0.0, 2.0)), 1, actions)
+    gained = moments[-1][2]["score"] - moments[0][2]["score"]
+    assert sum(reward for _, reward, _ in moments) == pytest.approx(10.0 * gained / 2.0)
+    assert all(info["score_before"] == moments[0][2]["score"] for _, _, info in moments)
+
+
+def test_an_episode_terminates_after_its_steps_and_is_never_truncated(make):
+    environment = make(steps=3)
+    environment.reset(seed=0)
+    ends = [environment.step(np.zeros(9, np.float32))[2:4] for _ in range(3)]
+    assert ends == [(False, False), (False, False), (True, False)]
+    with pytest.raises(RuntimeError, match="call reset"):
+        environment.step(np.zeros(9, np.float32))
+
+
+def test_stepping_before_a_reset_is_refused(make):
+    with pytest.raises(RuntimeError, match="call reset"):
+        make().step(np.zeros(9, np.float32))
+
+
+@pytest.mark.parametrize("action", [np.zeros(8), np.full(9, np.nan)])
+def test_a_wrong_action_is_refused_and_takes_no_step(make, action):
+    environment = make(steps=1)
+    environment.reset(seed=0)
+    with pytest.raises(ValueError, match="9 finite numbers"):
+        environment.step(action)
+    assert environment.step(np.zeros(9, np.float32))[2]
+
+
+def test_the_scorer_sees_the_original_edited_once_however_many_steps_it_took(make, scorer, actions):
+    environment = make(scorer=scorer)
+    infos = [info for _, _, info in rollout(environment, 2, actions)]
+    damaged = scorer.scored[0]
+    assert len(scorer.scored) == 5
+    for picture, info in zip(scorer.scored, infos, strict=True):
+        assert np.array_equal(picture, apply(damaged, Edits(**info["edits"])))
+
+
+def test_pictures_are_rendered_into_the_scorers_own_buffer(make, scorer, actions):
+    buffer = scorer.buffer
+    environment = make(scorer=scorer, render_mode="rgb_array")
+    rollout(environment, 2, actions)
+    assert scorer.buffer is buffer
+    assert np.array_equal(environment.render(), buffer)
+    assert not np.shares_memory(environment.render(), buffer)
+
+
+def test_no_edits_change_nothing(make):
+    environment = make()
+    moments = rollout(environment, 4, np.zeros((4, 9), np.float32))
+    assert [reward for _, reward, _ in moments] == [0.0] * 5
+
+
+def test_a_new_episode_starts_from_no_edits(make, scorer, actions):
+    environment = make(scorer=scorer)
+    rollout(environment, 1, actions)
+    seen, info = environment.reset(seed=1)
+    assert info["edits"] == Edits().as_dict()
+    assert np.array_equal(scorer.scored[-1], scorer.scored[0])
+    assert np.array_equal(seen, make().reset(seed=1)[0])
+
+
+def test_info_tells_photo_edits_scores_and_damage(make, actions):
+    info = rollout(make(), 1, actions)[-1][2]
+    assert set(info) == {"score", "score_before", "photo", "edits", "degradation"}
+    assert info["edits"] == Edits(**info["edits"]).as_dict() != Edits().as_dict()
+
+
+def test_training_never_draws_a_held_out_photo(make, library):
+    drawn = {side: set() for side in ("training", "held_out")}
+    for side, names in drawn.items():
+        environment = make(split=side, seed=0)
+        names.update(environment.reset()[1]["photo"] for _ in range(60))
+    assert drawn["training"] == {photo.name for photo in library.training}
+    assert drawn["held_out"] == {photo.name for photo in library.held_out}
+    with pytest.raises(ValueError, match=r"no training photo is called 'chelsea\.png'"):
+        make(split="training").reset(options={"photo": "chelsea.png"})
+
+
+def test_closing_the_environment_closes_its_scorer(make, scorer):
+    make(scorer=scorer).close()
+    assert scorer.closed == 1
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"score_range": (1.0, 1.0)}, {"render_mode": "human"}])
+def test_unusable_settings_are_refused(make, settings):
+    with pytest.raises(ValueError, match="expected"):
+        make(**settings)
+
+
+def test_the_factory_crosses_to_another_process_and_seeds_by_index():
+    config = PhotoConfig(seed=40, steps=5)
+    environments = [pickle.loads(pickle.dumps(make_environment(config, index)))() for index in (0, 3, 3)]
+    assert [environment.np_random_seed for environment in environments] == [40, 43, 43]
+    assert {environment.steps for environment in environments} == {5}
+    assert environments[1].np_random.random() == environments[2].np_random.random()
+
+
+def test_the_factory_asks_no_server_before_the_first_reset():
+    environment = build(PhotoConfig(address="ipc:///nowhere/at/all", timeout=0.1))
+    environment.close()
+
+
+def test_an_unknown_kind_of_scorer_is_refused():
+    with pytest.raises(ValueError, match="'server' or 'local'"):
+        build(PhotoConfig(scorer="oracle"))  # type: ignore[arg-type]
+
+
+def test_policies_are_compared_on_exactly_the_same_damaged_photos(make, library):
+    environment = make(split="held_out", seed=99)
+    untouched = evaluate(environment, no_edits, range(3))
+    environment.reset()
+    randomly = evaluate(environment, RandomEdits(1), range(3))
+    assert len(untouched.outcomes) == 3 * len(library.held_out)
+    for one, other in zip(untouched.outcomes, randomly.outcomes, strict=True):
+        assert (one.photo, one.seed, one.before) == (other.photo, other.seed, other.before)
+        assert np.array_equal(one.damaged, other.damaged)
+        assert np.array_equal(one.damaged, one.edited) and not np.array_equal(other.damaged, other.edited)
+    assert untouched.improvement == 0.0 == untouched.improved_share
+    assert randomly.improvement == pytest.approx(randomly.after - untouched.after)
+
+
+def test_an_outcome_tells_the_score_of_every_step(make):
+    outcome = evaluate(make(steps=3), RandomEdits(0), [7]).outcomes[0]
+    assert len(outcome.scores) == 4 and outcome.after == outcome.scores[-1] != outcome.before == outcome.scores[0]
+    assert np.array_equal(apply(outcome.damaged, Edits(**outcome.edits)), outcome.edited)
+
+
+def test_an_evaluation_without_seeds_is_refused(make):
+    with pytest.raises(ValueError, match="at least one seed"):
+        evaluate(make(), no_edits, [])
+
+
+def test_a_hill_climber_improves_every_held_out_photo_and_random_edits_do_not(make):
+    environment = make(split="held_out", steps=60)
+
+    class Climb:
+        """Keeps a move that raised the score, which the observation tells, and takes back any other."""
+
+        def __init__(self):
+            self.rng = np.random.default_rng(0)
+            self.before = -np.inf
+            self.move = None
+
+        def __call__(self, seen):
+            from jurybox.training.environments.photo.observation import SCORE, TIME
+
+            score = float(seen[SCORE][0])
+            if seen[TIME][0] == -1.0:
+                self.before, self.move = score, None
+            if self.move is not None and score <= self.before:
+                undo, self.move = -self.move, None
+                return undo
+            self.before = score
+            self.move = np.zeros(9, np.float32)
+            self.move[self.rng.integers(5)] = self.rng.choice([-0.5, 0.5])
+            return self.move
+
+    climbed = evaluate(environment, Climb(), range(2))
+    randomly = evaluate(environment, RandomEdits(0), range(2))
+    assert climbed.improvement > 0.15 and climbed.improved_share == 1.0
+    assert randomly.improvement < climbed.improvement / 2

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+
+from jurybox.training.environments.photo import PhotoError, PhotoLibrary
+from jurybox.training.environments.photo.photos import read_photo
+
+
+def write(path, side=128, seed=0, suffix=".jpg"):
+    small = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    done, data = cv2.imencode(suffix, cv2.resize(small, (side + 40, side)))
+    assert done
+    path.write_bytes(data.tobytes())
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for index in range(8):
+        write(tmp_path / f"IMG_{index}.jpg", seed=index)
+    write(tmp_path / "portrait.PNG", seed=9, suffix=".png")
+    (tmp_path / "notes.txt").write_text("not a photo")
+    return tmp_path
+
+
+def test_the_shipped_photos_are_colour_photographs(library):
+    photos = library.training + library.held_out
+    assert len(photos) == 7 and library.skipped == ()
+    for photo in photos:
+        assert photo.pixels.dtype == np.uint8 and photo.pixels.shape[2] == 3
+        assert np.ptp(photo.pixels.astype(int), axis=2).mean() > 10, f"{photo.name} is grey"
+
+
+def test_held_out_photos_are_never_among_the_training_photos(library, folder):
+    for split in (library, PhotoLibrary.from_folder(folder)):
+        training, held_out = ({photo.name for photo in side} for side in (split.training, split.held_out))
+        assert training and held_out and not training & held_out
+    pixels = [photo.pixels.tobytes() for photo in library.training + library.held_out]
+    assert len(set(pixels)) == len(pixels)
+
+
+def test_photos_are_found_without_importing_the_packages_that_carry_them():
+    program = (
+        "import sys; from jurybox.training.environments.photo import PhotoLibrary, PhotoConfig, build; "
+        "PhotoLibrary.shipped(); build(PhotoConfig()); "
+        "print(sorted({'torch', 'sklearn', 'skimage', 'scipy', 'stable_baselines3'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_pixels_are_red_green_blue(library):
+    astronaut = next(photo for photo in library.training if photo.name == "astronaut.png")
+    red, _, blue = astronaut.centre()[250:300, 60:120].reshape(-1, 3).mean(axis=0)
+    assert red > blue + 60  # the suit is orange
+
+
+@pytest.mark.parametrize("side", ["training", "held_out"])
+def test_every_crop_is_384_pixels_square_and_repeatable(library, side):
+    for photo in library.of(side):
+        crops = [photo.crop(np.random.default_rng(seed)) for seed in (1, 1, 2)]
+        for picture in (photo.centre(), *crops):
+            assert picture.shape == (384, 384, 3) and picture.dtype == np.uint8 and picture.flags.c_contiguous
+        assert np.array_equal(crops[0], crops[1]) and not np.array_equal(crops[0], crops[2])
+
+
+def test_a_folder_gives_jpg_and_png_and_nothing_else(folder):
+    library = PhotoLibrary.from_folder(folder)
+    names = {photo.name for photo in library.training + library.held_out}
+    assert names == {f"IMG_{i}.jpg" for i in range(8)} | {"portrait.PNG"}
+    assert len(library.held_out) == 2
+
+
+def test_the_split_depends_on_names_alone(folder):
+    first = PhotoLibrary.from_folder(folder)
+    write(folder / "IMG_0.jpg", seed=77)
+    second = PhotoLibrary.from_folder(folder)
+    assert [photo.name for photo in first.held_out] == [photo.name for photo in second.held_out]
+
+
+def broken_files(folder):
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "text.png").write_text("this is no picture")
+    whole = write(folder / "cut.jpg", side=400, seed=5).read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    whole = write(folder / "cut.png", side=400, seed=5, suffix=".png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    write(folder / "tiny.png", side=20, suffix=".png")
+    return {"empty.jpg", "text.png", "cut.jpg", "cut.png", "tiny.png"}
+
+
+def test_broken_photos_are_all_named_in_one_error(folder):
+    names = broken_files(folder)
+    with pytest.raises(PhotoError, match="5 of 14 photos") as caught:
+        PhotoLibrary.from_folder(folder)
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_broken_photos_can_be_skipped_and_are_counted(folder):
+    names = broken_files(folder)
+    library = PhotoLibrary.from_folder(folder, on_broken="skip")
+    assert {line.split(":")[0] for line in library.skipped} == names
+    assert not names & {photo.name for photo in library.training + library.held_out}
+
+
+def test_a_photo_with_a_thumbnail_inside_that_was_cut_off_is_broken(tmp_path):
+    thumbnail = write(tmp_path / "thumbnail.jpg", side=100).read_bytes()
+    whole = write(tmp_path / "whole.jpg", side=400, seed=3).read_bytes()
+    segment = b"\xff\xe1" + (len(thumbnail) + 2).to_bytes(2, "big") + thumbnail
+    with_thumbnail = whole[:2] + segment + whole[2:]
+    (tmp_path / "whole.jpg").write_bytes(with_thumbnail)
+    assert read_photo(tmp_path / "whole.jpg").pixels.shape[0] == 400
+    (tmp_path / "whole.jpg").write_bytes(with_thumbnail[:-1000])
+    with pytest.raises(PhotoError, match="cut off"):
+        read_photo(tmp_path / "whole.jpg")
+
+
+def test_greyscale_and_transparent_photos_become_three_channels(tmp_path):
+    for name, shape in (("grey.png", (200, 200)), ("clear.png", (200, 200, 4))):
+        assert cv2.imwrite(str(tmp_path / name), np.full(shape, 90, dtype=np.uint8))
+        assert read_photo(tmp_path / name).pixels.shape == (200, 200, 3)
+
+
+def test_a_large_folder_is_thinned_out_evenly_and_says_so(folder):
+    library = PhotoLibrary.from_folder(folder, limit=3)
+    assert len(library.training + library.held_out) == 3 and library.beyond_limit == 6
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_folder_with_too_few_photos_is_refused(tmp_path, count):
+    for index in range(count):
+        write(tmp_path / f"{index}.jpg")
+    with pytest.raises(PhotoError, match=f"at least two usable photos .* found {count}"):
+        PhotoLibrary.from_folder(tmp_path)
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(PhotoError, match="expected a folder"):
+        PhotoLibrary.from_folder(tmp_path / "nowhere")

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+
+from jurybox.training.environments.photo import observation
+from jurybox.training.environments.photo.edits import Edits, apply
+from jurybox.training.environments.photo.statistics import NAMES, measure
+
+
+def of(picture, name):
+    return measure(picture)[NAMES.index(name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "edits"),
+    [
+        ("luma_mean", Edits(exposure=0.5)),
+        ("luma_quantile_50", Edits(exposure=0.5)),
+        ("luma_deviation", Edits(contrast=0.3)),
+        ("clipped_dark", Edits(exposure=-2.0)),
+        ("clipped_bright", Edits(exposure=1.0)),
+        ("warmth_of_neutrals", Edits(temperature=0.3)),
+        ("magenta_of_neutrals", Edits(tint=0.3)),
+        ("chroma_mean", Edits(saturation=0.3)),
+        ("fine_detail", Edits(sharpness=0.5)),
+    ],
+)
+def test_each_statistic_rises_with_the_edit_it_is_meant_to_guide(photo, name, edits):
+    assert of(apply(photo, edits), name) > of(photo, name) + 0.03
+
+
+def test_noise_is_seen(photo):
+    noisy = np.clip(photo + np.random.default_rng(0).normal(0, 8, photo.shape), 0, 255).astype(np.uint8)
+    assert of(noisy, "noise") > of(photo, "noise") + 0.2
+
+
+def test_the_direction_of_a_tilt_is_seen():
+    lines = np.full((384, 384, 3), 200, dtype=np.uint8)
+    lines[::24] = lines[1::24] = lines[2::24] = 40
+    left, right = (of(apply(lines, Edits(straighten=degrees)), "tilt") for degrees in (6.0, -6.0))
+    assert left * right < -0.01
+
+
+@pytest.mark.parametrize("level", [0, 7, 255])
+def test_statistics_of_a_flat_picture_are_finite_and_within_bounds(level):
+    numbers = measure(np.full((384, 384, 3), level, dtype=np.uint8))
+    assert numbers.shape == (len(NAMES),) and np.isfinite(numbers).all() and np.abs(numbers).max() <= 1.0
+
+
+def test_the_observation_holds_what_its_slices_say(photo):
+    edits = Edits(exposure=1.5, straighten=-15.0)
+    seen = observation.observe(photo, edits, 0.25, 0.4)
+    assert seen.shape == (observation.SIZE,) and seen in observation.space()
+    assert np.array_equal(seen[observation.STATISTICS], measure(photo))
+    assert seen[observation.EDITS].tolist() == [0.5, 0, 0, 0, 0, 0, 0, -1.0, 0]
+    assert seen[observation.TIME].tolist() == [-0.5]
+    assert seen[observation.SCORE] == pytest.approx(0.4)
+
+
+def test_the_view_inside_an_observation_is_the_small_picture(photo):
+    view = observation.view_of(observation.observe(photo, Edits(), 0.0, 0.0))
+    assert np.array_equal(view, cv2.resize(photo, (16, 16), interpolation=cv2.INTER_AREA))

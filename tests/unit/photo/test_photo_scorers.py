@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import pickle
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.training.environments.photo import LocalScorer, ScorerError, ServerScorer
+from jurybox.training.environments.photo.factory import PhotoConfig, make_scorer
+
+ROW = (384, 384, 3)
+
+
+class Server:
+    """A server whose juror gives the mean of its one row; it notes the order of what is asked of it."""
+
+    def __init__(self, shape=ROW, output="score"):
+        self.log = []
+        self.image = np.zeros((1, *shape), dtype=np.uint8)
+        self.output = output
+
+    def __enter__(self):
+        self.log.append("connected")
+        return self
+
+    def __exit__(self, *error):
+        self.log.append("disconnected")
+
+    def model(self, name):
+        self.log.append(f"model {name}")
+        return self
+
+    @contextmanager
+    def rows(self, count):
+        assert count == 1
+        rows = SimpleNamespace(inputs={"image": self.image}, outputs={self.output: np.zeros(1, dtype=np.float32)})
+
+        def infer(*, timeout):
+            self.log.append(f"infer {timeout}")
+            rows.outputs["score"][0] = self.image.mean()
+
+        rows.infer = infer
+        yield rows
+        self.log.append("rows given back")
+
+
+@pytest.fixture
+def connect_to(monkeypatch):
+    def install(server):
+        module = ModuleType("jurybox.client")
+
+        def connect(address=None, *, timeout):
+            server.log.append(f"connect {address} {timeout}")
+            return server
+
+        module.connect = connect
+        monkeypatch.setitem(sys.modules, "jurybox.client", module)
+        return server
+
+    return install
+
+
+def test_the_server_is_asked_only_when_the_buffer_is_first_used(connect_to):
+    server = connect_to(Server())
+    scorer = ServerScorer("judge", "ipc:///here", timeout=3.0)
+    assert server.log == []
+    scorer.buffer[:] = 10
+    assert server.log == ["connect ipc:///here 3.0", "connected", "model judge"]
+
+
+def test_the_buffer_is_the_servers_row_itself(connect_to):
+    server = connect_to(Server())
+    scorer = ServerScorer()
+    scorer.buffer[:] = 77
+    assert (server.image == 77).all()
+    assert scorer.score() == pytest.approx(77.0)
+    assert scorer.buffer is scorer.buffer
+
+
+def test_closing_gives_rows_and_connection_back_once_and_a_later_use_connects_anew(connect_to):
+    server = connect_to(Server())
+    scorer = ServerScorer()
+    scorer.buffer[:] = 1
+    server.log.clear()
+    scorer.close()
+    scorer.close()
+    assert server.log == ["rows given back", "disconnected"]
+    scorer.buffer[:] = 2
+    assert scorer.score() == pytest.approx(2.0)
+
+
+def test_a_connected_scorer_pickles_as_a_fresh_one(connect_to):
+    server = connect_to(Server())
+    scorer = ServerScorer("judge", "ipc:///here", timeout=3.0)
+    scorer.buffer[:] = 1
+    server.log.clear()
+    copy = pickle.loads(pickle.dumps(scorer))
+    assert server.log == []
+    copy.buffer[:] = 5
+    assert server.log == ["connect ipc:///here 3.0", "connected", "model judge"]
+    assert copy.score() == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("server", [Server(shape=(224, 224, 3)), Server(output="beauty")])
+def test_an_unfit_model_is_named_and_its_rows_are_given_back(connect_to, server):
+    connect_to(server)
+    with pytest.raises(ScorerError, match=r"model 'photo' takes image uint8.*expected it to take image"):
+        _ = ServerScorer().buffer
+    assert server.log[-2:] == ["rows given back", "disconnected"] or server.log[-1] == "disconnected"
+
+
+def test_scoring_before_anything_was_written_is_refused():
+    with pytest.raises(ScorerError, match="nothing to score"):
+        ServerScorer().score()
+
+
+class Mean(torch.nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, image):
+        assert image.dtype == torch.uint8 and image.shape == (1, *ROW) and torch.is_inference_mode_enabled()
+        return self.wrap(image.float().mean(dim=(1, 2, 3)))
+
+
+@pytest.fixture
+def juror(monkeypatch):
+    def install(wrap=lambda mean: {"other": mean * 2, "score": mean}, shape=ROW, outputs=("other", "score")):
+        module = ModuleType("jurors_of_this_test")
+        module.juror = lambda: SimpleNamespace(
+            module=Mean(wrap),
+            inputs={"image": SimpleNamespace(dtype="uint8", shape=shape)},
+            outputs={name: SimpleNamespace(dtype="float32", shape=()) for name in outputs},
+        )
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return "jurors_of_this_test:juror"
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda mean: {"other": mean * 2, "score": mean}, lambda mean: (mean * 2, mean)], ids=["dict", "tuple"]
+)
+def test_a_local_juror_scores_what_is_in_the_buffer_now(juror, wrap):
+    scorer = LocalScorer(juror(wrap))
+    for level in (3, 200):
+        scorer.buffer[:] = level
+        assert scorer.score() == pytest.approx(level)
+
+
+def test_a_local_juror_may_have_one_output(juror):
+    scorer = LocalScorer(juror(lambda mean: mean, outputs=("score",)))
+    scorer.buffer[:] = 9
+    assert scorer.score() == pytest.approx(9.0)
+
+
+def test_an_unfit_local_juror_is_refused(juror):
+    with pytest.raises(ScorerError, match="expected it to take image"):
+        LocalScorer(juror(shape=(32, 32, 3)))
+    with pytest.raises(ScorerError, match="to give score"):
+        LocalScorer(juror(outputs=("beauty",)))
+
+
+@pytest.mark.parametrize("factory", ["nowhere:panel", "json:panel", "no colon", ""])
+def test_a_factory_that_is_not_there_is_named(factory):
+    with pytest.raises(ScorerError, match=r"expected a factory as 'package\.module:function'"):
+        LocalScorer(factory)
+
+
+def test_settings_choose_the_scorer(juror):
+    scorer = make_scorer(PhotoConfig(scorer="server", model="judge", address="ipc:///x", timeout=2.0))
+    assert isinstance(scorer, ServerScorer) and (scorer.model, scorer.timeout) == ("judge", 2.0)
+    threads = torch.get_num_threads()
+    try:
+        assert isinstance(make_scorer(PhotoConfig(scorer="local", juror=juror())), LocalScorer)
+    finally:
+        torch.set_num_threads(threads)
