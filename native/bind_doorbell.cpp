@@ -93,6 +93,24 @@ void bind_doorbell(nb::module_& m) {
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
             nb::arg("version"), nb::arg("epoch"), "Post a ticket; False when BELL_RING are in flight.")
         .def(
+            "exchange",
+            [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
+               std::int64_t deadline, std::uint64_t version, std::uint64_t epoch, double timeout) -> nb::object {
+                if (!self.bell.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {epoch}}))
+                    throw std::runtime_error("the ring is full");
+                Answer answer;
+                bool came;
+                {
+                    nb::gil_scoped_release release;
+                    came = self.bell.wait(static_cast<std::int64_t>(timeout * 1e9)) && self.bell.receive(&answer, 1) == 1;
+                }
+                if (!came) return nb::none();
+                return nb::make_tuple(answer.sequence, answer.code, answer.version);
+            },
+            nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
+            nb::arg("version"), nb::arg("epoch"), nb::arg("timeout"),
+            "Post a ticket and wait for an answer (sequence, code, version); None when none came in time.")
+        .def(
             "receive",
             [](Client& self, double timeout) {
                 Answer answers[kRing];

@@ -37,14 +37,23 @@ void check(const Records& table, const Ticket* tickets, std::size_t n, const Rec
 void bind_tickets(nb::module_& m) {
     m.def(
         "admit",
-        [](Records tickets, std::size_t n, Records lanes, Limits limits) {
+        [](Records tickets, std::size_t n, std::uint32_t door, Records lanes, Limits limits) {
             if (lanes.shape(1) != sizeof(Lane)) throw std::invalid_argument("lanes are records of 32 bytes");
-            return admit(tickets_of(tickets, n), n, reinterpret_cast<const Lane*>(lanes.data()), lanes.shape(0),
-                         limits.data(), limits.shape(0));
+            const Admitted result = admit(tickets_of(tickets, n), n, door, reinterpret_cast<const Lane*>(lanes.data()),
+                                          lanes.shape(0), limits.data(), limits.shape(0));
+            return nb::make_tuple(result.refused, result.rows);
         },
-        nb::arg("tickets"), nb::arg("n"), nb::arg("lanes"), nb::arg("limits"),
-        "Set model and code of the first n tickets (n, 64) uint8 against the lanes (lanes, 32) uint8 and the largest "
-        "ticket of each model (models,) uint32; gives the number refused.");
+        nb::arg("tickets"), nb::arg("n"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"),
+        "Set door, model and code of the first n tickets (n, 64) uint8 against the lanes (lanes, 32) uint8 and the "
+        "largest ticket of each model (models,) uint32; gives how many were refused, and the rows of the others.");
+    m.def(
+        "any_expired",
+        [](Records tickets, std::size_t start, std::size_t end, std::int64_t now) {
+            if (start > end) throw std::out_of_range("start lies behind end");
+            return any_expired(tickets_of(tickets, end) + start, end - start, now);
+        },
+        nb::arg("tickets"), nb::arg("start"), nb::arg("end"), nb::arg("now"),
+        "Whether the deadline of a ticket in [start, end) has passed, ns of CLOCK_MONOTONIC.");
     m.def(
         "gather",
         [](Records table, Records tickets, std::size_t n, Records out) {

@@ -100,19 +100,31 @@ class Spin {
     int skipped_ = 0;
 };
 
-// Run `found` until it is true or the budget is spent. Yielding instead of pausing lets a peer on this core go on.
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Run `found` until it is true or the budget is spent. Now and then the core is offered to others; when somebody
+// took it, the core is wanted and spinning ends.
 template <class Found>
 bool spin_until(std::int64_t budget_ns, Found found) {
-    if (found()) return true;
+    constexpr std::int64_t kTaken = 5'000;  // ns; an offer that nobody takes costs well below one microsecond
     if (budget_ns <= 0) return false;
     const std::int64_t until = monotonic_ns() + budget_ns;
-    do {
-        for (int i = 0; i < 8; ++i) {
-            sched_yield();
+    while (true) {
+        for (int i = 0; i < 64; ++i) {
+            pause();
             if (found()) return true;
         }
-    } while (monotonic_ns() < until);
-    return false;
+        const std::int64_t before = monotonic_ns();
+        if (before >= until) return false;
+        sched_yield();
+        if (monotonic_ns() - before > kTaken) return false;
+    }
 }
 
 // The engine's side.
@@ -188,12 +200,13 @@ class BellEngine {
     // pipe into which clients write to wake a sleeping engine.
     bool wait(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
         const auto posted = [this] { return memory_->summary.load(std::memory_order_seq_cst) != 0; };
+        if (posted()) return true;
         int turns = 0;
         const std::int64_t budget = spin_.budget(timeout_ns);
         bool other = false;
         const bool found = spin_until(budget, [&] {
             if (posted()) return true;
-            if (n_fds > 1 && ++turns % 16 == 0) other = ::poll(fds + 1, n_fds - 1, 0) > 0;
+            if (n_fds > 1 && ++turns % 64 == 0) other = ::poll(fds + 1, n_fds - 1, 0) > 0;
             return other;
         });
         spin_.ended(found, budget);
@@ -265,7 +278,7 @@ class BellClient {
     // Wait at most `timeout_ns` for answers; true when there are some.
     bool wait(std::int64_t timeout_ns) {
         const std::uint32_t seen = lane_.received.load(std::memory_order_relaxed);
-        const auto came = [&] { return lane_.answered.load(std::memory_order_seq_cst) != seen; };
+        const auto came = [&] { return lane_.answered.load(std::memory_order_acquire) != seen; };
         if (came()) return true;
         const std::int64_t budget = spin_.budget(timeout_ns);
         const bool found = spin_until(budget, came);
@@ -274,7 +287,7 @@ class BellClient {
         const std::int64_t until = monotonic_ns() + timeout_ns;
         for (std::int64_t left = timeout_ns; left > 0; left = until - monotonic_ns()) {
             lane_.waiting.store(1, std::memory_order_seq_cst);
-            if (came()) break;
+            if (lane_.answered.load(std::memory_order_seq_cst) != seen) break;
             const timespec timeout{static_cast<time_t>(left / 1'000'000'000), left % 1'000'000'000};
             // Returns at once when the word has moved on meanwhile; a signal gives the caller a chance to look.
             if (futex(&lane_.answered, FUTEX_WAIT, seen, &timeout) == -1 && errno == EINTR) break;

@@ -42,13 +42,18 @@ static_assert(sizeof(Lane) == 32);
 // errors.py's codes that are given here.
 enum : std::uint32_t { kOk = 0, kModelNotFound = 3, kRefused = 7, kStaleLease = 14 };
 
-// Fill in each ticket's model and code; `limits[m]` is the largest ticket of model m, 0 where none is served.
-// Gives the number of tickets refused.
-inline std::size_t admit(Ticket* tickets, std::size_t n, const Lane* lanes, std::size_t n_lanes,
-                         const std::uint32_t* limits, std::size_t n_models) {
-    std::size_t refused = 0;
+struct Admitted {
+    std::size_t refused;
+    std::size_t rows;  // of those that were not
+};
+
+// Fill in each ticket's door, model and code; `limits[m]` is the largest ticket of model m, 0 where none is served.
+inline Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t door, const Lane* lanes, std::size_t n_lanes,
+                      const std::uint32_t* limits, std::size_t n_models) {
+    Admitted result{0, 0};
     for (std::size_t i = 0; i < n; ++i) {
         Ticket& ticket = tickets[i];
+        ticket.state.door = door;
         ticket.state.code = kStaleLease;
         if (ticket.lane < n_lanes && ticket.lease != 0) {
             const Lane& lane = lanes[ticket.lane];
@@ -65,9 +70,19 @@ inline std::size_t admit(Ticket* tickets, std::size_t n, const Lane* lanes, std:
                     ticket.state.code = kOk;
             }
         }
-        refused += ticket.state.code != kOk;
+        if (ticket.state.code == kOk)
+            result.rows += ticket.rows;
+        else
+            ++result.refused;
     }
-    return refused;
+    return result;
+}
+
+// Whether a ticket's deadline has passed.
+inline bool any_expired(const Ticket* tickets, std::size_t n, std::int64_t now) {
+    for (std::size_t i = 0; i < n; ++i)
+        if (tickets[i].deadline != 0 && tickets[i].deadline < now) return true;
+    return false;
 }
 
 // Copy the rows of a table that the tickets name, one after another, to `out`. Rows are `row_bytes` long.

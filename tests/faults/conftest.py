@@ -1,5 +1,4 @@
 import pytest
-
 from tests.serving import segments, serving
 
 MODELS = {

@@ -5,6 +5,8 @@ import random
 import numpy as np
 import pytest
 import zmq
+from tests.faults.conftest import MODELS
+from tests.serving import serving
 
 from jurybox.client import ProtocolMismatch, connect
 from jurybox.protocol import wire
@@ -12,8 +14,6 @@ from jurybox.protocol.address import engine_address
 from jurybox.protocol.control_pb2 import ControlReply
 from jurybox.protocol.errors import Code
 from jurybox.protocol.ticket_pb2 import Reply, Ticket
-from tests.faults.conftest import MODELS
-from tests.serving import serving
 
 
 @pytest.fixture(scope="module")

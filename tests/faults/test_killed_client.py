@@ -5,10 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+from tests.serving import wait_until
 
 from jurybox.client import Busy
 from jurybox.server.supervisor.leases import GRACE
-from tests.serving import wait_until
 
 HOLDER = """
 import sys, time, numpy

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from tests.serving import wait_until
 
 from jurybox.client import Timeout
-from tests.serving import wait_until
 
 
 def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, door):

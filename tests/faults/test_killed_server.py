@@ -6,15 +6,15 @@ import time
 
 import numpy as np
 import pytest
-
-from jurybox.client import ServerGone
 from tests.faults.conftest import MODELS
 from tests.serving import segments, serving, wait_until
+
+from jurybox.client import ServerGone
 
 
 def gone(pid):
     try:
-        return open(f"/proc/{pid}/stat").read().split(")")[1].split()[0] == "Z"  # noqa: PTH123, SIM115
+        return open(f"/proc/{pid}/stat").read().split(")")[1].split()[0] == "Z"  # noqa: PTH123
     except FileNotFoundError:
         return True
 

@@ -6,11 +6,11 @@ import subprocess
 
 import numpy as np
 import pytest
-
-from jurybox.server.inproc import InprocServer
 from tests.faults.conftest import MODELS
 from tests.models import affine
 from tests.serving import launch, segments, serving
+
+from jurybox.server.inproc import InprocServer
 
 
 def ended(running, timeout=60):

@@ -1,5 +1,4 @@
 import pytest
-
 from tests.serving import serving
 
 AFFINE = {"factory": "tests.models:affine"}

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-
-from jurybox.client import ModelFailed, ModelNotFound, Refused, SpecMismatch
 from tests.models import Affine
 from tests.serving import serving, wait_until
+
+from jurybox.client import ModelFailed, ModelNotFound, Refused, SpecMismatch
 
 X = np.ones((2, 4), np.float32)
 

@@ -6,7 +6,6 @@ import threading
 import time
 
 import numpy as np
-
 from tests.serving import serving, wait_until
 
 X = np.ones((1, 4), np.float32)

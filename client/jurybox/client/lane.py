@@ -18,6 +18,7 @@ from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Ti
 
 _LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
 _NOT_SENT = -1
+_SERVING = int(EngineState.SERVING)
 
 
 class Ticket:
@@ -75,6 +76,7 @@ class Lane:
         self._states = board.engines["state"]
         self._epochs = board.engines["epoch"]
         self._waits = board.engines["expected_wait"]
+        self._one_engine = len(self._states) == 1
         self._looked = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._row_waiters: list[asyncio.Future[None]] = []
@@ -86,6 +88,31 @@ class Lane:
         self._in_flight[ticket.sequence] = ticket
         self._send(ticket)
         return ticket
+
+    def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer | Ticket:
+        """Submit and wait a while; gives the answer, or the ticket where none has come yet.
+
+        The common case, nothing else in flight and a prompt answer, needs no ticket and no book-keeping.
+        """
+        now = time.monotonic_ns()
+        deadline = now + int(seconds * 1e9)
+        engine = None if self._in_flight else self._choose_engine()
+        if engine is None:
+            return self.submit(first, rows, deadline, version)
+        self._sequence = sequence = self._sequence + 1
+        epoch = self._epochs.item(engine)
+        outgoing = Outgoing(sequence, engine, epoch, first, rows, now, deadline, version)
+        answer = self._door.exchange(outgoing, seconds if seconds < _LOOK_AFTER else _LOOK_AFTER)
+        if answer is None or answer.sequence != sequence:
+            ticket = Ticket(self, sequence, first, rows, deadline, version)
+            ticket.engine, ticket.epoch = engine, epoch
+            self._in_flight[sequence] = ticket
+            if answer is not None:
+                self._dispatch((answer,))
+            return ticket
+        if answer.code == Code.STALE_LEASE:
+            self.gone = answer.message
+        return answer
 
     def wait(self, ticket: Ticket, deadline: int) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
@@ -178,7 +205,7 @@ class Lane:
         if engine is None:
             ticket.engine = _NOT_SENT
             return
-        ticket.engine, ticket.epoch = engine, int(self._epochs[engine])
+        ticket.engine, ticket.epoch = engine, self._epochs.item(engine)
         self._door.send(
             Outgoing(
                 ticket.sequence,
@@ -194,9 +221,9 @@ class Lane:
 
     def _choose_engine(self) -> int | None:
         """A serving engine with about the shortest expected wait; by chance among those, so that a crowd spreads."""
-        if len(self._states) == 1:
-            return 0 if self._states[0] == EngineState.SERVING else None
-        serving = [i for i, state in enumerate(self._states.tolist()) if state == EngineState.SERVING]
+        if self._one_engine:
+            return 0 if self._states.item(0) == _SERVING else None
+        serving = [i for i, state in enumerate(self._states.tolist()) if state == _SERVING]
         if not serving:
             return None
         waits = self._waits.tolist()

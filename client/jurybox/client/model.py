@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.doors.door import Answer
 from jurybox.client.lane import Lane, Ticket
-from jurybox.client.rows import Rows
+from jurybox.client.rows import CallRow, Rows
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 from jurybox.protocol.spec import ModelSpec
 
@@ -47,12 +47,19 @@ class Model:
         self.lock = threading.RLock()
         self.name = name
         self._closed = False
+        self._held: CallRow | None = None
         self._lane, self.spec, self.max_batch = lease()
+        self._call_dtype, self._call_shape = _only_input(self.spec)
 
     # ---- one call, one answer
 
     def __call__(self, row: Arrays, *, timeout: float | None = None) -> Any:
         """One row in, one row out: an array of the input's row shape (a dict where there are several inputs)."""
+        if type(row) is np.ndarray and row.dtype == self._call_dtype and row.shape == self._call_shape:
+            with self.lock:
+                if (held := self._held) is None or held.gone:
+                    held = self._hold()
+                return held.ask(row, self._default_timeout if timeout is None else timeout)
         if isinstance(row, Mapping):
             outputs = self.infer({name: np.asarray(value)[None] for name, value in row.items()}, timeout=timeout)
         else:
@@ -81,12 +88,12 @@ class Model:
         with self.lock:
             given, n = self._checked(inputs)
             try:
-                return self._in_pieces(given, n, deadline, version)
+                return self._answered(given, n, deadline, version)
             except Refused as error:
                 if error.code != Code.STALE_LEASE:
                     raise
             # The server replaced the model's arena; the inputs are still ours, so ask once more on a new lane.
-            return self._in_pieces(given, n, deadline, version)
+            return self._answered(given, n, deadline, version)
 
     # ---- pipelining
 
@@ -144,6 +151,9 @@ class Model:
             if not 0 < n <= min(self.max_batch, lane.free.total):
                 raise SpecMismatch(f"1 to {min(self.max_batch, lane.free.total)} rows go in one request, {n} came")
             first = lane.free.take(n)
+            if first is None and self._held is not None:
+                self._let_go_of_held()
+                continue
             if first is not None:
                 break
             await lane.wait_for_rows(deadline)
@@ -190,9 +200,11 @@ class Model:
             raise Refused(f"model {self.name!r} was closed: get it again from the server")
         if self._lane.gone is not None:
             self._lane.close()
+            self._held = None
             self._lane, spec, self.max_batch = self._lease()
             if spec != self.spec:
                 old, self.spec = self.spec, spec
+                self._call_dtype, self._call_shape = _only_input(spec)
                 raise SpecMismatch(f"model {self.name!r} has changed: it was {_words(old)}, it is {_words(spec)}")
         return self._lane
 
@@ -217,10 +229,22 @@ class Model:
                 )
         return given, n
 
+    def _hold(self) -> CallRow:
+        """Keep a row for calls of one row; it is given up when rows run out."""
+        lane = self._usable()
+        self._held = CallRow(self.rows(1), lane)
+        return self._held
+
+    def _let_go_of_held(self) -> None:
+        if self._held is not None:
+            self._held.rows.close()
+            self._held = None
+
     def _take(self, lane: Lane, n: int) -> int:
         first = lane.free.take(n)
         if first is None:
             lane.receive_now()
+            self._let_go_of_held()
             first = lane.free.take(n)
         if first is None:
             raise Busy(
@@ -237,11 +261,31 @@ class Model:
         return lane.submit(first, n, deadline, version)
 
     def _collected(self, ticket: Ticket, answer: Answer) -> Reply:
+        return self._copied(ticket.lane, ticket.first, ticket.rows, answer)
+
+    def _copied(self, lane: Lane, first: int, n: int, answer: Answer) -> Reply:
         if answer.code != Code.OK:
             raise error_for(answer.code, answer.message)
-        first, end = ticket.first, ticket.first + ticket.rows
-        outputs = {name: array[first:end].copy() for name, array in ticket.lane.outputs.items()}
+        outputs = {name: array[first : first + n].copy() for name, array in lane.outputs.items()}
         return Reply(self._shaped(outputs), answer.version)
+
+    def _answered(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
+        lane = self._usable()
+        if not 0 < n <= self.max_batch or (first := lane.free.take(n)) is None:
+            return self._in_pieces(given, n, deadline, version)
+        for name, array in given.items():
+            lane.inputs[name][first : first + n] = array
+        answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
+        if isinstance(answer, Ticket):
+            ticket = answer
+            try:
+                return self._collected(ticket, lane.wait(ticket, deadline))
+            finally:
+                lane.let_go(ticket)
+        try:
+            return self._copied(lane, first, n, answer)
+        finally:
+            lane.free.give(first, n)
 
     def _in_pieces(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
         lane = self._usable()
@@ -275,6 +319,14 @@ class Model:
 
     def _shaped(self, outputs: dict[str, NDArray[Any]]) -> Outputs:
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
+    """Dtype and row shape of a model's only input; None where it has several."""
+    if len(spec.inputs) != 1:
+        return None, ()
+    (only,) = spec.inputs.values()
+    return only.numpy_dtype, only.shape
 
 
 def _words(spec: ModelSpec) -> str:

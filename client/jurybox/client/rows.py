@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.doors.door import Answer
 from jurybox.client.lane import Lane, Ticket
-from jurybox.protocol.errors import Busy, Code, Refused, error_for
+from jurybox.protocol.errors import Busy, Refused, error_for
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -25,10 +27,10 @@ class Rows:
     def __init__(self, model: Model, lane: Lane, first: int, rows: int, max_batch: int) -> None:
         self._model = model
         self._lane = lane
-        self._first = first
+        self.first = first
         self._rows = rows
         self._max_batch = max_batch
-        self._unanswered: list[Ticket] = []
+        self.unanswered: list[Ticket] = []
         self.version = 0
         end = first + rows
         self.inputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.inputs.items()}
@@ -53,20 +55,22 @@ class Rows:
         n = self._rows if rows is None else rows
         if not 0 < n <= self._rows:
             raise ValueError(f"rows={n}: these are {self._rows} rows")
+        lane, first, batch = self._lane, self.first, self._max_batch
         with self._model.lock:
             self._check()
-            deadline = time.monotonic_ns() + int(self._model.seconds(timeout) * 1e9)
-            tickets = [
-                self._lane.submit(self._first + at, min(self._max_batch, n - at), deadline, version)
-                for at in range(0, n, self._max_batch)
-            ]
-            self._unanswered = tickets
-            answers = [self._lane.wait(ticket, deadline) for ticket in tickets]
-            self._unanswered = []
+            seconds = self._model.seconds(timeout)
+            if n <= batch:
+                answer = lane.ask(first, n, seconds, version)
+                answers = [answer] if isinstance(answer, Answer) else self.wait([answer])
+            else:
+                deadline = time.monotonic_ns() + int(seconds * 1e9)
+                answers = self.wait(
+                    [lane.submit(first + at, min(batch, n - at), deadline, version) for at in range(0, n, batch)]
+                )
         for answer in answers:
-            if answer.code != Code.OK:
+            if answer.code:
                 raise error_for(answer.code, answer.message)
-        self.version = answers[-1].version
+            self.version = answer.version
 
     def close(self) -> None:
         """Give the rows back; those an engine may still write to go free when it has answered."""
@@ -76,8 +80,8 @@ class Rows:
         if self._lane.gone is not None:
             return
         with self._model.lock:
-            at, end = self._first, self._first + self._rows
-            for ticket in self._unanswered:
+            at, end = self.first, self.first + self._rows
+            for ticket in self.unanswered:
                 if ticket.answer is None:
                     if ticket.first > at:
                         self._lane.free.give(at, ticket.first - at)
@@ -92,17 +96,59 @@ class Rows:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def wait(self, tickets: list[Ticket]) -> list[Answer]:
+        """The answers to tickets on these rows; those that do not come in time stay in `unanswered`."""
+        self.unanswered = tickets
+        answers = [self._lane.wait(ticket, ticket.deadline) for ticket in tickets]
+        self.unanswered = []
+        return answers
+
     def _check(self) -> None:
         if self._lane.gone is not None:
             raise Refused(f"these rows are no longer yours ({self._lane.gone}): take rows again")
         if not self.inputs:
             raise Refused("these rows were given back: take rows again")
-        if self._unanswered:
+        if self.unanswered:
             self._lane.receive_now()
-            waiting = [ticket for ticket in self._unanswered if ticket.answer is None]
+            waiting = [ticket for ticket in self.unanswered if ticket.answer is None]
             if waiting:
                 raise Busy(
                     f"an earlier request on these rows timed out and {len(waiting)} of its tickets are still with the "
                     "engine: wait, or take other rows"
                 )
-            self._unanswered = []
+            self.unanswered = []
+
+
+class CallRow:
+    """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
+
+    __slots__ = ("_input", "_lane", "_outputs", "rows")
+
+    def __init__(self, rows: Rows, lane: Lane) -> None:
+        self.rows = rows
+        self._lane = lane
+        (inputs,) = rows.inputs.values()
+        self._input = inputs.reshape(inputs.shape[1:])  # indexing a row of scalars would give a copy
+        self._outputs = {name: array.reshape(array.shape[1:]) for name, array in rows.outputs.items()}
+
+    @property
+    def gone(self) -> bool:
+        """Whether another row must be taken."""
+        return self._lane.gone is not None or not self.rows.inputs
+
+    def ask(self, row: NDArray[Any], seconds: float) -> Any:
+        """The outputs for one row of the input's dtype and shape: a copy, or a dict of copies."""
+        rows = self.rows
+        if rows.unanswered:
+            rows.infer(timeout=seconds)  # says what is the matter, or goes on
+        np.copyto(self._input, row)
+        answer = self._lane.ask(rows.first, 1, seconds)
+        if not isinstance(answer, Answer):
+            (answer,) = rows.wait([answer])
+        if answer.code:
+            raise error_for(answer.code, answer.message)
+        outputs = self._outputs
+        if len(outputs) == 1:
+            (only,) = outputs.values()
+            return only.copy()
+        return {name: array.copy() for name, array in outputs.items()}

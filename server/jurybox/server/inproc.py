@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from jurybox.client.doors.door import Answer, Outgoing
@@ -71,6 +72,11 @@ class InprocDoor:
                 t.sequence, self._lease, t.deadline, t.submitted, self.lane, t.first, t.rows, 0, t.version, 0, 0
             )
         )
+
+    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+        """As the client's Door.exchange."""
+        self.send(ticket)
+        return next(iter(self.receive(timeout)), None)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As the client's Door.receive; runs the engine until an answer is there."""
@@ -132,10 +138,14 @@ class InprocServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _turn(self) -> bool:
+        with torch.inference_mode():
+            return self.engine.turn()
+
     def _lease(self, name: str, rows: int) -> tuple[Lane, ModelSpec, int]:
         arena = self._arenas[name]
         grant = self._leases.grant(self._index[name], rows, arena.rows)
-        door = InprocDoor(grant.lane, grant.lease, self.engine.turn)
+        door = InprocDoor(grant.lane, grant.lease, self._turn)
         self.engine.add_door(door)
 
         def give_back() -> None:

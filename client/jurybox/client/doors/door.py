@@ -36,6 +36,9 @@ class Door(Protocol):
     def send(self, ticket: Outgoing) -> None:
         """Send without waiting."""
 
+    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+        """Send a ticket while no other is in flight and wait for its answer; None when none came in time."""
+
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Answers that came, after at most `timeout` seconds; empty when none did."""
 

@@ -39,12 +39,9 @@ class NativeDoor:
 
     def send(self, ticket: Outgoing) -> None:
         """As Door.send. What a full ring does not take is sent when answers have made room."""
-        bell = self._bells.get(ticket.engine)
-        if bell is None or bell.epoch != ticket.epoch:
-            try:
-                bell = self._open(ticket.engine, ticket.epoch)
-            except SharedMemoryError:
-                return  # the engine is being replaced just now; the lane sees that on the board and sends again
+        bell = self._bell(ticket.engine, ticket.epoch)
+        if bell is None:
+            return
         if bell.client.submit(
             ticket.sequence, ticket.first, ticket.rows, ticket.submitted, ticket.deadline, ticket.version, ticket.epoch
         ):
@@ -54,9 +51,26 @@ class NativeDoor:
         if self._watching is not None:
             self._watching.look()
 
+    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+        """As Door.exchange."""
+        bell = self._bell(ticket.engine, ticket.epoch)
+        if bell is None:
+            return None
+        sequence, _, epoch, first, rows, submitted, deadline, version = ticket
+        answer = bell.client.exchange(sequence, first, rows, submitted, deadline, version, epoch, timeout)
+        if answer is None:
+            bell.in_flight += 1
+            return None
+        sequence, code, version = answer
+        return Answer(sequence, code, "" if code == 0 else bell.client.message(), version, epoch)
+
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
-        busy = [bell for bell in self._bells.values() if bell.in_flight]
+        if len(self._bells) == 1:
+            (only,) = self._bells.values()
+            busy = [only]
+        else:
+            busy = [bell for bell in self._bells.values() if bell.in_flight]
         if len(busy) > 1:
             answers = [answer for bell in busy for answer in bell.receive(0.0)]
             if not answers and timeout > 0:
@@ -84,6 +98,15 @@ class NativeDoor:
         for bell in self._bells.values():
             bell.memory.close()
         self._bells.clear()
+
+    def _bell(self, engine: int, epoch: int) -> _Attached | None:
+        bell = self._bells.get(engine)
+        if bell is not None and bell.epoch == epoch:
+            return bell
+        try:
+            return self._open(engine, epoch)
+        except SharedMemoryError:
+            return None  # the engine is being replaced just now; the lane sees that on the board and sends again
 
     def _open(self, engine: int, epoch: int) -> _Attached:
         if (earlier := self._bells.pop(engine, None)) is not None:

@@ -13,6 +13,8 @@ from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.ticket_pb2 import Reply, Ticket
 from jurybox.protocol.wire import PREFIX, lane_identity, prefix_error
 
+_PATIENCE = 0.1  # seconds; callers wait in slices of that
+
 
 class ZmqDoor:
     """One DEALER socket an engine, opened when the engine is first chosen, anew when it has restarted.
@@ -52,16 +54,29 @@ class ZmqDoor:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
             self._watching[0].call_soon(self._watching[1])
 
+    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+        """As Door.exchange."""
+        self.send(ticket)
+        for answer in self.receive(timeout):
+            return answer
+        return None
+
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
+        answers: list[Answer] = []
         if len(self._sockets) == 1:
             ((_, socket),) = self._sockets.values()
-            if not socket.poll(int(timeout * 1000 + 0.999)):
+            if timeout >= _PATIENCE:
+                # The socket's own time-out: one call where polling first would be two.
+                try:
+                    answers.append(self._read(socket.recv()))
+                except zmq.Again:
+                    return ()
+            elif timeout and not socket.poll(int(timeout * 1000 + 0.999)):
                 return ()
             ready = [socket]
         else:
             ready = [socket for socket, _ in self._poller.poll(int(timeout * 1000 + 0.999))]
-        answers: list[Answer] = []
         for socket in ready:
             try:
                 while True:
@@ -86,6 +101,7 @@ class ZmqDoor:
         self._drop(engine)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE * 1000))
         socket.setsockopt(zmq.IDENTITY, lane_identity(self._lane, self._lease))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)

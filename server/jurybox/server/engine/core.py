@@ -124,8 +124,9 @@ class Engine:
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
             if not len(queue):
                 return True
+        waiting = queue.rows
         tickets = queue.take()
-        rows = int(tickets["rows"].sum()) if len(tickets) > 1 else int(tickets["rows"][0])
+        rows = waiting - queue.rows
         self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
         try:
             served.run(tickets, rows)
@@ -155,19 +156,19 @@ class Engine:
             if not n:
                 continue
             tickets = self._arrivals[:n]
-            tickets["door"] = door.number
+            refused, rows = native.admit(self._records, n, door.number, self._lanes, self._limits)
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
                 continue
-            if native.admit(self._records, n, self._lanes, self._limits):
+            if refused:
                 tickets = self._refuse(tickets)
-            self._sort(tickets)
+            self._sort(tickets, rows)
 
-    def _sort(self, tickets: NDArray[Any]) -> None:
+    def _sort(self, tickets: NDArray[Any], rows: int) -> None:
         while len(tickets):
             model = int(tickets["model"][0])
-            if len(self.slots) == 1 or len(tickets) == 1:
-                self.slots[model].queue.push(tickets)
+            if len(self.slots) == 1:
+                self.slots[model].queue.push(tickets, rows)
                 return
             same = tickets["model"] == model
             self.slots[model].queue.push(tickets[same])

@@ -43,6 +43,7 @@ class Served:
         self.spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
         self.max_batch = max_batch
         self.device = torch.device(device)
+        self._on_gpu = self.device.type != "cpu"
         self.module = model.module.to(self.device).eval()
         self.version = 0
         self._compute = compute
@@ -56,27 +57,28 @@ class Served:
         Args:
             tickets: records of wire.TICKET, checked against their lanes, `rows` rows together.
 
+        The caller is in torch's inference mode: entering it anew for every batch would cost more than some models.
+
         Raises:
             ModelFailed: the model gave something other than its spec promises.
             Exception: whatever the model raises.
         """
         contiguous = len(tickets) == 1 or (self._large and _is_one_run(tickets))
-        with torch.inference_mode():
+        if contiguous:
+            first = tickets["first"].item(0)
+            staged = {item.name: item.rows(first, rows) for item in self._inputs}
+        else:
+            records = tickets.view(np.uint8).reshape(len(tickets), -1)
+            staged = {item.name: item.gather(records, rows) for item in self._inputs}
+        if self._on_gpu:
+            staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
+        results = self._forward(staged)
+        for item in self._outputs:
+            values = item.checked(results, rows)
             if contiguous:
-                first = int(tickets["first"][0])
-                staged = {item.name: item.rows(first, rows) for item in self._inputs}
+                item.array[first : first + rows] = values
             else:
-                records = tickets.view(np.uint8).reshape(len(tickets), -1)
-                staged = {item.name: item.gather(records, rows) for item in self._inputs}
-            if self.device.type != "cpu":
-                staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
-            results = self._forward(staged)
-            for item in self._outputs:
-                values = item.checked(results, rows)
-                if contiguous:
-                    item.array[first : first + rows] = values
-                else:
-                    native.scatter(item.table, records, len(tickets), bytes_view(values))
+                native.scatter(item.table, records, len(tickets), bytes_view(values))
 
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
         """Run the smallest and the largest batch once, on rows of its own, and check what comes out.
@@ -88,7 +90,7 @@ class Served:
             ModelFailed: outputs that differ from the spec.
             Exception: whatever the model raises.
         """
-        for rows in {1, self.max_batch}:
+        for rows in sorted({1, self.max_batch}):
             given = example(rows) if example else {}
             staged = {
                 key: torch.as_tensor(given[key])
@@ -161,8 +163,9 @@ class _Output:
                 f"output {self.name!r} has shape {list(tensor.shape)}, the spec promises {[rows, *self._shape]} "
                 f"for {rows} rows"
             )
-        # Contiguous, since rows are scattered as bytes.
-        values: NDArray[Any] = tensor.to("cpu", self._dtype).contiguous().numpy()
+        if tensor.dtype != self._dtype or not tensor.is_cpu or not tensor.is_contiguous():
+            tensor = tensor.to("cpu", self._dtype).contiguous()  # contiguous, since rows are scattered as bytes
+        values: NDArray[Any] = tensor.numpy()
         return values
 
 
