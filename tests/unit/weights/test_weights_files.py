@@ -106,8 +106,19 @@ def test_a_module_follows_the_channel(make):
     channel = make(learner.state_dict())
     weights = TorchWeights(WeightsReader(channel), actor)
     assert not weights.refresh()
-    Publisher(channel).publish(learner, extra={"epsilon": 0.1})
+    with Publisher(channel) as first:
+        first.publish(learner, extra={"epsilon": 0.1})
     assert weights.refresh() and not weights.refresh()
     assert weights.version == 1 and weights.extra == {"epsilon": 0.1} and torch.equal(actor.weight, learner.weight)
+    kept, publisher = actor.weight, Publisher(channel)
+    for version in (2, 3, 4):
+        with torch.no_grad():
+            learner.weight.add_(1)
+        publisher.publish(learner)
+        assert not torch.equal(actor.weight, learner.weight)
+        assert weights.refresh() and weights.version == version
+        assert (
+            actor.weight is kept and torch.equal(actor.weight, learner.weight) and torch.equal(actor.bias, learner.bias)
+        )
     with pytest.raises(SpecMismatch, match="'bias' is missing"):
         TorchWeights(WeightsReader(channel), torch.nn.Linear(4, 2, bias=False))
