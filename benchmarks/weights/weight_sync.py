@@ -145,7 +145,7 @@ class Systems:
         from tensordict import TensorDict
 
         weights = TensorDict.from_module(self._module).data
-        # It moves what it is given into shared memory and sends from there. Given the learner's module itself, source and
+        # It moves what it is given to shared memory and sends from there. Given the learner's module itself, source and
         # target would be the same memory: nothing to copy, and every optimiser step half-visible to the actor.
         initial = weights.clone()
         scheme.init_on_sender(
