@@ -14,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -22,6 +21,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "clock.hpp"
 #include "tickets.hpp"
 
 namespace jurybox {
@@ -59,12 +59,6 @@ struct BellMemory {
     LaneRings lanes[kBellLanes];
 };
 static_assert(kBellLanes / 64 <= 64);
-
-inline std::int64_t monotonic_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
 
 inline long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, timeout, nullptr, 0);

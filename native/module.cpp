@@ -5,4 +5,5 @@ NB_MODULE(native, m) {
     m.doc() = "Jurybox's native core: doorbell, sequence-locked slots, replay ring, gather.";
     jurybox::bind_tickets(m);
     jurybox::bind_doorbell(m);
+    jurybox::bind_weights(m);
 }

@@ -1,0 +1,230 @@
+"""The learner's end of a weights channel."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.client.device_stage import DeviceStage
+from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.locks import try_lock
+from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.channel import PUBLISHER_LOCK
+from jurybox.protocol.weights.extra import all_finite, encode
+from jurybox.protocol.weights.layout import dtype_name
+
+
+def tensors_of(source: Any) -> Mapping[str, Any]:
+    """The named tensors of a module (its ``state_dict()``), or of a mapping of arrays or tensors as it is.
+
+    Raises:
+        SpecMismatch: it is neither.
+    """
+    if hasattr(source, "state_dict"):
+        source = source.state_dict()
+    if not isinstance(source, Mapping):
+        raise SpecMismatch(
+            f"expected a module, a state_dict or a dict of arrays to publish, got {type(source).__name__}; "
+            "give a lone array a name: {'weight': array}"
+        )
+    return source
+
+
+class Publisher:
+    """Publishes weights, one version after another; there is one publisher to a channel at a time.
+
+    The place is a file lock that the kernel drops when this process ends, however it ends; the next publisher goes on
+    after the newest whole version. Threads of one process may share a publisher.
+
+    Args:
+        channel: to publish on. It stays the caller's to close.
+
+    Raises:
+        Refused: the channel has a living publisher.
+    """
+
+    def __init__(self, channel: WeightsChannel) -> None:
+        self.channel = channel
+        self._stage: DeviceStage | None = None
+        self._parts = channel.layout.parts()
+        self._places = [(place, place.stored) for place in channel.layout.places.values()]
+        self._turn = threading.Lock()
+        self._pid = os.getpid()
+        # An open file of its own: two publishers on one channel object must conflict as two processes would.
+        self._fd = os.open(f"/proc/self/fd/{channel.segment.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not try_lock(self._fd, PUBLISHER_LOCK):
+                raise Refused(
+                    f"weights channel {channel.name} has a publisher, process {int(channel.publisher_pid[0])}: "
+                    "one at a time; close that one first, or let it end"
+                )
+            channel.publisher_pid[0] = self._pid
+            self.version = channel.slots.take_over()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def publish(
+        self,
+        source: Any,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        check_finite: bool = False,
+        version: int | None = None,
+    ) -> int:
+        """Publish weights and what goes with them, at once for every reader; gives their version.
+
+        From the CPU every tensor is copied straight into the slot. From a device the tensors are gathered into one flat
+        buffer there and come over in one transfer. Never waits for readers.
+
+        Args:
+            source: a module, a state_dict, or a dict of NumPy arrays or torch tensors, with exactly the layout's names,
+                shapes and dtypes. A bfloat16 tensor may come as a uint16 array of its bits.
+            extra: JSON-able values and small arrays that readers get together with these weights.
+            check_finite: refuse NaN and infinities, here and in `extra`.
+            version: number this publication so, instead of one more than the last; it must be larger than that.
+
+        Raises:
+            SpecMismatch: the layout differs (the message names how), or `extra` is of a wrong kind or too large.
+            Refused: not finite, though `check_finite`; a version that doesn't grow; a closed publisher.
+        """
+        tensors = tensors_of(source)
+        packed = encode(extra)
+        if len(packed) > self.channel.extra_bytes:
+            raise SpecMismatch(
+                f"extra takes {len(packed)} bytes, weights channel {self.channel.name} has room for "
+                f"{self.channel.extra_bytes}; publish less with the weights, or make the channel with more extra_bytes"
+            )
+        if check_finite and not all_finite(extra):
+            raise Refused("extra holds NaN or infinity, and check_finite asks to refuse that; nothing was published")
+        with self._turn:
+            self._require_open()
+            number = self._number(version)
+            if any(_on_device(tensor) for tensor in tensors.values()):
+                self._publish_from_device(tensors, packed, number, check_finite)
+            else:
+                self._publish_from_host(tensors, packed, number, check_finite)
+            self.version = number
+        return number
+
+    def _publish_from_host(self, tensors: Mapping[str, Any], extra: bytes, version: int, check: bool) -> None:
+        kept = []  # whatever had to be made contiguous must live until it is copied
+        if len(tensors) != len(self._places):
+            raise self._mismatch(tensors)
+        for row, (place, stored) in enumerate(self._places):
+            tensor = tensors.get(place.name)
+            located = None if tensor is None else _locate(tensor, place, stored)
+            if located is None:
+                raise self._mismatch(tensors)
+            address, keep = located
+            kept.append(keep)
+            self._parts[row, 0] = address
+        bad = self.channel.slots.publish(self._parts, extra, version, check)
+        if bad >= 0:
+            name = self._places[bad][0].name
+            raise Refused(
+                f"tensor {name!r} holds NaN or infinity, and check_finite asks to refuse that; nothing was published"
+            )
+
+    def _publish_from_device(self, tensors: Mapping[str, Any], extra: bytes, version: int, check: bool) -> None:
+        if WeightsLayout.of(tensors).difference(self.channel.layout):
+            raise self._mismatch(tensors)
+        first = next(tensor for tensor in tensors.values() if _on_device(tensor))
+        if self._stage is None or self._stage.device != first.device:
+            self.close_stage()
+            self._stage = DeviceStage(self.channel, first.device)
+        self._stage.gather(tensors)
+        if check and (bad := self._stage.not_finite()):
+            raise Refused(
+                f"tensor {bad!r} holds NaN or infinity, and check_finite asks to refuse that; nothing was published"
+            )
+        slot = self.channel.slots.begin()
+        self._stage.transfer(slot)
+        self.channel.slots.commit(slot, version, extra)
+
+    def _number(self, version: int | None) -> int:
+        newest = self.channel.newest
+        if version is not None and version <= newest:
+            raise Refused(
+                f"version {version} was to be published on {self.channel.name}, whose newest is {newest}: "
+                "versions only grow"
+            )
+        return newest + 1 if version is None else version
+
+    def _mismatch(self, tensors: Mapping[str, Any]) -> SpecMismatch:
+        places = self.channel.layout.places
+        came = []
+        for name, given in tensors.items():
+            tensor = given if hasattr(given, "dtype") else np.asarray(given)
+            place, dtype = places.get(name), dtype_name(tensor)
+            # Bits that came as the words which hold them are not what is wrong.
+            came.append((name, place.dtype if place and dtype == place.stored.name else dtype, tuple(tensor.shape)))
+        difference = self.channel.layout.difference(WeightsLayout(came))
+        return SpecMismatch(
+            f"these weights don't fit weights channel {self.channel.name}: {difference}; "
+            "publish what the model was made with, or make the model anew"
+        )
+
+    def _require_open(self) -> None:
+        if self._fd < 0:
+            raise Refused(f"this publisher of {self.channel.name} was closed; make another one")
+        if os.getpid() != self._pid:
+            raise Refused(
+                f"this publisher of {self.channel.name} belongs to process {self._pid}; a forked child would publish "
+                "alongside it: make a publisher in the process that learns"
+            )
+
+    def close_stage(self) -> None:
+        """Give back the device's buffer and the page-locking; the next publication from a device makes them anew."""
+        if self._stage is not None:
+            self._stage.close()
+            self._stage = None
+
+    def close(self) -> None:
+        """Give up the place: another publisher may take over."""
+        with self._turn:
+            if self._fd >= 0:
+                self.close_stage()
+                os.close(self._fd)
+                self._fd = -1
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _on_device(tensor: Any) -> bool:
+    device = getattr(tensor, "device", None)  # NumPy 2 arrays have one too: the string "cpu"
+    return device is not None and getattr(device, "type", device) != "cpu"
+
+
+def _locate(tensor: Any, place: TensorPlace, stored: np.dtype[Any]) -> tuple[int, Any] | None:
+    """Where a CPU tensor's bytes are, and what keeps them there; None where it does not fit its place."""
+    if hasattr(tensor, "data_ptr"):
+        if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, stored.name):
+            return None
+        whole = tensor.detach().contiguous()
+        return int(whole.data_ptr()), whole
+    if (
+        type(tensor) is np.ndarray
+        and tensor.dtype == stored
+        and tensor.shape == place.shape
+        and tensor.flags.c_contiguous
+    ):
+        return int(tensor.__array_interface__["data"][0]), tensor  # nearly always; the rest costs several times as much
+    array: npt.NDArray[Any] = np.ascontiguousarray(tensor).reshape(np.shape(tensor))
+    if array.shape != place.shape or array.dtype.name not in (place.dtype, stored.name):
+        return None
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return int(array.__array_interface__["data"][0]), array

@@ -1,0 +1,139 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+
+#include <limits>
+#include <stdexcept>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "weights_slots.hpp"
+
+namespace nb = nanobind;
+
+namespace jurybox {
+namespace {
+
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// Rows of WeightsPart: address, offset, bytes, width, mask.
+using Parts = nb::ndarray<const std::uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+
+// The slots, and a hold on the memory they lie in; refuses whatever would reach outside of it.
+class BoundSlots {
+public:
+    BoundSlots(Bytes memory, std::size_t control, std::size_t data, std::size_t stride, std::size_t weights_bytes, unsigned slots)
+        : memory_(std::move(memory)), weights_bytes_(weights_bytes), slots_count_(slots),
+          slots_(memory_.data() + control, reinterpret_cast<std::byte*>(memory_.data()) + data, stride, weights_bytes, slots) {
+        const std::size_t size = memory_.shape(0);
+        if (slots != 1 && slots != 2) throw std::invalid_argument("a weights channel has one slot or two");
+        if (control % 64 || data % 64 || stride % 64 || weights_bytes % 8) throw std::invalid_argument("slots must lie on cache lines");
+        if (control > size || size - control < sizeof(WeightsControl) || data > size || weights_bytes > stride ||
+            stride > (size - data) / slots)
+            throw std::out_of_range("the slots end behind the memory");
+    }
+
+    // Map every page now: the first publication would otherwise pay a page fault for each 4 KiB.
+    void prefault() {
+        nb::gil_scoped_release unlocked;
+        constexpr int populate_write = 23;  // MADV_POPULATE_WRITE; Linux before 5.14 refuses it, and faults later
+        static_cast<void>(madvise(memory_.data(), memory_.shape(0), populate_write));
+    }
+
+    std::uint64_t newest() const { return slots_.newest(); }
+    std::uint64_t take_over() { return slots_.take_over(); }
+    unsigned begin() { return slots_.begin(); }
+
+    void commit(unsigned slot, std::uint64_t version, nb::bytes extra) {
+        check_slot(slot), check_version(version), check_extra(extra);
+        slots_.commit(slot, version, data_of(extra), extra.size());
+    }
+
+    std::int64_t publish(Parts parts, nb::bytes extra, std::uint64_t version, bool check) {
+        check_parts(parts), check_version(version), check_extra(extra);
+        nb::gil_scoped_release unlocked;
+        return slots_.publish(rows(parts), parts.shape(0), data_of(extra), extra.size(), version, check);
+    }
+
+    using Read = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+    Read read(Parts parts, Bytes extra, double seconds, bool verify) const {
+        check_parts(parts);
+        if (extra.shape(0) < slots_.extra_room()) throw std::out_of_range("the buffer for the extra is smaller than the channel's room for it");
+        std::uint64_t tries = 0;
+        WeightsClaim claim;
+        {
+            nb::gil_scoped_release unlocked;
+            claim = slots_.read(rows(parts), parts.shape(0), reinterpret_cast<std::byte*>(extra.data()), deadline(seconds), verify, tries);
+        }
+        return {claim.version, claim.extra_bytes, claim.published_ns, tries};
+    }
+
+    bool wait_newer(std::uint64_t seen, double seconds) const {
+        nb::gil_scoped_release unlocked;
+        return slots_.wait_newer(seen, deadline(seconds));
+    }
+
+    WeightsClaim claim() const { return slots_.claim(); }
+    bool holds(const WeightsClaim& claim) const { return slots_.holds(claim); }
+
+private:
+    static const WeightsPart* rows(const Parts& parts) { return reinterpret_cast<const WeightsPart*>(parts.data()); }
+    static const std::byte* data_of(const nb::bytes& bytes) { return reinterpret_cast<const std::byte*>(bytes.c_str()); }
+    static std::uint64_t deadline(double seconds) {
+        constexpr double longest = 3600;  // callers wait in slices
+        return static_cast<std::uint64_t>(monotonic_ns()) + static_cast<std::uint64_t>(std::clamp(seconds, 0.0, longest) * 1e9);
+    }
+
+    void check_slot(unsigned slot) const {
+        if (slot >= slots_count_) throw std::out_of_range("no such slot");
+    }
+    void check_version(std::uint64_t version) const {
+        if (version <= slots_.newest() || version > std::numeric_limits<std::uint64_t>::max() / 2)
+            throw std::invalid_argument("versions only grow");
+    }
+    void check_extra(const nb::bytes& extra) const {
+        if (extra.size() > slots_.extra_room()) throw std::out_of_range("the extra is larger than the channel's room for it");
+    }
+    void check_parts(const Parts& parts) const {
+        const WeightsPart* part = rows(parts);
+        for (std::size_t i = 0; i < parts.shape(0); ++i)
+            if (part[i].offset % 8 || part[i].offset > weights_bytes_ || part[i].bytes > weights_bytes_ - part[i].offset ||
+                (part[i].bytes && !part[i].address))
+                throw std::out_of_range("a part lies outside of the slot");
+    }
+
+    Bytes memory_;
+    std::size_t weights_bytes_;
+    unsigned slots_count_;
+    WeightsSlots slots_;
+};
+
+}  // namespace
+
+void bind_weights(nb::module_& m) {
+    nb::class_<WeightsClaim>(m, "WeightsClaim", "The newest slot as it was found; version 0: nothing can be read now.")
+        .def_ro("version", &WeightsClaim::version)
+        .def_ro("slot", &WeightsClaim::slot)
+        .def_ro("extra_bytes", &WeightsClaim::extra_bytes)
+        .def_ro("published_ns", &WeightsClaim::published_ns);
+    nb::class_<BoundSlots>(m, "WeightsSlots", "Slots of weights under sequence counters, in the memory given.")
+        .def(nb::init<Bytes, std::size_t, std::size_t, std::size_t, std::size_t, unsigned>(), nb::arg("memory"), nb::arg("control"),
+             nb::arg("data"), nb::arg("stride"), nb::arg("weights_bytes"), nb::arg("slots"))
+        .def("prefault", &BoundSlots::prefault, "Map every page now, so that no copy stops for page faults.")
+        .def_prop_ro("newest", &BoundSlots::newest, "The newest version; 0: none yet.")
+        .def("take_over", &BoundSlots::take_over, "Begin as the only publisher; gives the newest version.")
+        .def("begin", &BoundSlots::begin, "Mark the slot to write next as being written; gives its number.")
+        .def("commit", &BoundSlots::commit, nb::arg("slot"), nb::arg("version"), nb::arg("extra"),
+             "Announce the slot that was begun and filled as this version.")
+        .def("publish", &BoundSlots::publish, nb::arg("parts"), nb::arg("extra"), nb::arg("version"), nb::arg("check"),
+             "Copy parts (n, 5) uint64 (address, offset, bytes, width, mask) and announce them as this version; gives -1, or the "
+             "number of the first part with NaN or infinity, if that is to be checked, and then publishes nothing.")
+        .def("read", &BoundSlots::read, nb::arg("parts"), nb::arg("extra"), nb::arg("seconds"), nb::arg("verify") = true,
+             "Copy the newest version out to parts (n, 5) uint64; gives version (0: not within these seconds), bytes of extra, "
+             "CLOCK_MONOTONIC ns of the publication, and tries.")
+        .def("wait_newer", &BoundSlots::wait_newer, nb::arg("seen"), nb::arg("seconds"),
+             "Wait until there is a version newer than `seen`; False: not within these seconds.")
+        .def("claim", &BoundSlots::claim, "The newest slot as it is now, for a copy of one's own.")
+        .def("holds", &BoundSlots::holds, nb::arg("claim"), "Whether everything copied since `claim` is of that version.");
+}
+
+}  // namespace jurybox

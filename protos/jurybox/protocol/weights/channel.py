@@ -1,0 +1,203 @@
+"""The weights channel as a shared-memory segment: a head, the layout, and one or two slots.
+
+Byte 0: the head (`_HEAD`). Byte 256: the words that processes agree by (native/weights_slots.hpp). Byte 512: the
+publisher's process id, for messages only. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
+weights in the layout's order, then room for the extra.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.native import WeightsClaim, WeightsSlots
+from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError
+from jurybox.protocol.segment import OWNER_LOCK, Segment, available_bytes, directory
+from jurybox.protocol.weights.layout import WeightsLayout
+
+Mode = Literal["double_buffer", "snapshot"]
+SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
+
+# magic, protocol version, slots; bytes of layout, of weights, of room for the extra; first slot's byte, stride;
+# the layout's SHA-256
+_HEAD = struct.Struct("<8sIIQQQQQ32s")
+_MAGIC = b"jbweight"
+_PROTOCOL = 1
+_CONTROL, _PUBLISHER, _LAYOUT, _PAGE = 256, 512, 4096, 4096
+_MIB = 2**20
+PUBLISHER_LOCK = OWNER_LOCK + 1
+
+__all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", "mode_named"]
+
+
+class WeightsChannel:
+    """A mapped weights channel. Make it with `create` (who owns it) or `attach` (everybody else).
+
+    It is what `Publisher` and `WeightsReader` stand on, and what an engine copies from in its own way:
+
+        claim = channel.claim()
+        if claim.version > adopted:
+            source = channel.slot(claim)          # uint8 view of layout.nbytes bytes: copy from it as you like
+            ...
+            whole = channel.holds(claim)          # False: the writer came round, begin again
+
+    Attributes:
+        name: the segment's name.
+        layout: its tensors.
+        mode: "double_buffer" (two slots, nobody waits) or "snapshot" (one slot, readers wait for the writer).
+        extra_bytes: room for the extra of one publication.
+        slots: the native slots.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.name = segment.name
+        slots, layout_bytes, weights_bytes, self.extra_bytes, first, stride, digest = self._head()
+        self.mode: Mode = "double_buffer" if slots == 2 else "snapshot"
+        self.layout = WeightsLayout.from_json(bytes(segment.buffer[_LAYOUT : _LAYOUT + layout_bytes]))
+        if bytes.fromhex(self.layout.hash) != digest or self.layout.nbytes != weights_bytes:
+            raise ProtocolMismatch(f"{self.name}: the layout in it does not hash to {digest.hex()[:12]}; it is damaged")
+        memory = segment.array(np.uint8, (segment.size,))
+        self.publisher_pid = segment.array(np.uint64, (1,), _PUBLISHER)
+        self.slots = WeightsSlots(memory, _CONTROL, first, stride, weights_bytes, slots)
+        self.slots.prefault()
+        self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]
+        self._extra = [memory[first + i * stride + weights_bytes : first + (i + 1) * stride] for i in range(slots)]
+
+    @classmethod
+    def create(
+        cls, name: str, layout: WeightsLayout, mode: Mode = "double_buffer", extra_bytes: int = 65536
+    ) -> WeightsChannel:
+        """Make the channel `name` (see `segment_name`); this process owns it until `close`.
+
+        Args:
+            name: of the segment.
+            layout: of the weights; `WeightsLayout.of(state_dict)`.
+            mode: "double_buffer", or "snapshot" for half the memory.
+            extra_bytes: room for what is published with the weights.
+
+        Raises:
+            SharedMemoryError: no room for the slots, or the name is taken by a living owner.
+            ValueError: an unknown mode.
+        """
+        if mode not in SLOTS:
+            raise ValueError(f"mode {mode!r} of weights channel {name}: expected one of {', '.join(SLOTS)}")
+        text, slots = layout.to_json(), SLOTS[mode]
+        first = _up(_LAYOUT + len(text))
+        stride = _up(layout.nbytes + extra_bytes)
+        size = first + slots * stride
+        if size > (free := available_bytes()):
+            remedy = " or take mode 'snapshot', which needs half" if slots == 2 else ""
+            raise SharedMemoryError(
+                f"weights channel {name} needs {size / _MIB:.1f} MiB ({slots} x {stride / _MIB:.1f}), "
+                f"{directory()} has {free / _MIB:.1f} MiB left; enlarge it (docker run --shm-size=1g, "
+                f"mount -o remount,size=4g /dev/shm){remedy}"
+            )
+        segment = Segment.create(name, size)
+        try:
+            segment.buffer[_LAYOUT : _LAYOUT + len(text)] = text
+            digest = bytes.fromhex(layout.hash)
+            head = (_PROTOCOL, slots, len(text), layout.nbytes, stride - layout.nbytes, first, stride, digest)
+            _HEAD.pack_into(segment.buffer, 0, b"", *head)
+            # The magic comes last: an attacher that is quicker than this sees no channel, and not a wrong one.
+            segment.buffer[: len(_MAGIC)] = _MAGIC
+            return cls(segment)
+        except BaseException:
+            segment.close()
+            segment.unlink()
+            raise
+
+    @classmethod
+    def attach(cls, name: str, *, keep_alive: bool = False) -> WeightsChannel:
+        """Map the existing channel `name`; with `keep_alive` it is not swept while this object is open.
+
+        Raises:
+            SharedMemoryError: there is none of that name.
+            ProtocolMismatch: it is no weights channel, or one of another version.
+        """
+        segment = Segment.attach(name, keep_alive=keep_alive)
+        try:
+            return cls(segment)
+        except BaseException:
+            segment.close()
+            raise
+
+    def _head(self) -> tuple[int, int, int, int, int, int, bytes]:
+        buffer, size = self.segment.buffer, self.segment.size
+        if size < _LAYOUT or bytes(buffer[: len(_MAGIC)]) != _MAGIC:
+            raise ProtocolMismatch(f"shared memory {self.name} is no weights channel, or its owner is still making it")
+        _, protocol, slots, layout_bytes, weights_bytes, extra, first, stride, digest = _HEAD.unpack_from(buffer)
+        if protocol != _PROTOCOL:
+            raise ProtocolMismatch(
+                f"weights channel {self.name} has protocol version {protocol}, expected {_PROTOCOL}: "
+                "use the same release at both ends"
+            )
+        fits = slots in SLOTS.values() and _LAYOUT + layout_bytes <= first and first + slots * stride == size
+        if not fits or weights_bytes + extra != stride:
+            raise ProtocolMismatch(
+                f"weights channel {self.name}: its head does not fit its {size} bytes; it is damaged"
+            )
+        return slots, layout_bytes, weights_bytes, extra, first, stride, digest
+
+    @property
+    def newest(self) -> int:
+        """The newest version; 0 when nothing has been published. One load from memory, no system call."""
+        return self.slots.newest
+
+    def claim(self) -> WeightsClaim:
+        """The newest publication as it is now: version (0: nothing can be read now), slot, published_ns (monotonic)."""
+        return self.slots.claim()
+
+    def slot(self, claim: WeightsClaim) -> npt.NDArray[np.uint8]:
+        """The claimed slot's weights, ``layout.nbytes`` bytes of shared memory: copy, check `holds`, then trust it."""
+        return self._data[claim.slot]
+
+    def slot_extra(self, claim: WeightsClaim) -> bytes:
+        """The claimed slot's extra, still encoded (`jurybox.protocol.weights.extra.decode`, after `holds`)."""
+        return self._extra[claim.slot][: claim.extra_bytes].tobytes()
+
+    def holds(self, claim: WeightsClaim) -> bool:
+        """Whether everything copied from the slot since `claim` is of the claimed version."""
+        return self.slots.holds(claim)
+
+    def writable_slot(self, number: int) -> npt.NDArray[np.uint8]:
+        """Slot `number` for the publisher that has begun it."""
+        return self._data[number]
+
+    def age_seconds(self, claim: WeightsClaim) -> float:
+        """Seconds since the claimed version was published."""
+        return (time.monotonic_ns() - claim.published_ns) / 1e9
+
+    def close(self) -> None:
+        """Let go of the segment; its owner also removes the name. Whoever has it mapped may go on reading."""
+        self.segment.close()
+        if self.segment.owned:
+            self.segment.unlink()
+
+    def __enter__(self) -> WeightsChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"WeightsChannel({self.name}, {self.mode}, version {self.newest}, {self.layout!r})"
+
+
+def mode_named(name: str) -> Mode:
+    """`name` as a mode, for what comes from a configuration.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if name not in SLOTS:
+        raise ValueError(f"publish = {name!r}: expected one of {', '.join(SLOTS)}")
+    return cast(Mode, name)
+
+
+def _up(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE

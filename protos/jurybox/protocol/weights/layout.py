@@ -1,0 +1,185 @@
+"""What a model's weights look like in memory: names, dtypes, shapes, and where each tensor lies in a slot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
+
+# Tensors begin on cache lines, so that copies stream and views are aligned for any dtype.
+ALIGNMENT = 64
+_NAMED_IN_FULL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How a dtype is kept: the NumPy dtype that holds it, and how its NaN and infinities are told.
+
+    A word of `width` bytes is not finite when every bit of `mask` is set (the exponent's bits; float8_e4m3fn has no
+    infinity and one NaN per sign); width 0: every value is finite.
+    """
+
+    numpy: str
+    width: int = 0
+    mask: int = 0
+
+
+# By torch's names, which are NumPy's where NumPy has the dtype. What NumPy has not is carried as unsigned words.
+DTYPES: dict[str, _Stored] = {
+    **{
+        name: _Stored(name)
+        for name in ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+    },
+    "float16": _Stored("float16", 2, 0x7C00),
+    "float32": _Stored("float32", 4, 0x7F80_0000),
+    "float64": _Stored("float64", 8, 0x7FF0_0000_0000_0000),
+    "complex64": _Stored("complex64", 4, 0x7F80_0000),
+    "complex128": _Stored("complex128", 8, 0x7FF0_0000_0000_0000),
+    "bfloat16": _Stored("uint16", 2, 0x7F80),
+    "float8_e4m3fn": _Stored("uint8", 1, 0x7F),
+    "float8_e5m2": _Stored("uint8", 1, 0x7C),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor: its name, its dtype (torch's name), its shape, and the byte of the slot where it begins."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """The NumPy dtype of the array that holds it: uint16 for bfloat16, uint8 for the float8s."""
+        return np.dtype(DTYPES[self.dtype].numpy)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.stored.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class WeightsLayout:
+    """The ordered tensors of a model, and what follows from them: offsets, size and hash.
+
+    Args:
+        tensors: (name, dtype, shape) of each, in order. dtypes carry torch's names (see `DTYPES`); a shape may be ()
+            or hold a zero.
+
+    Attributes:
+        places: one `TensorPlace` each, by name, in order.
+        nbytes: size of one slot's weights, a multiple of 64.
+
+    Raises:
+        SpecMismatch: no tensor at all, a name twice, or a dtype that cannot be carried.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
+        self.places: dict[str, TensorPlace] = {}
+        offset = 0
+        for name, dtype, shape in tensors:
+            if dtype not in DTYPES:
+                raise SpecMismatch(
+                    f"tensor {name!r} is {dtype}, which a weights channel cannot carry: "
+                    f"expected one of {', '.join(DTYPES)}"
+                )
+            sizes = tuple(int(size) for size in shape)
+            if name in self.places or any(size < 0 for size in sizes):
+                raise SpecMismatch(f"tensor {name!r} of shape {sizes}: expected every name once and no negative size")
+            self.places[name] = place = TensorPlace(name, dtype, sizes, offset)
+            offset += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+        if not self.places:
+            raise SpecMismatch("a weights layout needs at least one tensor; this module or state_dict has none")
+        self.nbytes = offset
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> WeightsLayout:
+        """The layout of a dict of NumPy arrays or torch tensors: a ``state_dict()``, or a first publication."""
+        return cls((name, dtype_name(array), tuple(array.shape)) for name, array in arrays.items())
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of names, dtypes and shapes in order, as 64 hexadecimal digits."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """The layout as canonical JSON; what travels and what is hashed."""
+        rows = [[place.name, place.dtype, list(place.shape)] for place in self.places.values()]
+        return json.dumps(rows, separators=(",", ":"), ensure_ascii=True).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> WeightsLayout:
+        """The other way.
+
+        Raises:
+            ProtocolMismatch: these bytes are no layout.
+        """
+        try:
+            return cls((str(name), str(dtype), tuple(shape)) for name, dtype, shape in json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ProtocolMismatch(f"expected a weights layout as JSON, got {text[:80]!r}: {error}") from error
+
+    def difference(self, other: WeightsLayout) -> str:
+        """What `other` has that differs, in words; empty when nothing does. Order is no difference."""
+        lines = [
+            f"{name!r} is missing (expected {place})" for name, place in self.places.items() if name not in other.places
+        ]
+        lines += [
+            f"{name!r} came and is not in the layout ({place})"
+            for name, place in other.places.items()
+            if name not in self.places
+        ]
+        lines += [
+            f"{name!r}: expected {place}, got {other.places[name]}"
+            for name, place in self.places.items()
+            if name in other.places and str(place) != str(other.places[name])
+        ]
+        more = [f"and {len(lines) - _NAMED_IN_FULL} more"] if len(lines) > _NAMED_IN_FULL else []
+        return "; ".join(lines[:_NAMED_IN_FULL] + more)
+
+    def views(self, flat: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        """Arrays over the `nbytes` bytes of `flat`, one per tensor, by name."""
+        return {
+            name: np.ndarray(place.shape, place.stored, flat.data, place.offset) for name, place in self.places.items()
+        }
+
+    def parts(self) -> npt.NDArray[np.uint64]:
+        """The table that native slots copy by: (address, offset, bytes, width, mask) per tensor; addresses are 0."""
+        rows = [
+            (0, place.offset, place.nbytes, DTYPES[place.dtype].width, DTYPES[place.dtype].mask)
+            for place in self.places.values()
+        ]
+        return np.array(rows, np.uint64).reshape(-1, 5)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeightsLayout) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    def __repr__(self) -> str:
+        return f"WeightsLayout({len(self.places)} tensors, {self.nbytes} bytes, {self.hash[:12]})"
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype's name in `DTYPES`, of a NumPy array (``float32``) or a torch tensor (``torch.float32``)."""
+    dtype = array.dtype
+    return str(dtype.name) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
+def widen(array: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """bfloat16, carried as uint16, as float32 of the same shape; exact, since bfloat16 is float32's upper half."""
+    return (array.astype(np.uint32) << 16).view(np.float32)

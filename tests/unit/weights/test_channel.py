@@ -1,0 +1,142 @@
+"""Layout, extra and channel: what they accept, keep, and refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError, SpecMismatch
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout, widen
+from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.layout import DTYPES
+
+
+def test_a_layout_survives_its_json_and_its_hash_tells_layouts_apart(arrays):
+    layout = WeightsLayout.of(arrays)
+    again = WeightsLayout.from_json(layout.to_json())
+    assert again == layout and again.places == layout.places
+    for other in (
+        WeightsLayout.of({**arrays, "steps": np.array(7, np.int32)}),
+        WeightsLayout.of({**arrays, "mask": np.zeros(4, bool)}),
+        WeightsLayout.of({("renamed" if name == "mask" else name): value for name, value in arrays.items()}),
+    ):
+        assert other.hash != layout.hash
+
+
+def test_tensors_lie_on_cache_lines_and_don_t_overlap(arrays):
+    end = 0
+    for place in WeightsLayout.of(arrays).places.values():
+        assert place.offset % 64 == 0 and place.offset >= end
+        end = place.offset + place.nbytes
+    assert end <= WeightsLayout.of(arrays).nbytes
+
+
+def test_a_difference_names_what_is_missing_what_came_and_what_changed(arrays):
+    layout = WeightsLayout.of(arrays)
+    other = dict(arrays, mask=np.zeros(9, bool), new=np.zeros(2, np.uint8))
+    del other["steps"]
+    said = layout.difference(WeightsLayout.of(other))
+    assert "'steps' is missing" in said and "'new' came" in said
+    assert "'mask': expected bool[3], got bool[9]" in said
+    assert layout.difference(WeightsLayout.of(dict(reversed(arrays.items())))) == ""
+
+
+def test_dtypes_that_cannot_be_carried_and_empty_layouts_are_refused():
+    with pytest.raises(SpecMismatch, match="expected one of bool"):
+        WeightsLayout.of({"names": np.array(["a"])})
+    with pytest.raises(SpecMismatch, match="at least one tensor"):
+        WeightsLayout([])
+    with pytest.raises(ProtocolMismatch, match="expected a weights layout"):
+        WeightsLayout.from_json(b"[[1,2]]")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text().filter(lambda key: key != "__array__"), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text().filter(lambda key: key != "__array__"), json_values))
+def test_any_json_comes_back_from_the_extra(extra):
+    assert decode(encode(extra)) == extra
+
+
+def test_arrays_come_back_from_the_extra_wherever_they_are():
+    extra = {"a": np.arange(3, dtype=np.int8), "deep": [{"b": np.eye(2)}, (1, np.float32(0.5))], "n": np.int64(4)}
+    got = decode(encode(extra))
+    np.testing.assert_array_equal(got["a"], extra["a"])
+    assert got["a"].dtype == np.int8 and got["a"].flags.writeable
+    np.testing.assert_array_equal(got["deep"][0]["b"], np.eye(2))
+    assert got["deep"][1] == [1, 0.5] and got["n"] == 4
+
+
+@pytest.mark.parametrize("bad", [{"x": {1: 2}}, {"x": {"__array__": 1}}, {"x": object()}, {"x": np.array([object()])}])
+def test_what_json_cannot_say_is_refused_with_its_place(bad):
+    with pytest.raises(SpecMismatch, match=r"extra\['x'\]"):
+        encode(bad)
+
+
+@given(st.binary(min_size=1, max_size=64))
+def test_bytes_that_are_no_extra_give_an_error_and_no_crash(data):
+    with contextlib.suppress(ProtocolMismatch):
+        decode(data)
+
+
+@pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
+def test_an_attached_channel_has_the_creator_s_layout_mode_and_room(make, mode):
+    channel = make(mode=mode, extra_bytes=1000)
+    with WeightsChannel.attach(channel.name) as attached:
+        assert attached.layout == channel.layout and attached.mode == mode
+        assert attached.extra_bytes == channel.extra_bytes >= 1000 and attached.newest == 0
+
+
+def test_snapshot_needs_half_the_memory(make):
+    arrays = {"w": np.zeros(2**20, np.uint8)}
+    double, single = make(arrays), make(arrays, mode="snapshot")
+    assert double.segment.size - single.segment.size == pytest.approx(2**20, rel=0.1)
+
+
+def test_a_channel_that_does_not_fit_shared_memory_is_refused_with_the_remedy(name):
+    stat = os.statvfs("/dev/shm")
+    huge = WeightsLayout([("w", "uint8", (stat.f_blocks * stat.f_frsize,))])
+    with pytest.raises(SharedMemoryError, match=r"\(2 x .* MiB left; enlarge it .*snapshot"):
+        WeightsChannel.create(name, huge)
+
+
+def test_what_is_no_channel_is_not_attached(make):
+    channel = make()
+    with pytest.raises(SharedMemoryError, match="cannot be opened"):
+        WeightsChannel.attach(channel.name + "-missing")
+    head = bytes(channel.segment.buffer[:80])
+    for offset, value, complaint in [(0, b"xxxxxxxx", "no weights channel"), (8, struct.pack("<I", 9), "version 9")]:
+        channel.segment.buffer[offset : offset + len(value)] = value
+        with pytest.raises(ProtocolMismatch, match=complaint):
+            WeightsChannel.attach(channel.name)
+        channel.segment.buffer[:80] = head
+    for offset in (12, 16, 24, 32, 40, 48, 60):  # each of the other words of the head, and the hash
+        channel.segment.buffer[offset] ^= 0x5A
+        with pytest.raises(ProtocolMismatch, match=r"damaged|layout"):
+            WeightsChannel.attach(channel.name)
+        channel.segment.buffer[:80] = head
+
+
+def test_every_dtype_comes_through_and_bfloat16_widens_exactly(make):
+    arrays = {name: np.array([0, 1, 1], DTYPES[name].numpy) for name in DTYPES}
+    layout = WeightsLayout([(name, name, (3,)) for name in DTYPES])
+    bits = (np.array([1.5, -2.0, 3.25], np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    channel = make({"placeholder": np.zeros(1)})
+    with WeightsChannel.create(channel.name + "-dtypes", layout) as every, Publisher(every) as publisher:
+        publisher.publish({**arrays, "bfloat16": bits})
+        state, _, _ = WeightsReader(every).read()
+        for name in set(DTYPES) - {"bfloat16"}:
+            np.testing.assert_array_equal(state[name], arrays[name])
+        np.testing.assert_array_equal(widen(state["bfloat16"]), np.array([1.5, -2.0, 3.25], np.float32))

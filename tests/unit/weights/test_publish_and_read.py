@@ -1,0 +1,225 @@
+"""A publisher and a reader on one channel: versions, refusals, waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from jurybox.client.device_stage import DeviceStage
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.layout import DTYPES
+
+MODES = pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
+
+
+@MODES
+def test_what_was_published_is_what_is_read(make, arrays, mode):
+    channel = make(mode=mode)
+    publisher, reader = Publisher(channel), WeightsReader(WeightsChannel.attach(channel.name))
+    seen = 0
+    for round_ in range(1, 6):
+        sent = {name: (array + round_).astype(array.dtype) for name, array in arrays.items()}
+        assert publisher.publish(sent, extra={"epsilon": round_ / 10, "mean": np.full(3, round_)}) == round_
+        assert reader.newer_than(seen)
+        state, seen, extra = reader.read()
+        assert seen == round_ == extra["mean"][0] and extra["epsilon"] == round_ / 10 and not reader.newer_than(seen)
+        for name, array in sent.items():
+            np.testing.assert_array_equal(state[name], array)
+            assert state[name].dtype == array.dtype and state[name].shape == array.shape
+    publisher.close()
+
+
+def test_a_state_read_stays_as_it_is_and_out_is_filled_in_place(make):
+    channel = make({"w": np.zeros(100)})
+    publisher, reader = Publisher(channel), WeightsReader(channel)
+    publisher.publish({"w": np.full(100, 1.0)})
+    own, out = reader.read().state, reader.buffers()
+    for target in (out, {"w": np.empty(100)}):
+        publisher.publish({"w": np.full(100, 2.0)})
+        assert reader.read(out=target).state is target
+        assert (target["w"] == 2.0).all() and (own["w"] == 1.0).all()
+    for bad in ({}, {"w": np.empty(99)}, {"w": np.empty(100, np.float32)}, {"w": np.empty(200)[::2]}):
+        with pytest.raises(SpecMismatch, match="out"):
+            reader.read(out=bad)
+
+
+def test_an_extra_that_is_too_large_is_refused_and_nothing_published(make, arrays):
+    channel = make(extra_bytes=100)
+    publisher = Publisher(channel)
+    with pytest.raises(SpecMismatch, match="has room for"):
+        publisher.publish(arrays, extra={"blob": np.zeros(channel.extra_bytes)})
+    assert channel.newest == 0
+
+
+def test_another_layout_is_refused_with_the_difference_named(make, arrays):
+    channel = make()
+    publisher = Publisher(channel)
+    publisher.publish(arrays)
+    wrong = [
+        ({name: array for name, array in arrays.items() if name != "steps"}, "'steps' is missing"),
+        ({**arrays, "more": np.zeros(1)}, "'more' came"),
+        ({**arrays, "layer.weight": np.zeros((4, 3), np.float32)}, r"expected float32\[3, 4\], got float32\[4, 3\]"),
+        ({**arrays, "layer.bias": np.zeros(3, np.float32)}, r"expected float64\[3\], got float32\[3\]"),
+    ]
+    for state, said in wrong:
+        with pytest.raises(SpecMismatch, match=said):
+            publisher.publish(state)
+    with pytest.raises(SpecMismatch, match="give a lone array a name"):
+        publisher.publish(np.zeros(3))
+    assert channel.newest == 1
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [name for name, stored in DTYPES.items() if stored.width])
+def test_not_finite_weights_are_refused_on_request_and_the_last_version_stands(make, mode, dtype):
+    torch = pytest.importorskip("torch")
+    good = {"fine": torch.ones(70_000).to(getattr(torch, dtype)), "w": torch.ones(70_000).to(getattr(torch, dtype))}
+    channel = make(good, mode=mode)
+    publisher, reader = Publisher(channel), WeightsReader(channel)
+    publisher.publish(good, check_finite=True)
+    infinity = [] if dtype == "float8_e4m3fn" else [float("inf")]  # that dtype has none
+    for bad in [*infinity, float("nan")]:
+        poisoned = torch.ones(70_000)
+        poisoned[69_999] = bad
+        state = {**good, "w": poisoned.to(getattr(torch, dtype))}
+        with pytest.raises(Refused, match="tensor 'w' holds NaN"):
+            publisher.publish(state, check_finite=True)
+        read = reader.read()
+        assert read.version == publisher.version and (read.state["w"] == read.state["fine"]).all()
+    publisher.publish({**good, "w": poisoned.to(getattr(torch, dtype))})  # not asked, not checked
+    with pytest.raises(Refused, match="extra"):
+        publisher.publish(good, extra={"deep": [np.array([1.0, np.nan])]}, check_finite=True)
+
+
+def test_a_version_can_be_chosen_and_only_grows(make, arrays):
+    channel = make()
+    publisher, reader = Publisher(channel), WeightsReader(channel)
+    for version in (3, 5, 7, 8, 100):  # odd steps would meet the slot of the newest, if slots went by parity
+        assert publisher.publish(arrays, version=version) == version == reader.read().version
+    with pytest.raises(Refused, match="versions only grow"):
+        publisher.publish(arrays, version=100)
+    assert publisher.publish(arrays) == 101
+
+
+def test_a_second_publisher_is_refused_and_a_closed_one_makes_room(make, arrays):
+    channel = make()
+    with Publisher(channel) as first:
+        first.publish(arrays)
+        for other in (channel, WeightsChannel.attach(channel.name)):
+            with pytest.raises(Refused, match=f"has a publisher, process {os.getpid()}"):
+                Publisher(other)
+    with pytest.raises(Refused, match="was closed"):
+        first.publish(arrays)
+    with Publisher(channel) as second:
+        assert second.version == 1 and second.publish(arrays) == 2
+
+
+def test_threads_may_share_a_publisher(make, arrays):
+    publisher = Publisher(make())
+    versions: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: versions.extend(publisher.publish(arrays) for _ in range(50))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(versions) == list(range(1, 151))
+
+
+def test_waits_are_bounded_and_say_what_is_missing(make, arrays):
+    channel, single = make(), make(mode="snapshot")
+    with pytest.raises(Timeout, match="nothing has been published"):
+        WeightsReader(channel).read(timeout=0.05)
+    assert not WeightsReader(channel).wait_newer_than(0, timeout=0.05)
+    Publisher(single).publish(arrays)
+    single.slots.begin()  # a publisher in the middle of its work
+    with pytest.raises(Timeout, match="it has one slot"):
+        WeightsReader(single).read(timeout=0.05)
+
+
+def test_a_waiting_reader_is_woken_by_the_publication(make, arrays):
+    channel = make()
+    reader, publisher, woken = WeightsReader(channel), Publisher(channel), []
+    thread = threading.Thread(target=lambda: woken.append(reader.wait_newer_than(0, timeout=60)))
+    thread.start()
+    publisher.publish(arrays)
+    thread.join(60)
+    assert woken == [True]
+
+
+def test_a_claim_lets_an_engine_copy_in_its_own_way(make, arrays):
+    channel = make()
+    publisher = Publisher(channel)
+    assert channel.claim().version == 0
+    publisher.publish(arrays, extra={"k": 1})
+    claim = channel.claim()
+    views = channel.layout.views(channel.slot(claim).copy())
+    assert claim.version == 1 and channel.age_seconds(claim) >= 0 and channel.holds(claim)
+    np.testing.assert_array_equal(views["layer.weight"], arrays["layer.weight"])
+    publisher.publish(arrays)
+    assert channel.holds(claim)
+    publisher.publish(arrays)
+    assert not channel.holds(claim)
+
+
+def test_modules_and_torch_tensors_publish_as_they_are(make):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    channel = make(module.state_dict())
+    publisher = Publisher(channel)
+    publisher.publish(module)
+    state = WeightsReader(channel).read().state
+    for name, tensor in module.state_dict().items():
+        np.testing.assert_array_equal(state[name], tensor.numpy())
+    publisher.publish({**module.state_dict(), "0.weight": torch.arange(15.0).reshape(5, 3).T})  # not contiguous
+    np.testing.assert_array_equal(WeightsReader(channel).read().state["0.weight"], np.arange(15.0).reshape(5, 3).T)
+    with pytest.raises(SpecMismatch, match="got bfloat16"):
+        publisher.publish(module.bfloat16())
+
+
+def test_the_device_stage_brings_the_whole_over_in_one_transfer(make):
+    torch = pytest.importorskip("torch")
+    state = {"a": torch.rand(7, 3), "b": torch.ones(5, dtype=torch.bfloat16), "n": torch.tensor(3), "e": torch.zeros(0)}
+    channel = make(state)
+    stage = DeviceStage(channel, torch.device("cpu"))  # the same steps, on the one device that is always there
+    stage.gather(state)
+    assert stage.not_finite() is None
+    slot = channel.slots.begin()
+    stage.transfer(slot)
+    channel.slots.commit(slot, 1, b"")
+    read = WeightsReader(channel).read().state
+    np.testing.assert_array_equal(read["a"], state["a"].numpy())
+    assert (read["b"] == 0x3F80).all() and read["n"] == 3
+    state["b"][4] = float("inf")
+    stage.gather(state)
+    assert stage.not_finite() == "b"
+    stage.close()
+
+
+@pytest.mark.gpu
+@MODES
+def test_a_module_on_a_gpu_is_published_whole(make, mode):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(300, 200).cuda()
+    channel = make(module.state_dict(), mode=mode)
+    with Publisher(channel) as publisher:
+        publisher.publish(module, check_finite=True)
+        state = WeightsReader(channel).read().state
+        np.testing.assert_array_equal(state["weight"], module.weight.detach().cpu().numpy())
+        module.bias.data[0] = float("nan")
+        with pytest.raises(Refused, match="'bias' holds NaN"):
+            publisher.publish(module, check_finite=True)
+
+
+def test_the_client_s_end_never_imports_torch():
+    code = "import sys, jurybox.client.publisher, jurybox.client.weights_reader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,124 @@
+"""Weights on disk, and back into a channel and into a module."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.errors import Error, SpecMismatch
+
+torch = pytest.importorskip("torch")
+
+from jurybox.server.weights_files import WeightsFiles  # noqa: E402
+from jurybox.training.torch_weights import TorchWeights  # noqa: E402
+
+
+@pytest.fixture
+def state():
+    return {"w": torch.rand(5, 3), "b": torch.rand(3).bfloat16(), "n": torch.tensor(3), "e": torch.zeros(0, 2)}
+
+
+def test_every_kth_publication_is_saved_and_the_oldest_go(make, state, tmp_path):
+    channel = make(state)
+    publisher, files = Publisher(channel), WeightsFiles(channel, tmp_path, every=3, keep=2)
+    saved = []
+    for _ in range(10):
+        publisher.publish(state)
+        saved.append(files.save_if_due())
+    assert [version for version in saved if version] == [1, 4, 7, 10]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "manifest.json",
+        "weights-000000000007.safetensors",
+        "weights-000000000010.safetensors",
+    ]
+
+
+def test_a_restart_goes_on_from_the_last_saved_version(make, state, tmp_path):
+    old = make(state)
+    publisher = Publisher(old)
+    for _ in range(41):
+        publisher.publish(state, extra={"epsilon": 0.5, "mean": np.arange(3.0)})
+    WeightsFiles(old, tmp_path).save()
+    fresh = make(state)
+    files = WeightsFiles(fresh, tmp_path)
+    with Publisher(fresh) as successor:
+        assert files.restore(successor) == 41 and successor.publish(state) == 42 and files.due()
+        assert WeightsFiles(make(state), tmp_path / "empty").restore(successor) is None
+    other = make(state)
+    WeightsFiles(other, tmp_path).restore(Publisher(other))
+    read, version, extra = WeightsReader(other).read()
+    assert version == 41 and extra["epsilon"] == 0.5 and (extra["mean"] == np.arange(3.0)).all()
+    np.testing.assert_array_equal(read["w"], state["w"].numpy())
+    np.testing.assert_array_equal(read["b"], state["b"].view(torch.uint16).numpy())
+
+
+def test_a_damaged_file_is_passed_over_for_the_one_before_it(make, state, tmp_path, caplog):
+    channel = make(state)
+    publisher, files = Publisher(channel), WeightsFiles(channel, tmp_path)
+    for _ in range(3):
+        publisher.publish(state)
+        files.save()
+    (tmp_path / "weights-000000000003.safetensors").write_bytes(b"half a fi")
+    (tmp_path / "weights-000000000002.safetensors").unlink()
+    fresh = make(state)
+    assert WeightsFiles(fresh, tmp_path).restore(Publisher(fresh)) == 1
+    assert caplog.text.count("passed over") == 2
+
+
+def test_a_save_that_fails_leaves_the_one_before_it(make, state, tmp_path, monkeypatch):
+    channel = make(state)
+    publisher, files = Publisher(channel), WeightsFiles(channel, tmp_path)
+    publisher.publish(state)
+    files.save()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    publisher.publish(state)
+
+    def full(_: int) -> None:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr("jurybox.server.weights_files.os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        files.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    monkeypatch.undo()
+    assert [row["version"] for row in json.loads((tmp_path / "manifest.json").read_text())["files"]] == [1]
+    assert files.save() == 2
+
+
+def test_weights_of_another_layout_and_broken_manifests_are_refused(make, state, tmp_path):
+    channel = make(state)
+    Publisher(channel).publish(state)
+    WeightsFiles(channel, tmp_path).save()
+    other = make({**state, "w": torch.zeros(2)})
+    with pytest.raises(SpecMismatch, match=r"'w': expected float32\[2\], got float32\[5, 3\]"):
+        WeightsFiles(other, tmp_path).restore(Publisher(other))
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(Error, match="no manifest"):
+        WeightsFiles(channel, tmp_path)
+
+
+def test_a_module_follows_the_channel(make):
+    learner, actor = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    channel = make(learner.state_dict())
+    weights = TorchWeights(WeightsReader(channel), actor)
+    assert not weights.refresh()
+    with Publisher(channel) as first:
+        first.publish(learner, extra={"epsilon": 0.1})
+    assert weights.refresh() and not weights.refresh()
+    assert weights.version == 1 and weights.extra == {"epsilon": 0.1} and torch.equal(actor.weight, learner.weight)
+    kept, publisher = actor.weight, Publisher(channel)
+    for version in (2, 3, 4):
+        with torch.no_grad():
+            learner.weight.add_(1)
+        publisher.publish(learner)
+        assert not torch.equal(actor.weight, learner.weight)
+        assert weights.refresh() and weights.version == version
+        assert (
+            actor.weight is kept and torch.equal(actor.weight, learner.weight) and torch.equal(actor.bias, learner.bias)
+        )
+    with pytest.raises(SpecMismatch, match="'bias' is missing"):
+        TorchWeights(WeightsReader(channel), torch.nn.Linear(4, 2, bias=False))
