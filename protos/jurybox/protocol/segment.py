@@ -112,8 +112,9 @@ class Segment:
                 f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be "
                 "gone, or this process sees another /dev/shm (containers need a shared one: ipc: ...)"
             ) from error
-        if keep_alive:
-            try_lock(fd, OWNER_LOCK, shared=True)
+        if keep_alive and not try_lock(fd, OWNER_LOCK, shared=True):
+            os.close(fd)
+            raise SharedMemoryError(f"shared memory {name} is just being removed: nobody owns it any more")
         return cls(name, fd, os.fstat(fd).st_size, owned=False)
 
     @property
@@ -183,7 +184,8 @@ def _remove_if_dead(path: Path) -> bool:
     except OSError:
         return False  # gone meanwhile, or not ours to judge
     try:
-        if is_locked(fd, OWNER_LOCK):
+        # Held while the name goes: whoever else finds this file dead cannot put a living one in its place meanwhile.
+        if not try_lock(fd, OWNER_LOCK) or not path.exists() or path.stat().st_ino != os.fstat(fd).st_ino:
             return False
         path.unlink(missing_ok=True)
         return True

@@ -17,6 +17,7 @@ from jurybox.training.environments.photo import (
     make_environment,
     no_edits,
 )
+from jurybox.training.environments.photo.environment import STEP_SIZES
 
 
 def rollout(environment, seed, actions):
@@ -80,6 +81,13 @@ def test_a_wrong_action_is_refused_and_takes_no_step(make, action):
     with pytest.raises(ValueError, match="9 finite numbers"):
         environment.step(action)
     assert environment.step(np.zeros(9, np.float32))[2]
+
+
+@pytest.mark.parametrize("deflection", [1.0, -1.0, 5.0, 0.5])
+def test_an_action_moves_every_tool_by_its_share_of_a_step_and_no_further(make, deflection):
+    info = rollout(make(), 0, np.full((1, 9), deflection, np.float32))[-1][2]
+    expected = Edits().moved(np.clip(deflection, -1, 1) * STEP_SIZES).as_dict()
+    assert info["edits"] == pytest.approx(expected) and info["edits"]["exposure"] != 0
 
 
 def test_the_scorer_sees_the_original_edited_once_however_many_steps_it_took(make, scorer, actions):

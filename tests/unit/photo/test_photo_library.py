@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 
-from jurybox.training.environments.photo import PhotoError, PhotoLibrary
+from jurybox.training.environments.photo import Photo, PhotoError, PhotoLibrary
 from jurybox.training.environments.photo.photos import read_photo
 
 
@@ -67,6 +67,15 @@ def test_every_crop_is_384_pixels_square_and_repeatable(library, side):
         for picture in (photo.centre(), *crops):
             assert picture.shape == (384, 384, 3) and picture.dtype == np.uint8 and picture.flags.c_contiguous
         assert np.array_equal(crops[0], crops[1]) and not np.array_equal(crops[0], crops[2])
+
+
+def test_crops_come_mirrored_half_of_the_time():
+    slope = np.repeat(np.arange(300, dtype=np.uint16)[None] * 255 // 300, 200, axis=0).astype(np.uint8)
+    photo = Photo("slope", np.repeat(slope[:, :, None], 3, axis=2))
+    rng = np.random.default_rng(0)
+    crops = [photo.crop(rng) for _ in range(60)]
+    mirrored = sum(crop[0, 0, 0] > crop[0, -1, 0] for crop in crops)
+    assert 20 < mirrored < 40
 
 
 def test_a_folder_gives_jpg_and_png_and_nothing_else(folder):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.environments.photo import observation
-from jurybox.training.environments.photo.edits import Edits, apply
+from jurybox.training.environments.photo.edits import HIGHEST, Edits, apply
 from jurybox.training.environments.photo.statistics import NAMES, measure
 
 
@@ -57,6 +57,11 @@ def test_the_observation_holds_what_its_slices_say(photo):
     assert seen[observation.EDITS].tolist() == [0.5, 0, 0, 0, 0, 0, 0, -1.0, 0]
     assert seen[observation.TIME].tolist() == [-0.5]
     assert seen[observation.SCORE] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("score", [-7.0, 3.0])
+def test_a_score_beyond_its_range_stays_within_the_space(photo, score):
+    assert observation.observe(photo, Edits.from_vector(HIGHEST), 1.0, score) in observation.space()
 
 
 def test_the_view_inside_an_observation_is_the_small_picture(photo):

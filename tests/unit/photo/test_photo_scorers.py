@@ -2,63 +2,82 @@ from __future__ import annotations
 
 import pickle
 import sys
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from jurybox.client import Refused, ServerGone, Timeout
 from jurybox.training.environments.photo import LocalScorer, ScorerError, ServerScorer
 from jurybox.training.environments.photo.factory import PhotoConfig, make_scorer
 
 ROW = (384, 384, 3)
 
 
-class Server:
-    """A server whose juror gives the mean of its one row; it notes the order of what is asked of it."""
+class Lane:
+    """A server's lane whose juror gives the mean of its one row; the server's log tells what was asked of it."""
 
-    def __init__(self, shape=ROW, output="score"):
-        self.log = []
-        self.image = np.zeros((1, *shape), dtype=np.uint8)
-        self.output = output
+    def __init__(self, server):
+        self.server = server
+        self.held = True
 
     def __enter__(self):
-        self.log.append("connected")
+        return self
+
+    def __exit__(self, *error):
+        self.held = False
+        self.server.log.append("lane given back")
+
+    def rows(self, count):
+        assert count == 1 and self.held
+        self.server.log.append("rows taken")
+        return Rows(self.server)
+
+
+class Rows:
+    def __init__(self, server):
+        self.server = server
+        self.image = np.zeros((1, *server.shape), dtype=np.uint8)
+        self.inputs, self.outputs = {"image": self.image}, {server.output: np.zeros(1, dtype=np.float32)}
+        server.row = self.image[0]
+
+    def infer(self, *, timeout):
+        self.server.log.append(f"infer {timeout}")
+        if self.server.troubles:
+            raise self.server.troubles.pop()
+        self.outputs["score"][0] = self.image.mean()
+
+    def close(self):
+        self.inputs, self.outputs = {}, {}
+        self.server.log.append("rows given back")
+
+
+class Server:
+    def __init__(self, shape=ROW, output="score"):
+        self.log, self.troubles = [], []
+        self.shape, self.output = shape, output
+        self.row = None
+
+    def __enter__(self):
         return self
 
     def __exit__(self, *error):
         self.log.append("disconnected")
 
-    def model(self, name):
-        self.log.append(f"model {name}")
-        return self
-
-    @contextmanager
-    def rows(self, count):
-        assert count == 1
-        rows = SimpleNamespace(inputs={"image": self.image}, outputs={self.output: np.zeros(1, dtype=np.float32)})
-
-        def infer(*, timeout):
-            self.log.append(f"infer {timeout}")
-            rows.outputs["score"][0] = self.image.mean()
-
-        rows.infer = infer
-        yield rows
-        self.log.append("rows given back")
+    def model(self, name, *, rows):
+        self.log.append(f"model {name}, {rows} row")
+        return Lane(self)
 
 
 @pytest.fixture
 def connect_to(monkeypatch):
     def install(server):
-        module = ModuleType("jurybox.client")
-
         def connect(address=None, *, timeout):
             server.log.append(f"connect {address} {timeout}")
             return server
 
-        module.connect = connect
-        monkeypatch.setitem(sys.modules, "jurybox.client", module)
+        monkeypatch.setattr("jurybox.client.connect", connect)
         return server
 
     return install
@@ -69,28 +88,58 @@ def test_the_server_is_asked_only_when_the_buffer_is_first_used(connect_to):
     scorer = ServerScorer("judge", "ipc:///here", timeout=3.0)
     assert server.log == []
     scorer.buffer[:] = 10
-    assert server.log == ["connect ipc:///here 3.0", "connected", "model judge"]
+    assert server.log == ["connect ipc:///here 3.0", "model judge, 1 row", "rows taken"]
 
 
 def test_the_buffer_is_the_servers_row_itself(connect_to):
     server = connect_to(Server())
-    scorer = ServerScorer()
+    scorer = ServerScorer(timeout=4.0)
     scorer.buffer[:] = 77
-    assert (server.image == 77).all()
-    assert scorer.score() == pytest.approx(77.0)
+    assert (server.row == 77).all()
+    assert scorer.score() == pytest.approx(77.0) and server.log[-1] == "infer 4.0"
     assert scorer.buffer is scorer.buffer
 
 
-def test_closing_gives_rows_and_connection_back_once_and_a_later_use_connects_anew(connect_to):
+def test_closing_gives_everything_back_once_and_a_later_use_connects_anew(connect_to):
     server = connect_to(Server())
     scorer = ServerScorer()
     scorer.buffer[:] = 1
     server.log.clear()
     scorer.close()
     scorer.close()
-    assert server.log == ["rows given back", "disconnected"]
+    assert server.log == ["rows given back", "lane given back", "disconnected"]
     scorer.buffer[:] = 2
     assert scorer.score() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("trouble", [ServerGone("restarted"), Refused("these rows are no longer yours")], ids=repr)
+def test_after_a_restart_the_picture_moves_to_a_row_of_the_new_server(connect_to, trouble):
+    server = connect_to(Server())
+    scorer = ServerScorer()
+    scorer.buffer[:] = 42
+    lost = scorer.buffer
+    server.troubles.append(trouble)
+    assert scorer.score() == pytest.approx(42.0)
+    assert scorer.buffer is not lost and (scorer.buffer == 42).all() and np.shares_memory(scorer.buffer, server.row)
+
+
+def test_a_server_that_stays_away_is_not_waited_for_again_and_again(connect_to):
+    server = connect_to(Server())
+    scorer = ServerScorer()
+    scorer.buffer[:] = 1
+    server.troubles += [ServerGone("still"), ServerGone("gone")]
+    with pytest.raises(ServerGone, match="still"):
+        scorer.score()
+
+
+def test_a_time_out_is_the_callers_to_judge(connect_to):
+    server = connect_to(Server())
+    scorer = ServerScorer()
+    scorer.buffer[:] = 1
+    server.troubles.append(Timeout("late"))
+    with pytest.raises(Timeout):
+        scorer.score()
+    assert server.log.count("rows taken") == 1
 
 
 def test_a_connected_scorer_pickles_as_a_fresh_one(connect_to):
@@ -101,16 +150,16 @@ def test_a_connected_scorer_pickles_as_a_fresh_one(connect_to):
     copy = pickle.loads(pickle.dumps(scorer))
     assert server.log == []
     copy.buffer[:] = 5
-    assert server.log == ["connect ipc:///here 3.0", "connected", "model judge"]
+    assert server.log == ["connect ipc:///here 3.0", "model judge, 1 row", "rows taken"]
     assert copy.score() == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("server", [Server(shape=(224, 224, 3)), Server(output="beauty")])
-def test_an_unfit_model_is_named_and_its_rows_are_given_back(connect_to, server):
+def test_an_unfit_model_is_named_and_everything_is_given_back(connect_to, server):
     connect_to(server)
     with pytest.raises(ScorerError, match=r"model 'photo' takes image uint8.*expected it to take image"):
         _ = ServerScorer().buffer
-    assert server.log[-2:] == ["rows given back", "disconnected"] or server.log[-1] == "disconnected"
+    assert server.log[-3:] == ["rows given back", "lane given back", "disconnected"]
 
 
 def test_scoring_before_anything_was_written_is_refused():
