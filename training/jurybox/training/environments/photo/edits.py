@@ -1,0 +1,195 @@
+"""The tools a photographer has, gathered in one recipe that is always applied to the original.
+
+A recipe (:class:`Edits`) is a point in the space of the tools' settings. Edit steps move that point; the picture is
+rendered from the untouched original every time, so ten steps quantise no more often than one.
+
+Tone and colour work follow what raw developers do: exposure and white balance are gains in linear light (sRGB's
+transfer curve, IEC 61966-2-1), contrast is a slope around middle grey in the encoded values, saturation scales the
+distance to the pixel's luma (Rec. 601, as JPEG), sharpness is an unsharp mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, fields
+from functools import partial
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+Image = npt.NDArray[np.uint8]
+Vector = npt.NDArray[np.float64]
+Stage = Callable[[Image, Image], None]
+
+# Rec. 709 weights: the share of each linear primary in a pixel's luminance.
+LUMINANCE = np.array([0.2126, 0.7152, 0.0722])
+_LEVELS = np.arange(256) / 255.0
+_LINEAR = np.where(_LEVELS <= 0.04045, _LEVELS / 12.92, ((_LEVELS + 0.055) / 1.055) ** 2.4)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """One setting of every tool; all zeros leaves the photo as it is, bit for bit.
+
+    Attributes:
+        exposure: stops (EV): +1 doubles the light.
+        contrast: stops of slope around middle grey: +1 doubles every distance from it.
+        saturation: stops of chroma: +1 doubles the distance to grey, -1 halves it.
+        temperature: stops that red gains on blue; positive is warmer. Luminance of grey is kept.
+        tint: stops that red and blue gain on green; positive is towards magenta. Luminance of grey is kept.
+        sharpness: share of the fine detail (what a Gaussian of 1.2 pixels removes) that is added once more.
+        denoise: grey levels, of 255, that a pixel may move towards its smooth surroundings.
+        straighten: degrees counter-clockwise; the corners that turn out of the frame are cropped away.
+        crop: stops of enlargement around the centre: 1 leaves the middle half of the width and of the height.
+    """
+
+    exposure: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    temperature: float = 0.0
+    tint: float = 0.0
+    sharpness: float = 0.0
+    denoise: float = 0.0
+    straighten: float = 0.0
+    crop: float = 0.0
+
+    @classmethod
+    def from_vector(cls, vector: npt.ArrayLike) -> Edits:
+        """The recipe with these settings, in the order of :data:`TOOLS`, each held inside its limits."""
+        values = np.asarray(vector, dtype=np.float64)
+        if values.shape != (len(TOOLS),) or not np.isfinite(values).all():
+            raise ValueError(f"expected {len(TOOLS)} finite settings ({', '.join(TOOLS)}), got {vector!r}")
+        return cls(*np.clip(values, LOWEST, HIGHEST).tolist())
+
+    def vector(self) -> Vector:
+        """float64 (9,) in the order of :data:`TOOLS`."""
+        return np.array(astuple(self))
+
+    def moved(self, deltas: npt.ArrayLike) -> Edits:
+        """The recipe after one edit step: every tool moved by its delta (same units), held inside its limits."""
+        return Edits.from_vector(self.vector() + np.asarray(deltas, dtype=np.float64))
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+TOOLS: tuple[str, ...] = tuple(field.name for field in fields(Edits))
+LOWEST: Vector = np.array([-3.0, -2.0, -2.0, -1.5, -1.0, 0.0, 0.0, -15.0, 0.0])
+HIGHEST: Vector = np.array([3.0, 2.0, 2.0, 1.5, 1.0, 2.0, 40.0, 15.0, 0.6])
+
+
+def apply(photo: Image, edits: Edits, out: Image | None = None) -> Image:
+    """Render a photo with a recipe.
+
+    Args:
+        photo: uint8 (side, side, 3) RGB, never written to.
+        edits: the recipe.
+        out: where to write, e.g. a row of a server's shared memory: uint8, C-contiguous, of the photo's shape, and not
+            the photo itself. A new array when left out.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: when an array has another dtype, shape or layout, or ``out`` overlaps ``photo``.
+    """
+    if photo.dtype != np.uint8 or photo.ndim != 3 or photo.shape[2] != 3 or photo.shape[0] != photo.shape[1]:
+        raise ValueError(
+            f"expected a photo of uint8 (side, side, 3), got {photo.dtype} {photo.shape}; crop it to a square first"
+        )
+    if out is None:
+        out = np.empty_like(photo)
+    elif out.dtype != np.uint8 or out.shape != photo.shape or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(
+            f"expected out to be a writable C-contiguous uint8 {photo.shape}, got {out.dtype} {out.shape}, "
+            f"contiguous={out.flags.c_contiguous}, writable={out.flags.writeable}"
+        )
+    elif np.may_share_memory(photo, out):
+        raise ValueError("out overlaps the photo: a recipe is applied to the original, which must stay as it is")
+
+    stages = _stages(edits)
+    if not stages:
+        np.copyto(out, photo)
+        return out
+    source = photo
+    for stage in stages[:-1]:
+        target = np.empty_like(photo)
+        stage(source, target)
+        source = target
+    stages[-1](source, out)
+    return out
+
+
+def _stages(edits: Edits) -> list[Stage]:
+    """What has to be done, in order; a tool that is at rest costs nothing."""
+    stages: list[Stage] = []
+    # Noise is removed while neighbouring pixels are still independent and before contrast amplifies it.
+    if edits.denoise >= 0.5:  # below half a grey level no pixel would move
+        stages.append(partial(smooth_within, levels=round(edits.denoise)))
+    if edits.straighten or edits.crop:
+        stages.append(partial(turn, degrees=edits.straighten, enlarge=2.0**edits.crop))
+    if edits.exposure or edits.contrast or edits.temperature or edits.tint:
+        stages.append(partial(_through_table, table=tone_table(edits)))
+    if edits.saturation:
+        stages.append(partial(saturate, factor=2.0**edits.saturation))
+    if edits.sharpness:
+        stages.append(partial(sharpen, amount=edits.sharpness))
+    return stages
+
+
+def tone_table(edits: Edits) -> Image:
+    """What exposure, white balance and contrast make of each level of each channel: uint8 (1, 256, 3)."""
+    stops = edits.exposure + white_balance_stops(edits.temperature, edits.tint)
+    linear = _LINEAR[:, None] * np.exp2(stops)[None, :]
+    # Not clipped in between: what exposure pushes past white, contrast may pull back.
+    encoded = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    contrasted = 0.5 + (encoded - 0.5) * 2.0**edits.contrast
+    table: Image = np.rint(np.clip(contrasted, 0.0, 1.0) * 255.0).astype(np.uint8)
+    return table[None]
+
+
+def white_balance_stops(temperature: float, tint: float) -> Vector:
+    """Gains of red, green and blue in stops, float64 (3,), that keep the luminance of grey."""
+    stops = np.array([temperature / 2 + tint / 3, -2 * tint / 3, -temperature / 2 + tint / 3])
+    kept: Vector = stops - math.log2(float(LUMINANCE @ np.exp2(stops)))
+    return kept
+
+
+def saturate(source: Image, out: Image, *, factor: float) -> None:
+    """Scale every pixel's distance to its own luma."""
+    luma = cv2.cvtColor(cv2.cvtColor(source, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    cv2.addWeighted(source, factor, luma, 1.0 - factor, 0.0, dst=out)
+
+
+def sharpen(source: Image, out: Image, *, amount: float) -> None:
+    """Unsharp mask: add ``amount`` times what a Gaussian of 1.2 pixels takes away."""
+    blurred = cv2.GaussianBlur(source, (5, 5), 1.2)
+    cv2.addWeighted(source, 1.0 + amount, blurred, -amount, 0.0, dst=out)
+
+
+def smooth_within(source: Image, out: Image, *, levels: int) -> None:
+    """Move every value towards its Gaussian surroundings (1.5 pixels), by at most ``levels``.
+
+    Noise is smaller than that and goes; an edge is larger and keeps all but ``levels`` of its height. Four saturating
+    8-bit operations, a tenth of the time of a bilateral filter.
+    """
+    bound = np.full_like(source, levels)
+    lowest, highest = cv2.subtract(source, bound), cv2.add(source, bound)
+    smooth = cv2.GaussianBlur(source, (7, 7), 1.5)
+    cv2.min(cv2.max(smooth, lowest), highest, dst=out)
+
+
+def turn(source: Image, out: Image, *, degrees: float, enlarge: float = 1.0) -> None:
+    """Turn a square counter-clockwise around its centre, enlarged so far that no corner stays empty."""
+    side = source.shape[0]
+    radians = abs(math.radians(degrees))
+    centre = ((side - 1) / 2, (side - 1) / 2)
+    matrix = cv2.getRotationMatrix2D(centre, degrees, enlarge * (math.cos(radians) + math.sin(radians)))
+    # Reflected, since interpolation may reach half a pixel beyond the last one.
+    cv2.warpAffine(source, matrix, (side, side), dst=out, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT_101)
+
+
+def _through_table(source: Image, out: Image, *, table: Image) -> None:
+    cv2.LUT(source, table, dst=out)
