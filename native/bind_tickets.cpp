@@ -41,11 +41,11 @@ void bind_tickets(nb::module_& m) {
             if (lanes.shape(1) != sizeof(Lane)) throw std::invalid_argument("lanes are records of 32 bytes");
             const Admitted result = admit(tickets_of(tickets, n), n, door, reinterpret_cast<const Lane*>(lanes.data()),
                                           lanes.shape(0), limits.data(), limits.shape(0));
-            return nb::make_tuple(result.refused, result.rows);
+            return nb::make_tuple(result.refused, result.rows, result.pinned);
         },
         nb::arg("tickets"), nb::arg("n"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"),
         "Set door, model and code of the first n tickets (n, 64) uint8 against the lanes (lanes, 32) uint8 and the "
-        "largest ticket of each model (models,) uint32; gives how many were refused, and the rows of the others.");
+        "largest ticket of each model (models,) uint32; gives how many were refused, the rows of the others, and whether one asks for a weights version.");
     m.def(
         "any_expired",
         [](Records tickets, std::size_t start, std::size_t end, std::int64_t now) {

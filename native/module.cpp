@@ -2,6 +2,8 @@
 #include "bindings.hpp"
 
 NB_MODULE(native, m) {
+    // Threads that live as long as the process keep such objects; at its end that is no leak.
+    nanobind::set_leak_warnings(false);
     m.doc() = "Jurybox's native core: doorbell, sequence-locked slots, replay ring, gather.";
     jurybox::bind_tickets(m);
     jurybox::bind_doorbell(m);

@@ -45,12 +45,13 @@ enum : std::uint32_t { kOk = 0, kModelNotFound = 3, kRefused = 7, kStaleLease = 
 struct Admitted {
     std::size_t refused;
     std::size_t rows;  // of those that were not
+    bool pinned;       // whether one asks for a weights version
 };
 
 // Fill in each ticket's door, model and code; `limits[m]` is the largest ticket of model m, 0 where none is served.
 inline Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t door, const Lane* lanes, std::size_t n_lanes,
                       const std::uint32_t* limits, std::size_t n_models) {
-    Admitted result{0, 0};
+    Admitted result{0, 0, false};
     for (std::size_t i = 0; i < n; ++i) {
         Ticket& ticket = tickets[i];
         ticket.state.door = door;
@@ -70,6 +71,7 @@ inline Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t door, const 
                     ticket.state.code = kOk;
             }
         }
+        result.pinned |= ticket.version != 0;
         if (ticket.state.code == kOk)
             result.rows += ticket.rows;
         else

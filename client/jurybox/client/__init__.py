@@ -2,8 +2,10 @@
 
 from jurybox.client.lane import Ticket
 from jurybox.client.model import Model, Reply
+from jurybox.client.publisher import Publisher
 from jurybox.client.rows import Rows
 from jurybox.client.server import Server, connect
+from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import (
     Busy,
     Error,
@@ -24,6 +26,7 @@ __all__ = [
     "ModelFailed",
     "ModelNotFound",
     "ProtocolMismatch",
+    "Publisher",
     "Refused",
     "Reply",
     "Rows",
@@ -33,5 +36,6 @@ __all__ = [
     "SpecMismatch",
     "Ticket",
     "Timeout",
+    "WeightsReader",
     "connect",
 ]

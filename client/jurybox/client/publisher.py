@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.client.device_stage import DeviceStage
-from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.errors import Refused, ServerGone, SpecMismatch
 from jurybox.protocol.locks import try_lock
 from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import PUBLISHER_LOCK
@@ -105,6 +105,11 @@ class Publisher:
             raise Refused("extra holds NaN or infinity, and check_finite asks to refuse that; nothing was published")
         with self._turn:
             self._require_open()
+            if not self.channel.segment.owned and not self.channel.segment.owner_lives():
+                raise ServerGone(
+                    f"the owner of weights channel {self.channel.name} is gone and nobody would read this: connect "
+                    "again and take a new publisher"
+                )
             number = self._number(version)
             if any(_on_device(tensor) for tensor in tensors.values()):
                 self._publish_from_device(tensors, packed, number, check_finite)

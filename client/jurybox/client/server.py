@@ -16,6 +16,8 @@ from jurybox.client.doors.door import Door
 from jurybox.client.doors.zmq import ZmqDoor
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.address import default_address
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import LANE_LOCK, Board
@@ -35,6 +37,7 @@ from jurybox.protocol.control_pb2 import (
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, SharedMemoryError, Timeout
 from jurybox.protocol.locks import try_lock, unlock
 from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.wire import build_version
 
 _SPIN_US = 100  # a small model answers a lone client within it
@@ -71,6 +74,8 @@ class Server:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._models: list[Model] = []
+        self._ends: list[Publisher] = []
+        self._channels: list[WeightsChannel] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._board: Board | None = None
         self._info = ServerMessage()
@@ -130,6 +135,24 @@ class Server:
         """Serve a model no longer; tickets that wait for it are refused. Raises ModelNotFound."""
         self._call(unload=UnloadRequest(model=name))
 
+    def publisher(self, name: str) -> Publisher:
+        """The learner's end of a model's weights channel; there is one at a time.
+
+        Raises:
+            ModelNotFound; Refused: the model takes no publications, or has a living publisher.
+        """
+        publisher = Publisher(self._channel(name))
+        self._ends.append(publisher)
+        return publisher
+
+    def weights(self, name: str) -> WeightsReader:
+        """An actor's end of a model's weights channel, for actors that run the policy themselves.
+
+        Raises:
+            ModelNotFound; Refused: the model takes no publications.
+        """
+        return WeightsReader(self._channel(name))
+
     def close(self) -> None:
         """Give back every lane and close every socket. Harmless when done already."""
         with self._lock:
@@ -138,6 +161,10 @@ class Server:
             for model in self._models:
                 model.close()
             self._models.clear()
+            for publisher in self._ends:
+                publisher.close()
+            for channel in self._channels:
+                channel.close()
             self._control.close()
             if self._board is not None:
                 self._board.close()
@@ -169,6 +196,21 @@ class Server:
             raise Refused("this connection was made before a fork: connect in the process that uses it")
         if self._context.closed:
             raise Refused("this connection was closed: connect again")
+
+    def _channel(self, name: str) -> WeightsChannel:
+        deadline = time.monotonic() + self.timeout
+        while (message := self.describe(name)).state == "loading" and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        if not message.weights:
+            why = (
+                "takes no publications: set publish in its configuration"
+                if message.state == "ready"
+                else message.reason
+            )
+            raise Refused(f"model {name!r} is {message.state} and {why or 'has no weights channel yet'}")
+        channel = WeightsChannel.attach(message.weights)
+        self._channels.append(channel)
+        return channel
 
     def _lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """Lease a lane, lock it, and map its arena; from a new server where the old one is gone."""

@@ -79,15 +79,20 @@ class Engine:
         """Take no more from a door, and forget what came through it."""
         self.doors.remove(door)
 
+    def meters(self, model: int) -> Meters:
+        """The counters of a model in this engine."""
+        return Meters(self.board.counters[self.index, model])
+
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0) -> None:
         """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one."""
         queue = Queue(served.max_batch, min_batch, max_wait_ns)
-        meters = Meters(self.board.counters[self.index, model])
+        meters = self.meters(model)
         if earlier := self.slots.get(model):
             if len(earlier.queue):
                 queue.push(earlier.queue.waiting)
-            meters = earlier.meters
-        meters.version(served.version)
+                queue.pinned = earlier.queue.pinned
+            if earlier.served.follower is not None:
+                earlier.served.follower.stop()
         self.slots[model] = Slot(served, queue, meters)
         self._limits[model] = served.max_batch
 
@@ -95,6 +100,8 @@ class Engine:
         """Serve a model no longer; what waits for it is refused."""
         slot = self.slots.pop(model)
         self._limits[model] = 0
+        if slot.served.follower is not None:
+            slot.served.follower.stop()
         if len(slot.queue):
             self._answer(slot.queue.take(), Code.MODEL_NOT_FOUND, 0, f"model {slot.served.spec.name!r} was unloaded")
 
@@ -125,15 +132,16 @@ class Engine:
             if not len(queue):
                 return True
         waiting = queue.rows
+        version = queue.waiting["version"].item(0) if queue.pinned else 0
         tickets = queue.take()
         rows = waiting - queue.rows
         self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
         try:
-            served.run(tickets, rows)
+            served.run(tickets, rows, version)
         except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
             self._fail(slot, tickets, error)
             return True
-        self._answer(tickets, Code.OK, served.version, "")
+        self._answer(tickets, Code.OK, version or served.version, "")
         ended = self._clock()
         slot.meters.batch(tickets, rows, now, ended)
         self._turn_ns += _SMOOTHING * (ended - now - self._turn_ns)
@@ -156,22 +164,24 @@ class Engine:
             if not n:
                 continue
             tickets = self._arrivals[:n]
-            refused, rows = native.admit(self._records, n, door.number, self._lanes, self._limits)
+            refused, rows, pinned = native.admit(self._records, n, door.number, self._lanes, self._limits)
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._sort(tickets, rows)
+            self._sort(tickets, rows, pinned=pinned)
 
-    def _sort(self, tickets: NDArray[Any], rows: int) -> None:
+    def _sort(self, tickets: NDArray[Any], rows: int, *, pinned: bool) -> None:
         while len(tickets):
             model = int(tickets["model"][0])
+            queue = self.slots[model].queue
+            queue.pinned |= pinned
             if len(self.slots) == 1:
-                self.slots[model].queue.push(tickets, rows)
+                queue.push(tickets, rows)
                 return
             same = tickets["model"] == model
-            self.slots[model].queue.push(tickets[same])
+            queue.push(tickets[same])
             tickets = tickets[~same]
 
     def _next(self, now: int) -> Slot | None:
@@ -214,7 +224,8 @@ class Engine:
         message = str(error) if isinstance(error, Error) else f"model {name!r} raised {type(error).__name__}: {error}"
         slot.meters.failed(len(tickets))
         self._report("model failed", model=name, error=message, tickets=len(tickets))
-        self._answer(tickets, Code.MODEL_FAILED, slot.served.version, message)
+        code = error.code if isinstance(error, Error) else Code.MODEL_FAILED
+        self._answer(tickets, code, slot.served.version, message)
 
 
 _REFUSALS = {

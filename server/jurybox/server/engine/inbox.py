@@ -27,6 +27,7 @@ class Queue:
         self.min_batch = min_batch
         self.max_wait_ns = max_wait_ns
         self.rows = 0
+        self.pinned = False  # whether a waiting ticket may ask for a weights version
         self._tickets = np.zeros(256, TICKET)
         self._records = _records(self._tickets)
         self._start = 0
@@ -71,6 +72,8 @@ class Queue:
     def take(self) -> Tickets:
         """Remove and give what the next batch holds, at most `max_batch` rows. The view is valid until `push`."""
         waiting = self.waiting
+        if self.pinned:
+            return self._take_of_one_version(waiting)
         if self.rows <= self.max_batch:
             self._start = self._end = 0
             self.rows = 0
@@ -78,6 +81,16 @@ class Queue:
         chosen = fair_choice(waiting, self.max_batch)
         batch = waiting[chosen].copy()
         self._keep(~chosen)
+        return batch
+
+    def _take_of_one_version(self, waiting: Tickets) -> Tickets:
+        """As `take`, of the tickets that ask for the same weights version as the oldest."""
+        same = waiting["version"] == waiting["version"][0]
+        chosen = np.zeros(len(waiting), np.bool_)
+        chosen[np.flatnonzero(same)[fair_choice(waiting[same], self.max_batch)]] = True
+        batch: Tickets = waiting[chosen].copy()
+        self._keep(~chosen)
+        self.pinned = bool(self.waiting["version"].any())
         return batch
 
     def drop(self, lane: int) -> None:

@@ -7,13 +7,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 from jurybox.protocol.errors import Error
 from jurybox.protocol.spec import TensorSpec
+from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import ModelSettings
 from jurybox.server.models import ServedModel
 
@@ -22,7 +23,15 @@ class LoadError(Error):
     """A model could not be loaded; the message names the setting to change."""
 
 
-def load(name: str, settings: ModelSettings, device: torch.device) -> ServedModel:
+class Loaded(NamedTuple):
+    """A model ready for its device, and what it was before it was made so."""
+
+    model: ServedModel
+    digest: str
+    layout: WeightsLayout | None  # as a learner publishes it, in the factory's dtypes; None: it takes no publications
+
+
+def load(name: str, settings: ModelSettings, device: torch.device) -> Loaded:
     """Build the model that `settings` describe and move it to `device`.
 
     Raises:
@@ -31,6 +40,8 @@ def load(name: str, settings: ModelSettings, device: torch.device) -> ServedMode
     model = _from_factory(name, settings) if settings.factory else _from_exported(name, settings)
     if settings.weights:
         _load_weights(name, model.module, Path(settings.weights))
+    layout = WeightsLayout.of(model.module.state_dict()) if settings.publish else None
+    digits = digest(model.module)
     module = model.module.to(device).eval()
     if settings.dtype:
         module = module.to(getattr(torch, settings.dtype))
@@ -38,7 +49,7 @@ def load(name: str, settings: ModelSettings, device: torch.device) -> ServedMode
         # torch's stubs know only the overloads of .to() without memory_format
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.module = torch.compile(module, dynamic=True) if settings.compile else module  # type: ignore[assignment]
-    return model
+    return Loaded(model, digits, layout)
 
 
 def digest(module: torch.nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,17 @@ class Meters:
         """Tell how many rows wait for a batch."""
         self._record["waiting"] = rows
 
-    def version(self, version: int) -> None:
-        """Tell the weights version in use."""
+    def adopted(self, version: int, seconds: float) -> None:
+        """Count a change of weights: the version in use from now on, `seconds` after its publication."""
         self._record["version"] = version
+        self._record["newest"] = max(int(self._record["newest"]), version)
+        self._record["updates"] += 1
+        self._record["adopted"] = time.monotonic_ns()
+        self._record["adopt_ns"][_bucket(int(seconds * 1e9))] += 1
+
+    def newest(self, version: int) -> None:
+        """Tell the newest version there is."""
+        self._record["newest"] = version
 
 
 def _bucket(nanoseconds: int) -> int:

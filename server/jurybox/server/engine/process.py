@@ -109,7 +109,7 @@ class EngineProcess:
             case "load":
                 self._workshop.load(order["model"], order["name"], order["settings"])
             case "arena":
-                self._workshop.arena(order["model"], order["segment"], order["rows"])
+                self._workshop.arena(order["model"], order["segment"], order["rows"], order["weights"])
             case "unload":
                 self._engine.remove(order["model"])
                 self._tell("unloaded", model=order["model"])

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.arena import bytes_view
-from jurybox.protocol.errors import ModelFailed
+from jurybox.protocol.errors import ModelFailed, Refused
 from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.engine.follower import Follower
 from jurybox.server.models import ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
@@ -45,24 +46,37 @@ class Served:
         self.device = torch.device(device)
         self._on_gpu = self.device.type != "cpu"
         self.module = model.module.to(self.device).eval()
-        self.version = 0
+        self.follower: Follower | None = None
         self._compute = compute
         self._inputs = [_Input(key, inputs[key], max_batch) for key in self.spec.inputs]
         self._outputs = [_Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items()]
         self._large = any(tensor.row_bytes >= _LARGE_ROW for tensor in self.spec.inputs.values())
 
-    def run(self, tickets: NDArray[Any], rows: int) -> None:
+    @property
+    def version(self) -> int:
+        """Of the weights it computes with; 0 for those it was loaded with."""
+        return self.follower.version if self.follower is not None else 0
+
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
         """Answer a batch: read the tickets' rows from the arena, write their outputs to it.
 
         Args:
             tickets: records of wire.TICKET, checked against their lanes, `rows` rows together.
+            version: of the weights to compute with; 0: the newest.
 
         The caller is in torch's inference mode: entering it anew for every batch would cost more than some models.
 
         Raises:
             ModelFailed: the model gave something other than its spec promises.
+            Refused: the version asked for is not held.
             Exception: whatever the model raises.
         """
+        if self.follower is not None:
+            self.follower.use(version)
+        elif version:
+            raise Refused(
+                f"model {self.spec.name!r} takes no publications (models.{self.spec.name}.publish), so no version"
+            )
         contiguous = len(tickets) == 1 or (self._large and _is_one_run(tickets))
         if contiguous:
             first = tickets["first"].item(0)

@@ -6,6 +6,7 @@ the spec; then, with the arena's name, attach, warm up, install.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable
@@ -17,9 +18,11 @@ import torch
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import Error
 from jurybox.protocol.spec import ModelSpec, plain_specs
+from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.config import ModelSettings
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.loader import digest, load
+from jurybox.server.engine.follower import Follower
+from jurybox.server.engine.loader import load
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
 
@@ -63,9 +66,12 @@ class Workshop:
         """Begin to load; ends in a message "loaded" or "failed"."""
         self._jobs.put(lambda: self._load(model, name, ModelSettings.model_validate(settings)))
 
-    def arena(self, model: int, segment: str, rows: int) -> None:
-        """Go on with a loaded model; ends in a message "ready" or "failed"."""
-        self._jobs.put(lambda: self._finish(model, segment, rows))
+    def arena(self, model: int, segment: str, rows: int, weights: str) -> None:
+        """Go on with a loaded model: its arena, and its weights channel where it takes publications.
+
+        Ends in a message "ready" or "failed".
+        """
+        self._jobs.put(lambda: self._finish(model, segment, rows, weights))
 
     def _work(self) -> None:
         while True:
@@ -74,20 +80,21 @@ class Workshop:
     def _load(self, model: int, name: str, settings: ModelSettings) -> None:
         try:
             loaded = load(name, settings, self._device)
-            spec = ModelSpec(name, dict(loaded.inputs), dict(loaded.outputs))
+            spec = ModelSpec(name, dict(loaded.model.inputs), dict(loaded.model.outputs))
         except Exception as error:  # noqa: BLE001  whatever it was, this model failed and the others go on
             self._failed(model, error)
             return
-        self._halves[model] = _Half(name, settings, loaded)
+        self._halves[model] = _Half(name, settings, loaded.model)
         self._tell(
             "loaded",
             model=model,
             inputs=plain_specs(spec.inputs),
             outputs=plain_specs(spec.outputs),
-            digest=digest(loaded.module),
+            digest=loaded.digest,
+            weights=json.loads(loaded.layout.to_json()) if loaded.layout else [],
         )
 
-    def _finish(self, model: int, segment: str, rows: int) -> None:
+    def _finish(self, model: int, segment: str, rows: int, weights: str) -> None:
         half = self._halves.pop(model)
         settings = half.settings
         try:
@@ -98,6 +105,15 @@ class Workshop:
                 half.name, half.model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute
             )
             served.warm_up(half.model.example)
+            if weights:
+                served.follower = Follower(
+                    WeightsChannel.attach(weights),
+                    getattr(half.model.module, "_orig_mod", half.model.module),  # behind torch.compile's wrapper
+                    settings.keep_versions,
+                    self._later,
+                    self._engine.meters(model).adopted,
+                )
+                served.follower.start()
         except Exception as error:  # noqa: BLE001
             self._failed(model, error)
             return

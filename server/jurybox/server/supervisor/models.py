@@ -11,6 +11,8 @@ from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
 from jurybox.protocol.errors import ModelNotFound, Refused
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.channel import mode_named
 from jurybox.server.config import ModelSettings
 
 
@@ -23,6 +25,7 @@ class HeldModel:
     settings: ModelSettings
     spec: ModelSpec | None = None
     arena: Arena | None = None
+    channel: WeightsChannel | None = None
     digest: str = ""
     engines: dict[int, str] = field(default_factory=dict)  # engine -> loading, ready, reloading, failed
     reasons: dict[int, str] = field(default_factory=dict)
@@ -78,6 +81,8 @@ class HeldModel:
         if self.arena is not None:
             message.arena = self.arena.segment.name
             message.arena_rows = self.arena.rows
+        if self.channel is not None:
+            message.weights = self.channel.name
         return message
 
 
@@ -88,6 +93,7 @@ class Models:
         self._server_id = server_id
         self._by_name: dict[str, HeldModel] = {}
         self._arenas_made = 0
+        self._channels_made = 0
         self._replaced: list[tuple[int, Arena]] = []  # (model, arena) to close when no lane looks at it any more
 
     def __iter__(self) -> Iterator[HeldModel]:
@@ -140,6 +146,19 @@ class Models:
         held.digest = digest
         return replaces
 
+    def adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
+        """Make the weights channel for a model; one of the same layout stays, with what was published on it.
+
+        Raises SharedMemoryError when there is no room.
+        """
+        if held.channel is not None and (layout is None or held.channel.layout != layout):
+            held.channel.close()
+            held.channel = None
+        if layout is not None and held.channel is None:
+            self._channels_made += 1
+            name = segment_name(self._server_id, "weights", self._channels_made)
+            held.channel = WeightsChannel.create(name, layout, mode_named(str(held.settings.publish)))
+
     def replaced(self, held: HeldModel) -> None:
         """The model's arena is in use no longer, but for lanes that are being taken back."""
         if held.arena is not None:
@@ -157,4 +176,5 @@ class Models:
         """Remove every arena."""
         for held in self._by_name.values():
             self.replaced(held)
+            self.adopt_layout(held, None)
         self.close_replaced(())

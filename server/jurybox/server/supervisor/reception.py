@@ -119,3 +119,4 @@ class Reception:
             self.forget(lane)
         self._fleet.order("unload", model=held.index)
         self._models.replaced(held)
+        self._models.adopt_layout(held, None)

@@ -15,6 +15,7 @@ from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.locks import is_locked
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
+from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import Settings
 from jurybox.server.logs import Log
 from jurybox.server.supervisor.child import Child
@@ -187,6 +188,8 @@ class Supervisor:
         try:
             spec = ModelSpec(held.name, specs_from_plain(message["inputs"]), specs_from_plain(message["outputs"]))
             replaces = self._models.adopt_spec(held, spec, message["digest"])
+            weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
+            self._models.adopt_layout(held, WeightsLayout(weights) if weights else None)
         except Error as error:
             self._on_settled(index, held.index, str(error))
             return
@@ -195,7 +198,11 @@ class Supervisor:
                 self._reception.forget(lane)
         assert held.arena is not None
         self._fleet.engines[index].send(
-            "arena", model=held.index, segment=held.arena.segment.name, rows=held.arena.rows
+            "arena",
+            model=held.index,
+            segment=held.arena.segment.name,
+            rows=held.arena.rows,
+            weights=held.channel.name if held.channel else "",
         )
 
     def _on_settled(self, index: int, model: int, reason: str) -> None:

@@ -1,0 +1,151 @@
+"""Publishing while the engine serves: every answer is of one whole version, and says which."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jurybox.client import ModelNotFound, Refused, ServerGone, SpecMismatch
+from tests.serving import serving, wait_until
+
+X = np.ones((3, 4), np.float32)
+
+
+def affine(version):
+    """Weights by which version v answers v * x + 1000 * v: scale and offset of different versions would show."""
+    return {"scale": np.array(version, np.float32), "offset": np.array(1000 * version, np.float32)}
+
+
+@pytest.fixture(scope="module", params=["double_buffer", "snapshot"])
+def server(request, tmp_path_factory):
+    models = {
+        "policy": {"factory": "tests.models:affine", "publish": request.param, "keep_versions": 3},
+        "half": {"factory": "tests.models:affine", "publish": request.param, "dtype": "bfloat16"},
+        "fixed": {"factory": "tests.models:affine"},
+    }
+    with serving(tmp_path_factory.mktemp("server"), models) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.connect() as connection:
+        yield connection
+
+
+def in_use(client, name="policy"):
+    return next(model for model in client.status()["models"] if model["name"] == name)["version"]
+
+
+def test_what_is_published_answers_the_next_requests_under_its_version(client):
+    model, publisher = client.model("policy"), client.publisher("policy")
+    for _ in range(5):
+        version = publisher.publish(affine(publisher.version + 1))
+        wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")  # noqa: B023
+        reply = model.infer_reply(X)
+        assert (reply.outputs == version * X + 1000 * version).all()
+
+
+def test_every_answer_is_of_one_whole_version_however_fast_the_learner(server, client):
+    publisher, stop, wrong, seen = client.publisher("policy"), threading.Event(), [], set()
+
+    def ask():
+        with server.connect() as mine:
+            model = mine.model("policy", rows=4)
+            while not stop.is_set():
+                reply = model.infer_reply(X)
+                seen.add(reply.version)
+                if not (reply.outputs == np.float32(reply.version) * X + np.float32(1000 * reply.version)).all():
+                    wrong.append((reply.version, reply.outputs))
+
+    publisher.publish(affine(publisher.version + 1))
+    wait_until(lambda: client.model("policy").infer_reply(X).version == publisher.version)
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while len(seen) < 30 and time.monotonic() < until:
+        publisher.publish(affine(publisher.version + 1))
+    wait_until(lambda: publisher.version in seen, 20, "the last version in use")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(seen) >= 30
+
+
+def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client):
+    model, publisher = client.model("policy"), client.publisher("policy")
+    versions = []
+    for _ in range(6):
+        versions.append(publisher.publish(affine(publisher.version + 1)))
+        wait_until(lambda: model.infer_reply(X).version == versions[-1], 10, "adoption")
+    for version in (versions[-1], versions[-3], versions[-4], 0, versions[-2]):
+        reply = model.infer_reply(X, version=version)
+        assert reply.version == (version or versions[-1])
+        assert (reply.outputs == reply.version * X + 1000 * reply.version).all()
+    with pytest.raises(Refused, match=f"version {versions[0]} is not held.*keep_versions"):
+        model.infer(X, version=versions[0])
+
+
+def test_a_model_that_computes_in_another_dtype_takes_the_learners(client):
+    model, publisher = client.model("half"), client.publisher("half")
+    version = publisher.publish({"scale": np.array(2.0, np.float32), "offset": np.array(0.5, np.float32)})
+    wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")
+    assert (model.infer(X) == 2.5).all()
+
+
+def test_actors_read_what_was_published_without_asking_the_server(client):
+    publisher, weights = client.publisher("policy"), client.weights("policy")
+    seen = publisher.publish(affine(publisher.version + 1), extra={"epsilon": 0.25})
+    state, version, extra = weights.read()
+    assert version == seen
+    assert float(state["offset"]) == 1000 * seen
+    assert extra == {"epsilon": 0.25}
+    assert not weights.newer_than(seen)
+
+
+def test_a_layout_that_differs_is_refused_and_the_difference_named(client):
+    with pytest.raises(SpecMismatch, match="'scale'.*expected float32"):
+        client.publisher("policy").publish({"scale": np.zeros(2, np.float32), "offset": np.zeros((), np.float32)})
+
+
+def test_a_model_that_takes_no_publications_says_so(client):
+    with pytest.raises(Refused, match="set publish"):
+        client.publisher("fixed")
+    with pytest.raises(ModelNotFound):
+        client.publisher("nothing")
+    with pytest.raises(Refused, match="takes no publications"):
+        client.model("fixed").infer(X, version=3)
+
+
+def test_a_second_learner_is_refused_while_the_first_lives(server, client):
+    first = client.publisher("policy")
+    with server.connect() as other, pytest.raises(Refused, match="one at a time"):
+        other.publisher("policy")
+    first.close()
+    with server.connect() as other:
+        other.publisher("policy").publish(affine(other.weights("policy").newest + 1))
+
+
+def test_a_restarted_engine_answers_with_the_newest_version(server, client):
+    model, publisher = client.model("policy"), client.publisher("policy")
+    version = publisher.publish(affine(publisher.version + 1))
+    wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")
+    os.kill(server.pids()["engine-0"], signal.SIGKILL)
+    reply = model.infer_reply(X, timeout=30)
+    assert reply.version == version
+    assert (reply.outputs == version * X + 1000 * version).all()
+
+
+def test_a_learner_whose_server_is_gone_is_told(tmp_path):
+    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
+    with serving(tmp_path, models) as server, server.connect() as client:
+        publisher = client.publisher("policy")
+        publisher.publish(affine(1))
+        server.stop()
+        with pytest.raises(ServerGone, match="nobody would read this"):
+            publisher.publish(affine(2))
