@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from jurybox.protocol.errors import Refused
@@ -15,8 +16,13 @@ def default_address() -> str:
     if given := os.environ.get("JURYBOX_ADDRESS"):
         return given
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "jurybox" if runtime else Path(f"/tmp/jurybox-{os.getuid()}")
+    folder = Path(runtime) / "jurybox" if runtime and _is_ours(Path(runtime)) else Path(f"/tmp/jurybox-{os.getuid()}")
     return f"{_IPC}{folder / 'engine'}"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it exists and belongs to this user: sudo hands down the variable of another."""
+    return folder.is_dir() and folder.stat().st_uid == os.getuid()
 
 
 def ipc_path(address: str) -> Path | None:
@@ -36,11 +42,17 @@ def prepare_folder(folder: Path) -> None:
     """Make the folder of an ipc address, for this user alone.
 
     Raises:
-        Refused: it belongs to somebody else, who could answer in the server's name.
+        Refused: it belongs to somebody else, or others may write to it: they could answer in the server's name.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = folder.stat().st_uid
-    if owner not in (os.getuid(), 0):
+    found = folder.lstat()  # the link's own owner, where somebody has put a link in its place
+    if found.st_uid not in (os.getuid(), 0):
         raise Refused(
-            f"{folder} belongs to user {owner}, not to {os.getuid()}: set server.address to a folder of your own"
+            f"{folder} belongs to user {found.st_uid}, not to {os.getuid()}: set server.address to a folder of your own"
         )
+    if (
+        not stat.S_ISLNK(found.st_mode)
+        and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        and found.st_uid == os.getuid()
+    ):
+        raise Refused(f"others may write to {folder}: chmod 700 it, or set server.address to a folder of your own")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import MAX_MODELS
+from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
 from jurybox.protocol.errors import ModelNotFound, Refused
 from jurybox.protocol.segment import segment_name
@@ -89,8 +89,9 @@ class HeldModel:
 class Models:
     """All models of a server, by name and by their place on the board."""
 
-    def __init__(self, server_id: str) -> None:
+    def __init__(self, server_id: str, board: Board) -> None:
         self._server_id = server_id
+        self._board = board
         self._by_name: dict[str, HeldModel] = {}
         self._arenas_made = 0
         self._channels_made = 0
@@ -108,6 +109,7 @@ class Models:
         index = next((n for n in range(MAX_MODELS) if n not in used), None)
         if index is None:
             raise Refused(f"{MAX_MODELS} models are held, which is all a server can: unload one first")
+        self._board.counters[:, index] = 0  # an unloaded model's counts are not this one's
         held = self._by_name[name] = HeldModel(index, name, settings)
         return held
 

@@ -40,6 +40,7 @@ class Reception:
         self._leases = leases
         self._fleet = fleet
         self.draining = False
+        self.http = settings.server.http  # where the gateway really listens, once it has said so
         self.handlers: dict[str, Any] = {
             "hello": self._hello,
             "lease": self._lease,
@@ -93,8 +94,9 @@ class Reception:
                 self._leases.in_use(),
                 server_id=self._server_id,
                 address=self._settings.server.address,
-                http=self._settings.server.http,
+                http=self.http,
                 draining=self.draining,
+                engine_timeout=self._settings.server.engine_timeout,
             )
         )
 

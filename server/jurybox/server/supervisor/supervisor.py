@@ -43,7 +43,7 @@ class Supervisor:
         self._board = Board.create(segment_name(server_id, "board"), engines, time.time())
         board = self._board
         self._leases = Leases(board, lambda lane: is_locked(board.segment.fd, LANE_LOCK + lane), time.monotonic)
-        self._models = Models(server_id)
+        self._models = Models(server_id, board)
         for name, model in settings.models.items():
             self._models.add(name, model)
         self._fleet = Fleet(settings.server, server_id, board, self._models)
@@ -161,6 +161,7 @@ class Supervisor:
         assert self._gateway is not None
         if message["kind"] == "ready":
             self._gateway.serving = True
+            self._reception.http = message["http"]
         elif message["kind"] == "failed":
             self._log.error("gateway failed", reason=message["reason"])
             if not self._announced:
@@ -232,7 +233,7 @@ class Supervisor:
             self._log.info(
                 "serving",
                 address=self._settings.address,
-                http=self._settings.http,
+                http=self._reception.http,
                 devices=", ".join(self._fleet.devices),
                 models=models,
                 shared_memory_mib=round(memory / 2**20, 1),

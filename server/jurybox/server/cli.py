@@ -1,0 +1,26 @@
+"""The console script `jurybox`."""
+
+from __future__ import annotations
+
+import sys
+
+_USAGE = 2
+
+
+def main() -> None:
+    """Run the command line; ends the process with the exit status of docs/operations.md."""
+    try:
+        from jurybox.server.commands.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "jurybox":
+            raise
+        sys.stderr.write(
+            f"jurybox: {error.name} is not installed: the command line comes with the server.\n"
+            "Install it with: pip install 'jurybox[server]'\n"
+        )
+        sys.exit(_USAGE)
+    app(prog_name="jurybox")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The server's configuration: every setting with its default and its bounds, and the layers it is read from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from jurybox.protocol.address import default_address
+from jurybox.protocol.board import MAX_ENGINES, MAX_MODELS
+from jurybox.protocol.errors import Refused
+from jurybox.protocol.spec import OIP_NAMES, TensorSpec
+from jurybox.server.cuda_devices import visible_cuda_devices
+from jurybox.server.endpoints import check_address, check_listen, is_loopback, split_host
+from jurybox.server.settings_errors import problems
+from jurybox.server.settings_sources import ConfigError, Sources, parse_flags
+
+__all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
+
+_AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
+_AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
+_FILES = ("exported", "weights")  # settings of a model that name files
+
+_EXAMPLE = """\
+[models.photo]
+factory = "jurybox.server.jurors:panel"\
+"""
+
+
+def _check_devices(value: object) -> list[str] | Literal["auto"]:
+    """A plain check rather than a union, whose branches would show up in the places of errors."""
+    if value == "auto":
+        return "auto"
+    devices = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(devices, list) or not devices:
+        raise ValueError('expected "auto" or a list such as ["cuda:0", "cuda:1"] or ["cpu"]')
+    for device in devices:
+        if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ValueError(f'{device!r} is no device, expected "auto", "cpu", or "cuda:0", "cuda:1", ...')
+    if len(set(devices)) < len(devices):
+        raise ValueError("a device is named twice: for several engines on one device raise 'replicas'")
+    return devices
+
+
+def _check_factory(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+        raise ValueError('expected "module:callable" such as "jurybox.server.jurors:panel"')
+    return text
+
+
+def _check_dtype(text: str) -> str:
+    if text not in OIP_NAMES:
+        raise ValueError(f"expected one of {', '.join(OIP_NAMES)}")
+    return text
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Listen = Annotated[str, AfterValidator(check_listen)]
+
+
+class ServerSettings(_Strict):
+    """[server]: one server and its engines. What each setting means stands in docs/operations.md."""
+
+    address: Annotated[str, AfterValidator(check_address)] = Field(default_factory=default_address)
+    http: Listen = "127.0.0.1:8000"
+    grpc: Listen = "127.0.0.1:8001"
+    replicas: int = Field(default=1, ge=1, le=MAX_ENGINES)
+    devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
+    threads: int = Field(default=0, ge=0, le=1024)
+    spin_us: int = Field(default=100, ge=0, le=100_000)
+    start_timeout: Seconds = 120.0
+    drain_timeout: Seconds = 10.0
+    engine_timeout: Seconds = 60.0
+    max_restarts: int = Field(default=5, ge=0, le=1_000_000)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ServerSettings:
+        engines = self.replicas * (1 if self.devices == "auto" else len(self.devices))
+        if engines > MAX_ENGINES:
+            raise ValueError(f"replicas x devices makes {engines} engines, expected at most {MAX_ENGINES}")
+        if self.http and self.http == self.grpc and split_host(self.http)[1]:
+            raise ValueError(f"http and grpc are both {self.http!r}, expected two ports")
+        return self
+
+    def engine_devices(self) -> list[str]:
+        """The device of every engine, each device `replicas` times; "auto" is every CUDA device, else the CPU.
+
+        Raises:
+            Refused: that would be more engines than a server has.
+        """
+        devices = self.devices
+        if devices == "auto":
+            devices = [f"cuda:{n}" for n in range(visible_cuda_devices())] or ["cpu"]
+        engines = [device for device in devices for _ in range(self.replicas)]
+        if len(engines) > MAX_ENGINES:
+            raise Refused(
+                f"replicas = {self.replicas} on {len(devices)} devices makes {len(engines)} engines, expected at most "
+                f"{MAX_ENGINES}: lower server.replicas, or name fewer server.devices"
+            )
+        return engines
+
+    def engine_threads(self) -> int:
+        """Threads that torch may use in each engine. Unset, engines share half the cores; clients have the others."""
+        cores = len(os.sched_getaffinity(0))
+        return self.threads or max(1, cores // 2 // len(self.engine_devices()))
+
+    def exposed(self) -> list[str]:
+        """The settings through which others than this user's processes could reach the server."""
+        found = [
+            f'server.{key} = "{value}"'
+            for key, value in (("http", self.http), ("grpc", self.grpc))
+            if value and not is_loopback(split_host(value)[0])
+        ]
+        if self.address.startswith("tcp://"):
+            found.append(f'server.address = "{self.address}"')
+        return found
+
+
+class TensorSettings(_Strict):
+    """One tensor of an exported model: dtype, and the shape of ONE row."""
+
+    dtype: Annotated[str, AfterValidator(_check_dtype)]
+    shape: list[Annotated[int, Field(ge=1)]] = []
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, tuple(self.shape))
+
+
+class ModelSettings(_Strict):
+    """[models.NAME]: where a model comes from and how it is batched; documented in docs/operations.md."""
+
+    factory: Annotated[str, AfterValidator(_check_factory)] | None = None
+    exported: str | None = None
+    args: dict[str, JsonValue] = {}
+    weights: str | None = None
+    max_batch: int = Field(default=64, ge=1, le=65536)
+    min_batch: int = Field(default=1, ge=1, le=65536)
+    max_wait_us: int = Field(default=0, ge=0, le=1_000_000)
+    rows: int = Field(default=0, ge=0, le=1 << 24)
+    lane_rows: int = Field(default=0, ge=0, le=1 << 24)
+    publish: Literal["double_buffer", "snapshot"] | None = None
+    keep_versions: int = Field(default=0, ge=0, le=1000)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    channels_last: bool = False
+    compile: bool = False
+    inputs: dict[str, TensorSettings] | None = None
+    outputs: dict[str, TensorSettings] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ModelSettings:
+        if (self.factory is None) == (self.exported is None):
+            both = "both came" if self.factory else "neither came"
+            raise ValueError(f'expected either factory = "module:callable" or exported = "file.pt2", {both}')
+        if self.exported is not None and self.args:
+            raise ValueError("args are what a factory is called with, an exported model takes none")
+        if self.factory is not None and (self.inputs or self.outputs):
+            raise ValueError("inputs and outputs are for exported models, a factory says its own")
+        if self.min_batch > self.max_batch:
+            raise ValueError(f"min_batch = {self.min_batch}, expected at most max_batch = {self.max_batch}")
+        if self.min_batch > 1 and self.max_wait_us == 0:
+            raise ValueError(f"min_batch = {self.min_batch} is never waited for, expected max_wait_us above 0 with it")
+        if self.rows and self.lane_rows > self.rows:
+            raise ValueError(f"lane_rows = {self.lane_rows}, expected at most rows = {self.rows}")
+        return self
+
+    def resolve_rows(self, row_bytes: int) -> int:
+        """Rows of the arena for a model of `row_bytes` a row (ModelSpec.row_bytes)."""
+        fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
+        return self.rows or max(fitting, 2 * self.max_batch, self.lane_rows)
+
+    def resolve_lane_rows(self, row_bytes: int) -> int:
+        """Rows of a lane whose client asks for no number: few enough that a hundred clients and more find room."""
+        return self.lane_rows or max(1, min(self.resolve_rows(row_bytes) // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
+
+
+def _check_model_name(name: str) -> str:
+    if len(name) > 128 or not _MODEL_NAME.fullmatch(name):
+        raise ValueError('expected a name of letters, digits and "_.-", in parts divided by "/", at most 128 in all')
+    return name
+
+
+class Settings(_Strict):
+    """Everything a server is told."""
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    models: dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings] = Field(
+        default_factory=dict, max_length=MAX_MODELS
+    )
+
+
+def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Read settings: command line before environment before file before default.
+
+    Args:
+        path: the TOML file, if there is one.
+        sets: ``KEY=VALUE`` of every --set, in order.
+        environ: variables instead of this process's.
+
+    Raises:
+        ConfigError: names every wrong setting with its place and what was expected there.
+    """
+    server_keys, model_keys = list(ServerSettings.model_fields), list(ModelSettings.model_fields)
+    sources = Sources()
+    if path is not None:
+        sources.add_file(path, _FILES)
+    flags = parse_flags(sets, server_keys)
+    from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
+    sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)
+    for key, value, place in flags:
+        sources.put(key, value, place)
+    try:
+        settings = Settings.model_validate(sources.tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(problems(error, Settings, sources.place))) from error
+    missing = [
+        f"{sources.place(('models', name, key))}: models.{name}.{key} = {file!r}: there is no such file"
+        for name, model in settings.models.items()
+        for key in _FILES
+        if (file := getattr(model, key)) is not None and not Path(file).is_file()
+    ]
+    if missing:
+        raise ConfigError("\n".join(missing))
+    return settings
+
+
+def require_servable(settings: Settings, *, insecure: bool) -> None:
+    """Refuse to serve nothing, and to serve whoever comes by.
+
+    Raises:
+        ConfigError: no model is configured, or the server would be reachable by others without `insecure`.
+    """
+    if not settings.models:
+        raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
+    if (exposed := settings.server.exposed()) and not insecure:
+        raise ConfigError(
+            f"{', '.join(exposed)}: others could use this server, and nothing asks them who they are: HTTP and gRPC "
+            "have no tokens and TLS yet, tcp:// no CURVE keys. Expected a loopback host and an ipc:// address; "
+            "--insecure serves all the same, for a network that you trust"
+        )
+
+
+def model_settings_from_json(name: str, text: str) -> ModelSettings:
+    """Settings of a model that is loaded while the server runs, as JSON of the keys of [models.NAME].
+
+    Raises:
+        Refused: names what is wrong.
+    """
+    try:
+        given: Any = json.loads(text)
+    except ValueError as error:
+        raise Refused(f"settings of model {name!r} are no JSON: {error}") from error
+    try:
+        return Settings.model_validate({"models": {name: given}}).models[name]
+    except ValidationError as error:
+        raise Refused("\n".join(problems(error, Settings, lambda key: "load request"))) from error

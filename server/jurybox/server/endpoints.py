@@ -1,0 +1,59 @@
+"""Checks of what a server listens on: "host:port" and ZeroMQ addresses, each with what was expected."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+
+from jurybox.protocol.address import ipc_path
+from jurybox.protocol.board import MAX_ENGINES
+
+# sun_path holds 107 bytes and a zero (unix(7)); an engine's socket is the server's with its number appended.
+_PATH_BYTES = 107 - len(f"-{MAX_ENGINES - 1}")
+_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})", re.ASCII)
+
+
+def split_host(text: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[ipv6]:port". Raises ValueError."""
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError('expected "host:port", such as "127.0.0.1:8000" or "[::1]:8000"')
+    return match["six"] or match["host"], int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach `host`. A name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_listen(text: str) -> str:
+    """Pass a "host:port", or "" for off. Raises ValueError."""
+    if text:
+        try:
+            split_host(text)
+        except ValueError as error:
+            raise ValueError(f'{error}, or "" for off') from error
+    return text
+
+
+def check_address(text: str) -> str:
+    """Pass an address that a server can bind. Raises ValueError."""
+    if (path := ipc_path(text)) is not None:
+        if not path.is_absolute() or path.name in ("", ".."):
+            raise ValueError('expected an absolute path, such as "ipc:///run/jurybox/engine"')
+        if len(os.fsencode(path)) > _PATH_BYTES:
+            raise ValueError(f"expected a path of at most {_PATH_BYTES} bytes, as sockets have: use a shorter folder")
+        return text
+    if not text.startswith("tcp://"):
+        raise ValueError('expected "ipc:///absolute/path" or "tcp://host:port"')
+    try:
+        _, port = split_host(text.removeprefix("tcp://"))
+    except ValueError as error:
+        raise ValueError('expected "tcp://host:port", such as "tcp://10.0.0.5:5555"') from error
+    if not 0 < port <= 65535 - MAX_ENGINES:
+        raise ValueError(f"expected a port of 1 to {65535 - MAX_ENGINES}: engines take the ports after it")
+    return text

@@ -1,0 +1,30 @@
+"""From a status document to health: live, ready, and if not, why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def not_ready(document: dict[str, Any]) -> list[str]:
+    """Why the server should get no requests now; empty when it is ready.
+
+    Ready means: it does not drain, at least one engine serves with a fresh heartbeat, and every configured model
+    is loaded.
+    """
+    reasons = []
+    state = document["server"]["state"]
+    if state == "draining":
+        reasons.append("the server is draining")
+    elif state != "serving":
+        reasons += [_engine(engine) for engine in document["engines"]] or ["there is no engine"]
+    for model in document["models"]:
+        if model["state"] != "ready":
+            why = f": {model['reason']}" if model["reason"] else ""
+            reasons.append(f"model {model['name']!r} is {model['state']}{why}")
+    return reasons
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    if engine["hung"]:
+        return f"engine {engine['index']} hangs: its last heartbeat is {engine['heartbeat_age']:.1f} s old"
+    return f"engine {engine['index']} is {engine['state']}, restarted {engine['restarts']} times"

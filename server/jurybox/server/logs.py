@@ -1,0 +1,106 @@
+"""Logs: one line an event on standard error, as text or JSON, with the process that wrote it.
+
+    2026-03-01T12:00:00.123456Z info engine-0 model ready model=photo
+
+Values that came from elsewhere are escaped: no client can make a line of its own by a newline in a name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO, cast
+
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+Log = FilteringBoundLogger
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(role: str, level: str, format: str, stream: TextIO | None = None) -> Log:
+    """Set up logging of this process and give its logger.
+
+    Args:
+        role: of the process: "supervisor", "engine-0", "gateway"; the field "process" of every line.
+        level: debug, info, warning or error.
+        format: text or json.
+        stream: where lines go; standard error without it.
+    """
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _add_process(role),
+        structlog.processors.format_exc_info,
+        _as_json if format == "json" else _as_text,
+    ]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
+        # A line is one write, so that processes which share standard error do not write into each other's lines.
+        logger_factory=structlog.WriteLoggerFactory(file=stream or sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    log = cast(Log, structlog.get_logger())
+    _adopt_foreign(log, LEVELS[level])
+    return log
+
+
+def _add_process(role: str) -> Callable[[WrappedLogger, str, EventDict], EventDict]:
+    def add(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event["process"] = role
+        return event
+
+    return add
+
+
+def _as_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    head = {key: event.pop(key) for key in ("timestamp", "level", "process", "event")}
+    return json.dumps({**head, **event}, default=str)
+
+
+def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    time, level, process, text = (event.pop(key) for key in ("timestamp", "level", "process", "event"))
+    fields = " ".join(f"{key}={_word(value)}" for key, value in event.items())
+    return f"{time} {level} {process} {_escaped(str(text))}{' ' if fields else ''}{fields}"
+
+
+def _word(value: Any) -> str:
+    """A value as one word: quoted where it would not be one."""
+    text = str(value)
+    plain = bool(text) and text.isprintable() and not any(mark in text for mark in ' "=')
+    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _escaped(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text)[1:-1]
+
+
+class _Adopted(logging.Handler):
+    """Hands what libraries log the standard way to our logger."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = {"exc_info": record.exc_info} if record.exc_info else {}
+        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # its arguments do not fit its message; what was meant is still worth a line
+            text = f"{record.msg} {record.args}"
+        self._log.log(level, text, logger=record.name, **fields)
+
+
+def _adopt_foreign(log: Log, level: int) -> None:
+    """Libraries say what is wrong; what they merely report shows with level debug."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _Adopted)]:
+        root.removeHandler(handler)
+    root.addHandler(_Adopted(log))
+    root.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))

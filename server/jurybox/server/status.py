@@ -1,0 +1,200 @@
+"""The status document: what `jurybox status`, the gateway and reports read, made from the board's arrays.
+
+Durations and ages are in seconds, sizes in bytes. Histograms are the board's counts summed over engines: bucket 0
+counts zeros, bucket i counts values in [2^(i-1), 2^i), rows or nanoseconds as the name says.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.board import MAX_LANES, Board, EngineState
+from jurybox.protocol.segment import directory, segment_name
+from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
+
+if TYPE_CHECKING:
+    from jurybox.protocol.control_pb2 import TensorSpecMessage
+    from jurybox.server.supervisor.leases import LeasedLane
+    from jurybox.server.supervisor.models import HeldModel
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+HISTOGRAMS = ("batch_rows", "queue_ns", "forward_ns", "request_ns", "adopt_ns")
+_SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "updates", "waiting")
+
+
+def status_json(board: Board, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:
+    """The document as JSON; `server` as in `status_document`."""
+    return json.dumps(status_document(board, models, lanes, **server))
+
+
+def status_document(
+    board: Board,
+    models: Sequence[HeldModel],
+    lanes: Sequence[LeasedLane],
+    *,
+    server_id: str,
+    address: str,
+    http: str = "",
+    draining: bool = False,
+    engine_timeout: float = 60.0,
+    now: float | None = None,
+    monotonic_ns: int | None = None,
+) -> dict[str, Any]:
+    """How a server is, in values that JSON can hold.
+
+    Args:
+        models: those it holds.
+        lanes: those leased, or about to be free.
+        engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
+        now: seconds since 1970 instead of the clock's.
+        monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.
+    """
+    now = time.time() if now is None else now
+    monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
+    started = float(board.header["started"][0])
+    engines = _engines(board.engines.copy(), engine_timeout, monotonic_ns)
+    counters = board.counters.copy()
+    segments = segment_sizes(server_id)
+    return {
+        "server": {
+            "id": server_id,
+            "state": "draining" if draining else _state(engines),
+            "address": address,
+            "http": http,
+            "build": build_version(),
+            "protocol": PROTOCOL_VERSION,
+            "started": started,
+            "uptime": max(0.0, now - started),
+        },
+        "engines": engines,
+        "models": [_model(held, counters[:, held.index], lanes, monotonic_ns) for held in models],
+        "lanes": {
+            "in_use": sum(lane.retiring is None for lane in lanes),
+            "retiring": sum(lane.retiring is not None for lane in lanes),
+            "rows": sum(lane.rows for lane in lanes),
+            "most": MAX_LANES,
+        },
+        "memory": {
+            "shared_bytes": sum(segments.values()),
+            "device_bytes": sum(engine["device_bytes"] for engine in engines),
+            "segments": segments,
+        },
+    }
+
+
+def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
+    """The value below which that share of what a histogram counted lies, in its unit; None when it is empty.
+
+    Within a bucket values are taken as spread evenly on the logarithmic scale, so the answer is off by less than
+    the bucket's factor of two.
+    """
+    total = int(counts.sum())
+    if total == 0:
+        return None
+    rank = quantile * total
+    upto = np.cumsum(counts)
+    bucket = int(np.searchsorted(upto, rank))
+    if bucket == 0:
+        return 0.0
+    share = (rank - float(upto[bucket - 1])) / float(counts[bucket])
+    return float(2.0 ** (bucket - 1 + share))
+
+
+def segment_sizes(server_id: str) -> dict[str, int]:
+    """Bytes of each of a server's segments, by name."""
+    sizes = {}
+    for path in sorted(directory().glob(f"{segment_name(server_id, '*').removesuffix('-0')}-*")):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        if stat.S_ISREG(found.st_mode):
+            sizes[path.name] = found.st_size
+    return sizes
+
+
+def _engines(records: NDArray[Any], timeout: float, monotonic_ns: int) -> list[dict[str, Any]]:
+    engines = []
+    for index, record in enumerate(records):
+        beat = int(record["heartbeat"])
+        age = max(0.0, (monotonic_ns - beat) / 1e9) if beat else None
+        state = EngineState(int(record["state"]))
+        engines.append(
+            {
+                "index": index,
+                "state": state.name.lower(),
+                "hung": state is EngineState.SERVING and age is not None and age > timeout,
+                "pid": int(record["pid"]),
+                "epoch": f"{int(record['epoch']):016x}",  # beyond what JavaScript's numbers hold
+                "heartbeat_age": age,
+                "restarts": int(record["restarts"]),
+                "expected_wait": int(record["expected_wait"]) / 1e9,
+                "device_bytes": int(record["device_bytes"]),
+            }
+        )
+    return engines
+
+
+def _state(engines: Sequence[dict[str, Any]]) -> str:
+    """Of the server: serving when an engine is, down when one was and none is being started, else starting."""
+    if any(engine["state"] == "serving" and not engine["hung"] for engine in engines):
+        return "serving"
+    absent = all(engine["state"] in ("absent", "stopped") or engine["hung"] for engine in engines)
+    return "down" if absent and any(engine["restarts"] or engine["hung"] for engine in engines) else "starting"
+
+
+def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane], monotonic_ns: int) -> dict[str, Any]:
+    """One model, its counters (engines,) summed."""
+    message = held.message()
+    sums = {name: int(counters[name].sum()) for name in _SUMS}
+    histograms = {name: counters[name].sum(axis=0) for name in HISTOGRAMS}
+    mine = [lane for lane in lanes if lane.model == held.index]
+    return {
+        "name": held.name,
+        "index": held.index,
+        "state": message.state,
+        "reason": message.reason,
+        "engines": {str(index): state for index, state in sorted(held.engines.items())},
+        "inputs": _specs(message.inputs),
+        "outputs": _specs(message.outputs),
+        "max_batch": message.max_batch,
+        "arena": {"segment": message.arena, "rows": message.arena_rows},
+        "lanes": {"in_use": len(mine), "rows": sum(lane.rows for lane in mine)},
+        **sums,
+        "mean_batch": sums["rows"] / sums["batches"] if sums["batches"] else None,
+        "weights": {"digest": message.digest, **_weights(held, counters, monotonic_ns)},
+        "latency": {
+            name.removesuffix("_ns"): {
+                key: None if (value := percentile(counts, quantile)) is None else value / 1e9
+                for key, quantile in QUANTILES.items()
+            }
+            for name, counts in histograms.items()
+            if name.endswith("_ns")
+        },
+        "histograms": {name: counts.tolist() for name, counts in histograms.items()},
+    }
+
+
+def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict[str, Any]:
+    """Version, lag and age of the weights in use: those of the serving engine that is furthest behind."""
+    serving = [index for index, state in held.engines.items() if state in ("ready", "reloading")]
+    used = counters[serving] if serving else counters
+    version, newest = int(used["version"].min()), int(used["newest"].max())
+    adopted = used["adopted"][used["adopted"] > 0]
+    return {
+        "version": version,
+        "newest": max(newest, version),
+        "lag": max(0, newest - version),
+        "age": max(0.0, (monotonic_ns - int(adopted.min())) / 1e9) if len(adopted) else None,
+    }
+
+
+def _specs(messages: Sequence[TensorSpecMessage]) -> dict[str, dict[str, Any]]:
+    return {message.name: {"dtype": message.dtype, "shape": list(message.shape)} for message in messages}

@@ -1,0 +1,209 @@
+"""The photo training and its demo against real servers, with a juror that costs nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.serving import launch, serving, wait_until
+
+from jurybox.protocol.segment import directory
+from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
+from jurybox.training.recipes.progress import Silence
+from jurybox.training.runlog import RunLog, read_metrics
+
+JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
+MODEL = {"photo": {"factory": JUROR, "max_batch": 8, "rows": 16}}
+CLI = [sys.executable, "-m", "jurybox.training.cli"]
+
+
+def command(*arguments, **environment):
+    return subprocess.run(
+        [*CLI, *map(str, arguments)], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+
+
+def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path):
+    out = tmp_path / "run"
+    options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
+    with serving(tmp_path / "server", MODEL) as server:
+        options += ["--address", server.address]
+        done = command(*options, "--steps", 32)
+        assert done.returncode == 0, done.stderr
+        resumed = command(*options, "--steps", 48, "--resume")
+        assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["env_steps"], summary["episodes"], summary["seed"]) == (48, 12, 5)
+    assert summary["learner_steps"] > 0 and summary["verdict"] in ("yes", "no", "undecided")
+    assert [row["env_steps"] for row in read_metrics(out / "metrics.csv")] == [16, 32, 48]
+    assert list((out / "tensorboard").iterdir()) and list((out / "checkpoints").iterdir())
+    report = (out / "report.html").read_text()
+    assert "pictures in a batch" in report and "level" in report  # the server's part, the juror's second output
+    assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + 2 * 2 * 4 * 2
+    assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
+
+
+def test_without_a_server_it_is_told_how_to_start_one(tmp_path):
+    done = command("train", "photo", "--out", tmp_path / "run", "--address", f"ipc://{tmp_path}/nobody")
+    assert done.returncode == 3
+    assert "jurybox serve photo.toml" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+class Restarts(Silence):
+    """Replaces the server in the middle of a training."""
+
+    def __init__(self, folder, first):
+        self.folder, self.server, self.replaced_at = folder, first, None
+
+    def advance(self, done, numbers=None):
+        if done >= 16 and self.replaced_at is None:
+            self.replaced_at = done
+            assert self.server.stop() == 0
+            self.server = launch(self.folder, MODEL)
+
+
+def test_workers_go_on_when_the_server_is_restarted(tmp_path):
+    settings = PhotoTraining(environment=PhotoConfig(seed=1), steps=32, workers=2, rollout=32, epochs=1)
+    first = launch(tmp_path / "server", MODEL)
+    watcher = Restarts(tmp_path / "server", first)
+    config = replace(settings.environment, address=first.address)
+    try:
+        with RunLog(tmp_path / "run", METRICS) as log:
+            model = train(replace(settings, environment=config), log, watcher=watcher)
+    finally:
+        watcher.server.stop()
+        if first.process.poll() is None:
+            first.stop()
+    assert watcher.replaced_at == 16
+    assert model.num_timesteps == 32
+
+
+# ---- the demo, and the end of it
+
+
+@pytest.fixture
+def shared_memory():
+    """A folder in shared memory for one demo alone, so that what is left in it is the demo's."""
+    folder = Path(tempfile.mkdtemp(prefix="jurybox-demo-test-", dir=directory()))
+    yield folder
+    shutil.rmtree(folder)
+
+
+class RunningDemo:
+    def __init__(self, out, shared_memory, temporary):
+        self.out, self.shared_memory, self.temporary = out, shared_memory, temporary
+        temporary.mkdir()
+        self.log = out.with_suffix(".log")
+        options = ["demo", "photo", "--out", str(out), "--juror", JUROR, "--steps", "512", "--damages", "2"]
+        options += ["--workers", "2"]
+        with self.log.open("w") as sink:
+            self.process = subprocess.Popen(
+                [*CLI, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+                env={**os.environ, "JURYBOX_SHM_DIR": str(shared_memory), "TMPDIR": str(temporary)},
+            )
+        self.family = {}
+
+    def says(self, text):
+        self.look()
+        return text in self.log.read_text()
+
+    def look(self):
+        """Remember every process that this one has started so far."""
+        try:
+            root = psutil.Process(self.process.pid)
+            self.family |= {child.pid: child for child in root.children(recursive=True)}
+        except psutil.NoSuchProcess:
+            pass
+
+    def ctrl_c(self):
+        """What a terminal does: the signal goes to the whole foreground group."""
+        self.look()
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def leaves_nothing(self):
+        wait_until(lambda: not self.survivors(), 5, f"the end of {self.survivors()}")
+        assert [path.name for path in self.shared_memory.iterdir()] == []
+        assert list(self.temporary.glob("jurybox-demo-*")) == []
+
+    def survivors(self):
+        return [
+            child for child in self.family.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        ]
+
+
+@pytest.fixture
+def demo(tmp_path, shared_memory):
+    running = RunningDemo(tmp_path / "demo", shared_memory, tmp_path / "tmp")
+    yield running
+    running.look()
+    for process in (
+        [*running.survivors(), psutil.Process(running.process.pid)] if running.process.poll() is None else []
+    ):
+        process.kill()
+    running.process.wait()
+
+
+def test_a_demo_leaves_its_report_and_nothing_that_runs(demo):
+    wait_until(lambda: demo.says("evaluating"), 60, "the evaluation")
+    assert demo.family
+    assert demo.process.wait(30) == 0, demo.log.read_text()
+    assert (demo.out / "report.html").stat().st_size > 10_000
+    assert "report:" in demo.log.read_text()
+    demo.leaves_nothing()
+
+
+def has_trained(demo):
+    demo.look()
+    metrics = demo.out / "metrics.csv"
+    return metrics.exists() and len(metrics.read_text().splitlines()) > 1
+
+
+MOMENTS = {
+    "server starts": lambda demo: demo.says("starting a server") and any(demo.family),
+    "workers start": lambda demo: demo.says("is ready") and len(demo.family) > 3,
+    "training": has_trained,
+    "evaluation": lambda demo: demo.says("evaluating"),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "presses"),
+    [
+        ("server starts", 3),
+        ("training", 1),
+        *(
+            pytest.param(moment, presses, marks=pytest.mark.slow)
+            for moment, presses in [("server starts", 1), ("workers start", 1), ("training", 3), ("evaluation", 2)]
+        ),
+    ],
+)
+def test_ctrl_c_leaves_no_process_and_no_shared_memory(demo, moment, presses):
+    wait_until(lambda: MOMENTS[moment](demo), 60, moment)
+    for _ in range(presses):
+        demo.ctrl_c()
+    assert demo.process.wait(15) == 130, demo.log.read_text()
+    assert "Traceback" not in demo.log.read_text()
+    demo.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_killed_takes_its_server_and_workers_along(demo):
+    wait_until(lambda: has_trained(demo), 60, "training")
+    demo.look()
+    demo.process.kill()
+    demo.process.wait()
+    wait_until(lambda: not demo.survivors(), 15, "the end of server and workers")
+    assert list(demo.shared_memory.iterdir()) == []

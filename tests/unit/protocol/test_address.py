@@ -1,0 +1,46 @@
+import os
+
+import pytest
+
+from jurybox.protocol.address import default_address, engine_address, ipc_path, prepare_folder
+from jurybox.protocol.errors import Refused
+
+
+def test_the_environment_decides_then_the_users_runtime_folder_then_tmp(monkeypatch, tmp_path):
+    monkeypatch.setenv("JURYBOX_ADDRESS", "ipc:///somewhere/else")
+    assert default_address() == "ipc:///somewhere/else"
+    monkeypatch.delenv("JURYBOX_ADDRESS")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_address() == f"ipc://{tmp_path}/jurybox/engine"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert default_address() == f"ipc:///tmp/jurybox-{os.getuid()}/engine"
+
+
+def test_engines_are_beside_the_server():
+    assert engine_address("ipc:///run/x", 2) == "ipc:///run/x-2"
+    assert engine_address("tcp://127.0.0.1:7000", 2) == "tcp://127.0.0.1:7003"
+    assert ipc_path("tcp://127.0.0.1:7000") is None
+
+
+def test_the_folder_is_made_for_its_user_alone(tmp_path):
+    prepare_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(Refused, match="chmod 700"):
+        prepare_folder(tmp_path / "open")
+
+
+def test_a_folder_or_link_of_somebody_else_is_refused(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("giving files away needs root")
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    (tmp_path / "link").symlink_to(tmp_path)
+    os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
+    for name in ("theirs", "link"):
+        with pytest.raises(Refused, match="belongs to user 12345"):
+            prepare_folder(tmp_path / name)

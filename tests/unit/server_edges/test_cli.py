@@ -1,0 +1,327 @@
+"""The command line: what it says, with which exit status, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import jurybox.client
+from jurybox.protocol.errors import ProtocolMismatch, ServerGone
+from jurybox.protocol.wire import build_version
+from jurybox.server import doctor as doctor_module
+from jurybox.server.cli import main
+from jurybox.server.commands import plugins
+from jurybox.server.commands.app import app
+from jurybox.server.commands.show import duration
+from jurybox.server.doctor import Finding, Level
+
+MODEL = '[models.photo]\nfactory = "nets:photo"\n'
+
+
+@pytest.fixture
+def run():
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, list(arguments))
+
+
+def in_a_process(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=False
+    )
+
+
+# ---- serve
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[tuple[Any, bool]]:
+    """What would have been served; the status it ends with is in `result`."""
+    calls: list[tuple[Any, bool]] = []
+    module = ModuleType("jurybox.server.supervisor.run")
+
+    def run(settings: Any, *, dry_run: bool) -> int:
+        calls.append((settings, dry_run))
+        return 4
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jurybox.server.supervisor.run", module)
+    return calls
+
+
+def test_serve_hands_its_settings_on_and_ends_as_the_supervisor_did(run, served, tmp_path):
+    (tmp_path / "server.toml").write_text(MODEL)
+    arguments = ["--set", "models.photo.max_batch=8", "--set", "server.http=", "--log-format", "json", "--dry-run"]
+    result = run("serve", str(tmp_path / "server.toml"), *arguments)
+    assert result.exit_code == 4, result.output
+    settings, dry_run = served[0]
+    assert (settings.models["photo"].max_batch, settings.server.http, settings.server.log_format) == (8, "", "json")
+    assert dry_run
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("", [], "no model is configured"),
+        (
+            MODEL + "max_bach = 1\n",
+            [],
+            "server.toml:3: models.photo.max_bach: no such setting; did you mean 'max_batch'",
+        ),
+        (MODEL, ["--set", "server.http=0.0.0.0:80"], "--insecure"),
+        (MODEL, ["--set", "server.address=tcp://127.0.0.1:5555"], "--insecure"),
+        (MODEL, ["--set", "server.replicas=0"], "--set server.replicas=0: server.replicas = 0: expected"),
+    ],
+)
+def test_a_wrong_configuration_is_exit_status_2_and_nothing_is_served(run, served, tmp_path, text, arguments, said):
+    (tmp_path / "server.toml").write_text(text)
+    result = run("serve", str(tmp_path / "server.toml"), *arguments)
+    assert (result.exit_code, served) == (2, [])
+    assert said in result.stderr
+
+
+def test_insecure_lets_others_in(run, served, tmp_path):
+    (tmp_path / "server.toml").write_text(MODEL)
+    assert run("serve", str(tmp_path / "server.toml"), "--insecure", "--set", "server.http=0.0.0.0:80").exit_code == 4
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--log-format", "xml"], ["serv"], ["status", "--jason"]])
+def test_wrong_usage_is_exit_status_2(run, arguments):
+    assert run(*arguments).exit_code == 2
+
+
+def test_a_wrong_variable_stops_a_real_serve(tmp_path):
+    (tmp_path / "server.toml").write_text(MODEL)
+    done = subprocess.run(
+        [sys.executable, "-m", "jurybox.server.cli", "serve", str(tmp_path / "server.toml")],
+        capture_output=True, text=True, env={**os.environ, "JURYBOX_HTPP": "x"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "environment variable JURYBOX_HTPP: no such setting; did you mean 'JURYBOX_HTTP'" in done.stderr
+
+
+# ---- status and models
+
+
+@pytest.fixture
+def server(monkeypatch, document) -> list[tuple[str, float]]:
+    """A server that says `document`; gives what was connected to."""
+    calls: list[tuple[str, float]] = []
+
+    class Connection:
+        def __enter__(self) -> Connection:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            calls.append(("closed", 0))
+
+        def status(self) -> dict[str, Any]:
+            return document
+
+    def connect(address: str, timeout: float) -> Connection:
+        calls.append((address, timeout))
+        return Connection()
+
+    monkeypatch.setattr(jurybox.client, "connect", connect)
+    return calls
+
+
+def test_status_shows_what_matters(run, server, document):
+    document["models"][0].update(name="policy/[red]agent", reason="out of memory")
+    result = run("status", "--address", "ipc:///x/engine")
+    assert (result.exit_code, server) == (0, [("ipc:///x/engine", 2.0), ("closed", 0)])
+    for part in (
+        "serving",
+        "up 90 s",
+        "128.0 MiB",
+        "policy/[red]agent",
+        "1000",
+        "40.0",
+        "100 us / 300 ms",
+        "3 expired",
+    ):
+        assert part in result.output
+    assert "policy/[red]agent: out of memory" in result.output
+    assert result.output.count("policy/[red]agent") == 2  # in the table too: its name is no markup
+
+
+def test_models_shows_specs_and_weights(run, server):
+    output = run("models").output
+    for part in ("photo", "ready", "image uint8[384, 384, 3]", "score float32[]", "303", "cafe v5"):
+        assert part in output
+
+
+def test_json_is_the_document(run, server, document):
+    assert json.loads(run("status", "--json").output) == document
+    assert json.loads(run("models", "--json").output) == document["models"]
+
+
+@pytest.mark.parametrize("error", [ServerGone("no answer from ipc:///x"), ProtocolMismatch("version 9 came")])
+@pytest.mark.parametrize("command", ["status", "models"])
+def test_a_missing_server_is_a_message_and_exit_status_1(run, monkeypatch, command, error):
+    def connect(address: str, timeout: float) -> None:
+        raise error
+
+    monkeypatch.setattr(jurybox.client, "connect", connect)
+    result = run(command)
+    assert (result.exit_code, result.stderr) == (1, f"jurybox: {error}\n")
+
+
+def test_an_address_that_is_none_is_exit_status_2(run):
+    result = run("status", "--address", "nonsense")
+    assert result.exit_code == 2
+    assert "'nonsense' is no address" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.0, "0 us"), (2e-6, "2.0 us"), (0.0005, "500 us"), (0.0025, "2.5 ms"), (0.3, "300 ms"),
+     (90.0, "90 s"), (600.0, "10 min"), (7200.0, "2.0 h")],
+)  # fmt: skip
+def test_durations_are_in_the_unit_that_suits_them(seconds, text):
+    assert duration(seconds) == text
+
+
+# ---- doctor
+
+
+@pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.WARN, 0), (Level.FAIL, 1)])
+def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level, status):
+    fixed: list[bool] = []
+
+    def examine(*, fix: bool) -> list[Finding]:
+        fixed.append(fix)
+        return [Finding("memory", Level.OK, "much"), Finding("locks", level, "[none]", "buy some")]
+
+    monkeypatch.setattr(doctor_module, "examine", examine)
+    result = run("doctor", "--fix")
+    assert (result.exit_code, fixed) == (status, [True])
+    assert f"{level.upper():<5}locks: [none]" in result.output
+    assert "buy some" in result.output
+    report = json.loads(run("doctor", "--json").output)
+    assert report["ok"] == (status == 0)
+    assert report["findings"][1] == {"subject": "locks", "level": level, "found": "[none]", "remedy": "buy some"}
+
+
+# ---- the whole
+
+
+def test_version_names_build_and_protocol(run):
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"jurybox {build_version()} (protocol 1")
+
+
+def test_no_command_shows_the_help(run):
+    result = run()
+    assert result.exit_code == 2
+    assert all(name in result.output for name in ("serve", "status", "models", "doctor"))
+
+
+def test_help_costs_neither_torch_nor_the_server():
+    code = (
+        "import sys, typer.testing\nfrom jurybox.server.commands.app import app\n"
+        "result = typer.testing.CliRunner().invoke(app, ['--help'])\n"
+        "heavy = ['torch', 'zmq', 'fastapi', 'stable_baselines3', 'gymnasium', 'jurybox.server.config']\n"
+        "print(result.exit_code, [name for name in heavy if name in sys.modules])"
+    )
+    assert in_a_process(code).stdout == "0 []\n"
+
+
+def test_without_the_server_extra_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None\nfrom jurybox.server.cli import main; main()"
+    done = in_a_process(code)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jurybox: typer is not installed")
+    assert "pip install 'jurybox[server]'" in done.stderr
+
+
+def test_a_broken_install_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jurybox.server.commands.app", None)
+    with pytest.raises(ModuleNotFoundError):
+        main()
+
+
+# ---- commands of other packages
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Installs a module with commands, and gives an application that has them."""
+
+    def install(source: str, target: str, name: str = "train") -> typer.Typer:
+        (tmp_path / "edges_plugin.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "edges_plugin", raising=False)
+        points = [EntryPoint(name, f"edges_plugin:{target}", plugins.GROUP)]
+        monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == plugins.GROUP else [])
+        return app
+
+    yield install
+    sys.modules.pop("edges_plugin", None)
+
+
+GROUP = '''"""Train a policy against a server.
+
+More."""
+import typer
+train = typer.Typer()
+@train.command()
+def photo(steps: int = 1): typer.echo(f"trained {steps}")
+'''
+
+
+def test_a_group_of_commands_is_found_by_its_entry_point(plugin):
+    app = plugin(GROUP, "train")
+    result = CliRunner().invoke(app, ["train", "photo", "--steps", "7"])
+    assert (result.exit_code, result.output) == (0, "trained 7\n")
+    assert "photo" in CliRunner().invoke(app, ["train", "--help"]).output
+
+
+def test_a_function_is_a_command(plugin):
+    app = plugin("import typer\ndef top(n: int = 1): typer.echo(f'top {n}')\n", "top", name="top")
+    assert CliRunner().invoke(app, ["top", "--n", "3"]).output == "top 3\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (GROUP, "Train a policy against a server."),
+        (GROUP.replace("Typer()", "Typer(help='Learn.', no_args_is_help=True)"), "Learn."),
+        ('"""Many commands."""\ndef train():\n    """Learn alone.\n\n    More."""\n', "Learn alone."),
+        ("import no_such_package_anywhere\ntrain = 1\n", "From edges_plugin."),
+        ("no python {", "From edges_plugin."),
+    ],
+)
+def test_help_lists_a_plugin_without_importing_it(plugin, source, said):
+    result = CliRunner().invoke(plugin(source, "train"), ["--help"])
+    assert result.exit_code == 0
+    assert said in result.output
+    assert "edges_plugin" not in sys.modules
+
+
+def test_a_misspelt_plugin_is_suggested(plugin):
+    result = CliRunner().invoke(plugin(GROUP, "train"), ["trian"])
+    assert result.exit_code == 2
+    assert "'train'" in result.output
+
+
+def test_a_plugin_whose_packages_are_missing_says_what_to_install(plugin):
+    app = plugin("import no_such_package_anywhere\ntrain = None\n", "train")
+    result = CliRunner().invoke(app, ["train"])
+    assert result.exit_code == 2
+    assert "jurybox train: no_such_package_anywhere is not installed. Install it with: pip install" in result.stderr
+
+
+def test_no_plugin_takes_the_place_of_our_own_commands(plugin, tmp_path):
+    app = plugin(GROUP, "train", name="doctor")
+    assert "what this host lacks" in CliRunner().invoke(app, ["doctor", "--help"]).output
+    assert "edges_plugin" not in sys.modules

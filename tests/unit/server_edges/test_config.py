@@ -1,0 +1,349 @@
+"""Settings: which source wins, what a wrong one is called, and what the automatic ones become."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jurybox.protocol.errors import Refused
+from jurybox.server import config as config_module
+from jurybox.server.config import (
+    ConfigError,
+    ModelSettings,
+    ServerSettings,
+    Settings,
+    load_settings,
+    model_settings_from_json,
+    require_servable,
+)
+from jurybox.server.settings_sources import parse_key, parse_value
+
+PHOTO = '[models.photo]\nfactory = "nets:photo"\n'
+AGENT = '[models."policy/agent0"]\nfactory = "nets:agent"\n'
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "server.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def wrong(path: Path | None, sets: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path, sets, environ or {})
+    return str(caught.value)
+
+
+# ---- which source wins
+
+
+def test_defaults_serve_on_loopback_over_ipc(monkeypatch):
+    monkeypatch.delenv("JURYBOX_ADDRESS", raising=False)
+    settings = load_settings(None, (), {})
+    assert settings.server.address.startswith("ipc://")
+    assert (settings.server.http, settings.server.grpc) == ("127.0.0.1:8000", "127.0.0.1:8001")
+    assert settings.models == {}
+
+
+def test_command_line_beats_environment_beats_file_beats_default(write):
+    path = write('[server]\nreplicas = 2\nthreads = 2\nhttp = "127.0.0.1:1"\n')
+    environ = {"JURYBOX_REPLICAS": "3", "JURYBOX_THREADS": "3"}
+    server = load_settings(path, ["server.replicas=4"], environ).server
+    assert (server.replicas, server.threads, server.http, server.max_restarts) == (4, 3, "127.0.0.1:1", 5)
+
+
+def test_a_models_setting_has_its_variable_whatever_its_name_holds(write):
+    path = write(PHOTO + AGENT)
+    environ = {
+        "JURYBOX_MODELS__PHOTO__MAX_BATCH": "8",
+        "JURYBOX_MODELS__POLICY_AGENT0__MAX_BATCH": "16",
+        "JURYBOX_MODELS__POLICY_AGENT0__ARGS__HIDDEN": "512",
+        "JURYBOX_MODELS__PHOTO__CHANNELS_LAST": "true",
+    }
+    models = load_settings(path, (), environ).models
+    assert (models["photo"].max_batch, models["photo"].channels_last) == (8, True)
+    assert (models["policy/agent0"].max_batch, models["policy/agent0"].args) == (16, {"hidden": 512})
+
+
+def test_a_model_can_come_from_variables_or_flags_alone():
+    environ = {"JURYBOX_MODELS__TOY__FACTORY": "nets:toy", "JURYBOX_MODELS__PHOTO__ROWS": "256"}
+    models = load_settings(None, ['models."photo".factory=nets:photo'], environ).models
+    assert models["toy"].factory == "nets:toy"
+    assert (models["photo"].factory, models["photo"].rows) == ("nets:photo", 256)
+
+
+@pytest.mark.parametrize("key", ['models."policy/agent0".max_batch', "models.policy/agent0.max_batch"])
+def test_a_name_with_a_slash_can_be_set_with_quotes_or_after_the_shell_took_them(write, key):
+    assert load_settings(write(AGENT), [f"{key}=8"], {}).models["policy/agent0"].max_batch == 8
+
+
+def test_a_dotted_name_is_quoted():
+    assert parse_key('models."siglip.v2".rows') == ("models", "siglip.v2", "rows")
+    for bad in ("models..rows", "models.", ".rows", 'models."photo'):
+        with pytest.raises(ValueError, match="no dotted key"):
+            parse_key(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8", 8), ("0.5", 0.5), ("true", True), ('["cpu"]', ["cpu"]), ('"x"', "x"), ("{a = 1}", {"a": 1}),
+     ("info", "info"), ("127.0.0.1:8000", "127.0.0.1:8000"), ("", ""), ("1\nx = 2", "1\nx = 2")],
+)  # fmt: skip
+def test_values_are_toml_where_they_can_be_and_text_where_not(text, value):
+    assert parse_value(text) == value
+
+
+def test_a_table_that_is_set_replaces_the_files(write):
+    path = write(PHOTO + "args = {a = 1}\n")
+    assert load_settings(path, ["models.photo.args={b = 2}"], {}).models["photo"].args == {"b": 2}
+    assert load_settings(path, ["models.photo.args.b=2"], {}).models["photo"].args == {"a": 1, "b": 2}
+
+
+def test_an_empty_address_variable_means_the_default_as_it_does_to_clients(write):
+    path = write('[server]\naddress = "ipc:///run/x/engine"\n')
+    assert load_settings(path, (), {"JURYBOX_ADDRESS": ""}).server.address == "ipc:///run/x/engine"
+    assert load_settings(path, (), {"JURYBOX_HTTP": ""}).server.http == ""
+
+
+def test_files_of_models_are_found_beside_the_file_that_names_them(write, tmp_path, monkeypatch):
+    (tmp_path / "net.pt2").touch()
+    (tmp_path / "net.safetensors").touch()
+    path = write('[models.a]\nexported = "net.pt2"\nweights = "net.safetensors"\n')
+    monkeypatch.chdir("/")
+    model = load_settings(path, (), {}).models["a"]
+    assert (model.exported, model.weights) == (str(tmp_path / "net.pt2"), str(tmp_path / "net.safetensors"))
+
+
+def test_variables_of_others_are_left_alone():
+    environ = {
+        "JURYBOX_SHM_DIR": "/dev/shm",
+        "JURYBOX_REVISION": "abc",
+        "JURYBOX_SERVICE_HOST": "10.0.0.1",  # what Kubernetes sets for a service of that name
+        "JURYBOX_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "JURYBOX_PORT": "tcp://10.0.0.1:8000",
+        "PATH": "/bin",
+    }
+    assert load_settings(None, (), environ).server.replicas == 1
+
+
+# ---- what a wrong one is called
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[server]\n\nhtp = 'x'\n", ":3: server.htp: no such setting; did you mean 'http'?"),
+        ("[server]\nreplicas = 100\n", ":2: server.replicas = 100: expected less than or equal to 64"),
+        ("[server]\nreplicas = '1'\n", ":2: server.replicas = '1': expected an integer"),
+        ("[server]\nhttp = 8000\n", ":2: server.http = 8000: expected a string"),
+        ("[server]\nhttp = 'localhost'\n", """:2: server.http = 'localhost': expected "host:port","""),
+        ("[server]\naddress = 'ipc://engine'\n", ":2: server.address = 'ipc://engine': expected an absolute path"),
+        ("[server]\naddress = 'udp://x:1'\n", 'expected "ipc:///absolute/path" or "tcp://host:port"'),
+        ("[server]\naddress = 'tcp://x:65535'\n", "expected a port of 1 to 65471: engines take the ports after it"),
+        (f"[server]\naddress = 'ipc:///{'a' * 110}'\n", "at most 104 bytes"),
+        ("[server]\nlog_level = 'INFO'\n", ":2: server.log_level = 'INFO': expected 'debug', 'info', 'warning' or "),
+        ("[server]\nlog_level = 'INFO'\n", "did you mean 'info'?"),
+        ("[server]\ndevices = ['gpu']\n", """:2: server.devices = ['gpu']: 'gpu' is no device, expected "auto","""),
+        ("[server]\ndevices = ['cpu', 'cpu']\n", "named twice: for several engines on one device raise 'replicas'"),
+        ("[server]\nstart_timeout = nan\n", ":2: server.start_timeout = nan: expected"),
+        ("[server]\nhttp = 'localhost:1'\ngrpc = 'localhost:1'\n", "expected two ports"),
+        ("[server]\ndevices = ['cpu', 'cuda']\nreplicas = 64\n", "makes 128 engines, expected at most 64"),
+        ("[sever]\n", ":1: sever: no such setting; did you mean 'server'?"),
+        ("# a server\nmodels = 3\n", ":2: models = 3: expected a table"),
+        (PHOTO + "max_bach = 8\n", ":3: models.photo.max_bach: no such setting; did you mean 'max_batch'"),
+        (PHOTO + "http = 'x'\n", ":3: models.photo.http: no such setting; it is a setting of [server]"),
+        ("[server]\nmax_batch = 8\n", ":2: server.max_batch: no such setting; it is a setting of [models.NAME]"),
+        (PHOTO + "channels_last = 1\n", ":3: models.photo.channels_last = 1: expected true or false"),
+        (PHOTO + "min_batch = 8\nmax_batch = 4\n", ":1: models.photo: min_batch = 8, expected at most max_batch = 4"),
+        (PHOTO + "min_batch = 8\n", "min_batch = 8 is never waited for, expected max_wait_us above 0 with it"),
+        (PHOTO + "rows = 8\nlane_rows = 9\n", "lane_rows = 9, expected at most rows = 8"),
+        (PHOTO + "args = {day = 2020-01-01}\n", ":3: models.photo.args.day = datetime.date(2020, 1, 1): expected a st"),
+        (PHOTO + "exported = 'x.pt2'\n", ":1: models.photo: expected either factory"),
+        (PHOTO + "inputs = {x = {dtype = 'float32'}}\n", "a factory says its own"),
+        ("[models.photo]\nrows = 8\n", ":1: models.photo: expected either factory = "),
+        ("[models.photo]\nfactory = 'nets.photo'\n", """:2: models.photo.factory = 'nets.photo': expected "mod"""),
+        ("[models.a]\nexported = 'x.pt2'\nargs = {a = 1}\n", "an exported model takes none"),
+        ("[models.a]\nexported = 'x.pt2'\ninputs = {x = {dtype = 'float31'}}\n", "dtype = 'float31': expected one of"),
+        ("[models.a]\nexported = 'x.pt2'\ninputs = {x = {dtype = 'int8', shap = [1]}}\n", "did you mean 'shape'?"),
+        ("[models.a]\nexported = 'x.pt2'\ninputs = {x = {dtype = 'int8', shape = [0]}}\n", "x.shape.0 = 0: expected"),
+        ("[models.'../up']\nfactory = 'a:b'\n", ''':1: models."../up": expected a name of letters'''),
+        ("[models.a]\nexported = 'absent.pt2'\n", "absent.pt2': there is no such file"),
+        ("[models.a\n", ":1: not TOML"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named_with_its_line_and_what_was_expected(write, text, message):
+    path = write(text)
+    said = wrong(path)
+    assert message in said
+    assert said.startswith(str(path))
+
+
+def test_a_model_may_be_called_like_a_setting(write):
+    assert "did you mean 'max_batch'" in wrong(write("[models.weights]\nfactory = 'a:b'\nmax_bach = 1\n"))
+
+
+def test_lines_are_found_behind_values_that_span_several(write):
+    text = '[server]\ndevices = [\n  "cpu",\n]\n# threads = 1\nlog_level = """\\\n  info"""\n\nthreads = -1\n'
+    assert wrong(write(text)).startswith(f"{write(text)}:9: server.threads = -1")
+    assert wrong(write(text.replace('"cpu"', '"gpu"').replace("-1", "1"))).startswith(f"{write('')}:2: server.devices")
+
+
+def test_every_wrong_setting_is_named_at_once(write):
+    said = wrong(write("[server]\nreplicas = 0\n" + PHOTO + "rows = -1\n"), ["models.photo.max_batch=0"])
+    assert [line.split(" ")[0].rpartition(":")[0][-1] for line in said.splitlines()[:1]] == ["2"]
+    assert len(said.splitlines()) == 3
+    assert "--set models.photo.max_batch=0: models.photo.max_batch = 0: expected greater than or equal to 1" in said
+
+
+def test_a_wrong_value_is_blamed_on_the_source_that_won(write):
+    path = write("[server]\nreplicas = 0\n")
+    environ = {"JURYBOX_REPLICAS": "none"}
+    assert wrong(path, (), environ).startswith("environment variable JURYBOX_REPLICAS: server.replicas = 'none'")
+    assert wrong(path, ["server.replicas=-1"], environ).startswith("--set server.replicas=-1: server.replicas = -1")
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("JURYBOX_HTPP", "did you mean 'JURYBOX_HTTP'"),
+        ("JURYBOX_SERVER__HTTP", "did you mean 'JURYBOX_HTTP'"),
+        ("JURYBOX_MODELS_PHOTO_ROWS", "a model's setting is JURYBOX_MODELS__NAME__KEY"),
+        ("JURYBOX_MODELS__FOTO__ROWS", "no model 'foto' is configured; did you mean 'photo'?"),
+        ("JURYBOX_MODELS__PHOTO__ROWZ", "a model has no setting 'rowz'; did you mean 'rows'"),
+        ("JURYBOX_MODELS__PHOTO__", "expected JURYBOX_MODELS__NAME__KEY"),
+        ("JURYBOX_MODELS__A_B__ROWS", "could be any of the models 'a-b', 'a_b'"),
+    ],
+)
+def test_a_misspelt_variable_is_an_error_and_not_ignored(write, variable, message):
+    path = write(PHOTO + '[models.a-b]\nfactory = "a:b"\n[models.a_b]\nfactory = "a:b"\n')
+    said = wrong(path, (), {variable: "1"})
+    assert said.startswith(f"environment variable {variable}: ")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("server.http", "expected KEY=VALUE"),
+        ("http=x", "no such table 'http'; did you mean 'server.http'?"),
+        ("model.photo.rows=1", "no such table 'model'; did you mean 'models'?"),
+        ("models.photo=1", "expected server.KEY=VALUE or models.NAME.KEY=VALUE"),
+        ("models.photo.max_batch.x=1", "models.photo.max_batch is 4 at"),
+        ("server.'http=1", "expected KEY=VALUE"),
+    ],
+)
+def test_a_wrong_flag_is_named(write, flag, message):
+    said = wrong(write(PHOTO + "max_batch = 4\n"), [flag])
+    assert said.startswith(f"--set {flag}: ")
+    assert message in said
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert "no.toml: cannot be read: No such file" in wrong(tmp_path / "no.toml")
+    assert "cannot be read: Is a directory" in wrong(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in wrong(tmp_path / "binary.toml")
+
+
+# ---- what is refused to serve
+
+
+def test_serving_nothing_is_refused_with_an_example():
+    with pytest.raises(ConfigError, match=r'no model is configured(.|\n)*\[models.photo\]\nfactory = "'):
+        require_servable(Settings(), insecure=False)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [{"http": "0.0.0.0:8000"}, {"http": "[::]:8000"}, {"grpc": "myhost:8001"}, {"address": "tcp://127.0.0.1:5555"}],
+)
+def test_others_are_let_in_only_when_insecure_is_said(server):
+    settings = Settings.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
+    with pytest.raises(ConfigError, match=r"--insecure") as caught:
+        require_servable(settings, insecure=False)
+    assert next(iter(server.values())) in str(caught.value)
+    require_servable(settings, insecure=True)
+
+
+@pytest.mark.parametrize("http", ["127.0.0.1:0", "127.1.2.3:80", "[::1]:8000", "localhost:8000", ""])
+def test_loopback_needs_no_flag(http):
+    settings = Settings.model_validate({"server": {"http": http}, "models": {"a": {"factory": "a:b"}}})
+    require_servable(settings, insecure=False)
+
+
+# ---- what automatic settings become
+
+
+def model(**settings: object) -> ModelSettings:
+    return ModelSettings.model_validate({"factory": "a:b", **settings})
+
+
+def test_an_arena_has_as_many_rows_as_fit_in_128_mib_within_bounds():
+    assert model().resolve_rows(128 << 10) == 1024
+    assert model().resolve_rows(64) == 4096  # small rows: enough is enough
+    assert model(max_batch=64).resolve_rows(384 * 384 * 3) == 303
+    assert model(max_batch=64).resolve_rows(1 << 30) == 128  # large ones: two batches at least
+    assert model(max_batch=4096).resolve_rows(64) == 8192
+    assert model(rows=7).resolve_rows(64) == 7
+
+
+def test_a_lane_has_few_enough_rows_for_a_crowd_to_find_room():
+    assert model().resolve_lane_rows(384 * 384 * 3) == 2
+    assert model().resolve_lane_rows(64) == 32
+    assert model().resolve_lane_rows(1 << 30) == 1
+    assert model(rows=2).resolve_lane_rows(64) == 1  # never more than there are
+    assert model(lane_rows=500).resolve_lane_rows(64) == 500
+
+
+def test_every_device_gets_its_replicas(monkeypatch):
+    assert ServerSettings(devices=["cuda:0", "cpu"], replicas=2).engine_devices() == ["cuda:0", "cuda:0", "cpu", "cpu"]
+    monkeypatch.setattr(config_module, "visible_cuda_devices", lambda: 2)
+    assert ServerSettings().engine_devices() == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(config_module, "visible_cuda_devices", lambda: 0)
+    assert ServerSettings().engine_devices() == ["cpu"]
+
+
+def test_more_engines_than_a_server_has_are_refused(monkeypatch):
+    monkeypatch.setattr(config_module, "visible_cuda_devices", lambda: 8)
+    with pytest.raises(Refused, match=r"replicas = 16 on 8 devices makes 128 engines"):
+        ServerSettings(replicas=16).engine_devices()
+
+
+def test_engines_share_half_the_cores(monkeypatch):
+    monkeypatch.setattr(config_module.os, "sched_getaffinity", lambda _: set(range(16)))
+    assert ServerSettings(devices=["cpu"]).engine_threads() == 8
+    assert ServerSettings(devices=["cpu"], replicas=3).engine_threads() == 2
+    assert ServerSettings(devices=["cpu"], replicas=64).engine_threads() == 1
+    assert ServerSettings(devices=["cpu"], replicas=64, threads=3).engine_threads() == 3
+
+
+@pytest.mark.parametrize("text", ["cpu", '["cpu"]', "cuda:0,cuda:1"])
+def test_devices_may_be_one_string(text):
+    devices = load_settings(None, [f"server.devices={text}"], {}).server.devices
+    assert devices in (["cpu"], ["cuda:0", "cuda:1"])
+
+
+# ---- on their way to an engine
+
+
+def test_settings_survive_their_way_to_an_engine_as_json():
+    settings = model(args={"hidden": 512, "sizes": [1, 2.5, None]}, weights="/w.safetensors", publish="snapshot")
+    assert ModelSettings.model_validate(json.loads(json.dumps(settings.model_dump(mode="json")))) == settings
+
+
+def test_settings_of_a_load_request_are_checked_like_the_files():
+    assert model_settings_from_json("a", '{"factory": "a:b", "max_batch": 8}').max_batch == 8
+    for name, text, message in (
+        ("a", "{", "no JSON"),
+        ("a", "3", "expected a table"),
+        ("a", '{"factory": "a:b", "max_bach": 8}', "did you mean 'max_batch'"),
+        ("../a", '{"factory": "a:b"}', "expected a name"),
+    ):
+        with pytest.raises(Refused, match=message):
+            model_settings_from_json(name, text)

@@ -1,0 +1,150 @@
+"""The doctor: each verdict on numbers of a host that lacks something, and the whole on this one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jurybox.protocol.segment import Segment, segment_name
+from jurybox.server import doctor
+from jurybox.server.doctor import Finding, Level, examine
+
+MIB = 1 << 20
+
+
+def test_dockers_64_mib_of_shared_memory_fail_and_the_flag_is_named():
+    finding = doctor.check_room(64 * MIB, 63 * MIB, Path("/dev/shm"))
+    assert finding.level is Level.FAIL
+    assert "63 of 64 MiB free" in finding.found
+    assert "--shm-size=1g" in finding.remedy
+
+
+@pytest.mark.parametrize(("free", "level"), [(127, Level.FAIL), (128, Level.WARN), (511, Level.WARN), (512, Level.OK)])
+def test_room_is_judged_by_what_models_take(free, level):
+    assert doctor.check_room(24_000 * MIB, free * MIB, Path("/dev/shm")).level is level
+
+
+def test_a_folder_that_is_not_there_has_no_room_and_no_segments(monkeypatch, tmp_path):
+    monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path / "absent"))
+    for finding in (doctor.check_segment(), doctor.check_locks(), examine()[3]):
+        assert finding.level is Level.FAIL, finding
+        assert finding.remedy
+
+
+def test_a_file_system_without_locks_fails(monkeypatch):
+    def refuse(*_: object, **__: object) -> bool:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(doctor, "try_lock", refuse)
+    assert doctor.check_locks().level is Level.FAIL
+    monkeypatch.setattr(doctor, "try_lock", lambda *_: False)
+    assert "did not keep another out" in doctor.check_locks().found
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "level"),
+    [((3, 11, 0), "linux", Level.OK), ((3, 10, 9), "linux", Level.FAIL), ((3, 12, 1), "darwin", Level.FAIL)],
+)
+def test_python_and_platform(version, platform, level):
+    assert doctor.check_python(version, platform).level is level
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it():
+    finding = doctor.check_packages({"numpy": "2.0", "fastapi": None})
+    assert finding.level is Level.FAIL
+    assert finding.found.startswith("fastapi not installed")
+    assert "jurybox[server]" in finding.remedy
+
+
+def test_a_missing_native_core_fails(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jurybox.native", None)
+    assert doctor.check_native().level is Level.FAIL
+
+
+def test_a_missing_torch_fails_but_not_the_doctor(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    finding = doctor.check_torch()
+    assert finding.level is Level.FAIL
+    assert "clients do without it" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("soft", "level", "clients"), [(255, Level.FAIL, 63), (1024, Level.WARN, 448), (4096, Level.OK, 1984)]
+)
+def test_open_files_are_counted_in_clients(soft, level, clients):
+    finding = doctor.check_files((soft, 524288))
+    assert (finding.level, f"{clients} clients" in finding.found) == (level, True)
+    assert "ulimit -n 65536" in finding.remedy or level is Level.OK
+
+
+def test_no_limit_is_no_problem():
+    assert doctor.check_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).level is Level.OK
+    assert doctor.check_memlock(resource.RLIM_INFINITY, has_gpu=True).level is Level.OK
+
+
+def test_more_threads_than_cores_are_a_warning():
+    assert doctor.check_cores(4, {"OMP_NUM_THREADS": "4"}).level is Level.OK
+    finding = doctor.check_cores(4, {"OMP_NUM_THREADS": "64"})
+    assert (finding.level, "unset OMP_NUM_THREADS" in finding.remedy) == (Level.WARN, True)
+    assert doctor.check_cores(1, {}).level is Level.WARN
+
+
+def test_a_quota_of_the_control_group_counts_as_cores(tmp_path):
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert doctor.available_cores(tmp_path) == min(1.5, len(os.sched_getaffinity(0)))
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert doctor.available_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_locked_memory_matters_only_with_a_gpu():
+    assert doctor.check_memlock(8 * MIB, has_gpu=False).level is Level.OK
+    finding = doctor.check_memlock(8 * MIB, has_gpu=True)
+    assert (finding.level, "memlock=-1" in finding.remedy) == (Level.WARN, True)
+
+
+def test_a_runtime_folder_is_judged_by_owner_and_mode(tmp_path, monkeypatch):
+    def found(folder: Path) -> Finding:
+        return doctor.check_runtime_folder(f"ipc://{folder}/engine")
+
+    assert found(tmp_path / "new" / "deep").level is Level.OK
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert (found(tmp_path / "open").level, "chmod 700" in found(tmp_path / "open").remedy) == (Level.WARN, True)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    assert found(tmp_path / "mine").level is Level.OK
+    owner = os.getuid()
+    monkeypatch.setattr(doctor.os, "getuid", lambda: owner + 1)
+    os.chown(tmp_path / "mine", owner or 12345, -1)
+    assert found(tmp_path / "mine").level is Level.FAIL
+
+
+def test_segments_of_the_dead_are_found_and_fixed(monkeypatch, tmp_path):
+    monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
+    server = f"dead{secrets.token_hex(4)}"
+    code = (
+        "import os; from jurybox.protocol.segment import Segment, segment_name\n"
+        f"Segment.create(segment_name({server!r}, 'board'), 4096); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with Segment.create(segment_name("alive", "board"), 4096):
+        stale = [segment_name(server, "board")]
+        assert doctor.stale_segments() == stale
+        warning = doctor.check_stale(doctor.stale_segments(), None)
+        assert (warning.level, "--fix" in warning.remedy) == (Level.WARN, True)
+        fixed = next(finding for finding in examine(fix=True) if finding.subject == "stale segments")
+        assert (fixed.level, fixed.found) == (Level.OK, "1 removed")
+        assert doctor.stale_segments() == []
+        assert (tmp_path / segment_name("alive", "board")).exists()
+
+
+def test_this_host_can_run_a_server():
+    findings = examine()
+    assert len({finding.subject for finding in findings}) == len(findings)
+    assert [finding for finding in findings if finding.level is Level.FAIL] == []
+    assert all(finding.remedy for finding in findings if finding.level is not Level.OK)

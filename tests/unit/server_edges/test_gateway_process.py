@@ -1,0 +1,122 @@
+"""The gateway as the supervisor starts it: its messages, its end, what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jurybox.server.gateway.process import CannotListen, listen
+from jurybox.server.lifeline import spawn
+
+
+class Gateway:
+    """A started gateway and this end of its lifeline."""
+
+    def __init__(self, http: str, folder: object) -> None:
+        self.process, self.lifeline = spawn("jurybox.server.gateway")
+        self.lifeline.send(
+            "configure", address=f"ipc://{folder}/engine", http=http, log_level="warning", log_format="json"
+        )
+
+    def hear(self) -> dict[str, Any]:
+        message = self.lifeline.receive(30.0)
+        assert message is not None
+        return message
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def gateway(tmp_path) -> Iterator[Gateway]:
+    gateway = Gateway("127.0.0.1:0", tmp_path)
+    yield gateway
+    gateway.end()
+
+
+def test_it_says_its_port_answers_without_a_server_and_stops_when_told(gateway):
+    ready = gateway.hear()
+    assert (ready["kind"], ready["http"]) == ("ready", f"127.0.0.1:{ready['port']}")
+    answer = httpx.get(f"http://{ready['http']}/health/live", timeout=20.0)
+    assert answer.status_code == 503
+    assert "no answer from ipc://" in answer.json()["reasons"][0]
+    assert "server" not in answer.headers
+    gateway.lifeline.send("nonsense")  # an order it does not know ends nothing
+    assert httpx.get(f"http://{ready['http']}/version", timeout=20.0).status_code == 200
+    gateway.lifeline.send("stop")
+    assert gateway.process.wait(10) == 0
+
+
+def test_a_terminals_signals_are_left_to_the_supervisor(gateway):
+    ready = gateway.hear()
+    assert httpx.get(f"http://{ready['http']}/version", timeout=20.0).status_code == 200  # it is past its start
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+    assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+
+
+def test_it_ends_with_its_supervisor_even_while_somebody_is_connected(gateway):
+    ready = gateway.hear()
+    with socket.create_connection(("127.0.0.1", ready["port"])) as idle:
+        idle.sendall(b"GET /health HTTP/1.1\r\n")  # and never the rest
+        gateway.lifeline.close()
+        began = time.monotonic()
+        assert gateway.process.wait(10) == 0
+        assert time.monotonic() - began < 5
+
+
+def test_a_port_in_use_is_named_with_the_setting(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway = Gateway(f"127.0.0.1:{taken.getsockname()[1]}", tmp_path)
+        try:
+            failed = gateway.hear()
+            assert failed["kind"] == "failed"
+            assert f"port {taken.getsockname()[1]} is in use" in failed["reason"]
+            assert "server.http" in failed["reason"]
+            assert gateway.process.wait(10) == 3
+        finally:
+            gateway.end()
+
+
+def test_a_host_that_is_not_ours_cannot_be_listened_on():
+    with pytest.raises(CannotListen, match=r"cannot listen on http://192\.0\.2\.1:0"):
+        listen("192.0.2.1:0")  # an address reserved for documentation (RFC 5737)
+
+
+def test_it_listens_on_ipv6():
+    if not socket.has_ipv6:
+        pytest.skip("this Python has no IPv6")
+    try:
+        listener = listen("[::1]:0")
+    except CannotListen:
+        pytest.skip("this host has no ::1")
+    with listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def test_a_supervisor_that_dies_before_it_configures_is_noticed():
+    process, lifeline = spawn("jurybox.server.gateway")
+    lifeline.close()
+    assert process.wait(30) == 0
+
+
+def test_it_never_imports_torch():
+    code = (
+        "import sys, json, jurybox.server.gateway.process\n"
+        "print(json.dumps([m for m in ('torch', 'typer', 'grpc', 'jurybox.server.config') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []

@@ -1,0 +1,49 @@
+"""The page that users configure by says what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jurybox.server.config import ModelSettings, ServerSettings, load_settings
+from jurybox.server.doctor import examine
+from jurybox.server.settings_sources import RESERVED_VARIABLES
+
+PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+
+
+def documented(heading: str) -> dict[str, str]:
+    """Settings of a section's table with the default that it names."""
+    section = re.split(r"\n##+ ", PAGE.split(f"### {heading}\n", 1)[1])[0]
+    return {
+        name: default.strip()
+        for names, default in re.findall(r"^\| (`.+?`(?:, `.+?`)*) \|([^|]*)\|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+@pytest.mark.parametrize(("heading", "settings"), [("[server]", ServerSettings), ("[models.NAME]", ModelSettings)])
+def test_every_setting_is_documented_with_its_default(heading, settings):
+    said = documented(heading)
+    assert set(said) == set(settings.model_fields)
+    for name, field in settings.model_fields.items():
+        if field.default_factory is None:
+            assert said[name] == ("none" if field.default is None else f"`{json.dumps(field.default)}`"), name
+
+
+def test_every_reserved_variable_is_documented():
+    assert all(f"| `{name}` |" in PAGE for name in RESERVED_VARIABLES)
+
+
+def test_everything_the_doctor_looks_at_is_documented():
+    assert [finding.subject for finding in examine() if f"\n| {finding.subject} |" not in PAGE] == []
+
+
+def test_the_example_is_a_configuration(tmp_path):
+    path = tmp_path / "server.toml"
+    path.write_text(re.search(r"```toml\n(.+?)```", PAGE, re.DOTALL)[1])
+    models = load_settings(path, (), {}).models
+    assert (models["photo"].max_batch, models["policy/agent0"].publish) == (32, "double_buffer")
