@@ -74,15 +74,16 @@ def _expected(message: str) -> str:
 
 def _fields_at(model: type[BaseModel], table: Sequence[str]) -> list[str]:
     """The settings of the table at that key; none where there is no such table."""
-    found, parts = model, list(table)
+    found: type[BaseModel] = model
+    parts = list(table)
     while parts:
         field = found.model_fields.get(parts.pop(0))
         inner = _settings_in(field.annotation) if field else None
         if inner is None:
             return []
+        found = inner
         if inner is not field.annotation:  # type: ignore[union-attr]
             parts[:1] = []  # tables by name: the next part is any name
-        found = inner
     return list(found.model_fields)
 
 

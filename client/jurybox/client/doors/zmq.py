@@ -57,22 +57,20 @@ class ZmqDoor:
     def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
         """As Door.exchange."""
         self.send(ticket)
-        for answer in self.receive(timeout):
-            return answer
-        return None
+        socket = self._sockets[ticket.engine][1]
+        if timeout < _PATIENCE and not socket.poll(int(timeout * 1000 + 0.999)):
+            return None
+        try:
+            return self._read(socket.recv())  # the socket's own time-out: one call where polling first would be two
+        except zmq.Again:
+            return None
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
         answers: list[Answer] = []
         if len(self._sockets) == 1:
             ((_, socket),) = self._sockets.values()
-            if timeout >= _PATIENCE:
-                # The socket's own time-out: one call where polling first would be two.
-                try:
-                    answers.append(self._read(socket.recv()))
-                except zmq.Again:
-                    return ()
-            elif timeout and not socket.poll(int(timeout * 1000 + 0.999)):
+            if timeout and not socket.poll(int(timeout * 1000 + 0.999)):
                 return ()
             ready = [socket]
         else:
@@ -87,7 +85,7 @@ class ZmqDoor:
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch."""
-        if self._watching is None:
+        if self._watching is None or self._watching[0] is not loop:
             self._watching = (loop, arrived)
             for _, socket in self._sockets.values():
                 loop.add_reader(_descriptor(socket), arrived)
