@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from jurybox import native
@@ -136,16 +137,32 @@ class Engine:
         tickets = queue.take()
         rows = waiting - queue.rows
         self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
+        self._compute(slot, tickets, rows, version)
+        return True
+
+    def _compute(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
+        """Answer one batch. One that the device has no memory for is halved, and so is every later one."""
+        served, began = slot.served, self._clock()
         try:
             served.run(tickets, rows, version)
+        except torch.OutOfMemoryError as error:
+            if len(tickets) == 1:
+                self._fail(slot, tickets, error)
+                return
+            slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
+            self._report("out of memory, batches halved", model=served.spec.name, max_batch=slot.queue.max_batch)
+            served.free_memory()
+            half = len(tickets) // 2
+            for part in (tickets[:half].copy(), tickets[half:].copy()):
+                self._compute(slot, part, int(part["rows"].sum()), version)
+            return
         except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
             self._fail(slot, tickets, error)
-            return True
+            return
         self._answer(tickets, Code.OK, version or served.version, "")
         ended = self._clock()
-        slot.meters.batch(tickets, rows, now, ended)
-        self._turn_ns += _SMOOTHING * (ended - now - self._turn_ns)
-        return True
+        slot.meters.batch(tickets, rows, began, ended)
+        self._turn_ns += _SMOOTHING * (ended - began - self._turn_ns)
 
     def ready_in(self) -> int | None:
         """Nanoseconds until a held-back batch is due; None when nothing waits."""

@@ -94,6 +94,11 @@ class Served:
             else:
                 native.scatter(item.table, records, len(tickets), bytes_view(values))
 
+    def free_memory(self) -> None:
+        """Hand cached device memory back, so that a smaller batch may find room."""
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
         """Run the smallest and the largest batch once, on rows of its own, and check what comes out.
 

@@ -1,0 +1,103 @@
+"""The engine's core, turn by turn, without a socket."""
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.client import ModelFailed, Timeout
+from jurybox.protocol import TensorSpec
+from jurybox.server.inproc import InprocServer
+from jurybox.server.models import ServedModel
+from tests.models import VECTOR, affine, moody, two
+
+
+class Small(torch.nn.Module):
+    """Has memory for so many rows and no more."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.batches = rows, []
+
+    def forward(self, observation):
+        if len(observation) > self.rows:
+            raise torch.OutOfMemoryError("out of memory")
+        self.batches.append(len(observation))
+        return observation + 1
+
+
+@pytest.fixture
+def x():
+    return np.arange(64, dtype=np.float32).reshape(16, 4)
+
+
+def together(model, x, each=1):
+    """Submit x in tickets of `each` rows, so that one turn finds them all, and collect."""
+    tickets = [model.submit(x[i : i + each]) for i in range(0, len(x), each)]
+    return np.concatenate([model.result(ticket).outputs for ticket in tickets])
+
+
+def test_what_waits_together_is_one_batch(x):
+    module = Small(64)
+    served = ServedModel(module, VECTOR, {"action": TensorSpec("float32", (4,))})
+    with InprocServer({"m": served}) as server:
+        np.testing.assert_array_equal(together(server.model("m"), x), x + 1)
+    assert module.batches == [16]
+
+
+def test_a_batch_too_large_for_the_memory_is_halved_and_so_are_later_ones(x):
+    module = Small(5)
+    served = ServedModel(module, VECTOR, {"action": TensorSpec("float32", (4,))})
+    with InprocServer({"m": served}) as server:
+        model = server.model("m")
+        np.testing.assert_array_equal(together(model, x), x + 1)
+        np.testing.assert_array_equal(together(model, x), x + 1)
+    assert max(module.batches) <= 5
+    assert module.batches[4:8] == [4, 4, 4, 4]
+
+
+def test_a_single_ticket_too_large_for_the_memory_is_told(x):
+    served = ServedModel(Small(5), VECTOR, {"action": TensorSpec("float32", (4,))})
+    with InprocServer({"m": served}) as server, pytest.raises(ModelFailed, match="out of memory"):
+        server.model("m").infer(x)
+
+
+def test_scattered_rows_and_neighbours_give_the_same_answers():
+    rng = np.random.default_rng(0)
+    with InprocServer({"two": two()}, max_batch=8, rows=40) as server:
+        first, second = server.model("two", rows=3), server.model("two", rows=5)
+        for size_a, size_b in ((3, 5), (2, 4), (1, 1)):
+            images = rng.integers(0, 255, (size_a + size_b, 64, 64, 3), dtype=np.uint8)
+            scale = np.arange(size_a + size_b, dtype=np.float32)
+            a = first.submit({"image": images[:size_a], "scale": scale[:size_a]})
+            b = second.submit({"image": images[size_a:], "scale": scale[size_a:]})
+            got = [first.result(a).outputs, second.result(b).outputs]
+            brightness = np.concatenate([part["brightness"] for part in got])
+            np.testing.assert_allclose(brightness, images.mean((1, 2, 3)) * scale, rtol=1e-5)
+
+
+def test_models_share_an_engine_and_take_turns(x):
+    with InprocServer({"a": affine(2.0, 0.0), "b": affine(3.0, 0.0)}) as server:
+        a, b = server.model("a"), server.model("b")
+        tickets = [(model, k, model.submit(x[i : i + 1]), i) for i in range(8) for model, k in ((a, 2), (b, 3))]
+        for model, k, ticket, i in reversed(tickets):
+            np.testing.assert_array_equal(model.result(ticket).outputs[0], k * x[i])
+
+
+def test_an_expired_ticket_is_not_computed(x):
+    with InprocServer({"moody": moody()}) as server:
+        model = server.model("moody")
+        ticket = model.submit(x[:1], timeout=-1.0)
+        with pytest.raises(Timeout, match="deadline passed"):
+            model.result(ticket, timeout=5)
+
+
+def test_counters_count_what_happened(x):
+    with InprocServer({"moody": moody()}) as server:
+        model = server.model("moody")
+        together(model, x, each=4)
+        with pytest.raises(ModelFailed):
+            model.infer(np.full((2, 4), 666, np.float32))
+        record = server.engine.board.counters[0, 0]
+        assert (record["requests"], record["rows"], record["failed"]) == (4, 16, 1)
+        assert record["batch_rows"].sum() == record["batches"]
+        assert record["request_ns"].sum() == record["queue_ns"].sum() == 4
