@@ -1,0 +1,54 @@
+// Copies of memory that another process may be writing: the data half of a sequence lock.
+//
+// H.-J. Boehm, "Can seqlocks get along with programming language memory models?" (MSPC 2012): the data of a sequence
+// lock must be read and written by relaxed atomics with fences around, because the reader's copy races with a writer
+// and is only thrown away afterwards. A memcpy between the same fences gives the same instructions at the memory's
+// full speed on every compiler that knows fences, but is a race by the letter of the standard. Builds under the thread
+// sanitizer therefore copy word by word with relaxed atomics, so that what the sanitizer proves is the protocol.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SANITIZE_THREAD__)
+#define JURYBOX_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define JURYBOX_TSAN 1
+#endif
+#endif
+#ifndef JURYBOX_TSAN
+#define JURYBOX_TSAN 0
+#endif
+
+namespace jurybox::replay {
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "shared memory needs address-free atomics");
+
+#if JURYBOX_TSAN
+
+// GCC's sanitizer does not model fences; every access around them is an atomic call here, which no compiler reorders.
+inline void fence_acquire() {}
+inline void fence_release() {}
+
+inline void copy_in(std::byte* shared, const std::byte* own, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; ++i)
+        reinterpret_cast<std::atomic<std::byte>*>(shared + i)->store(own[i], std::memory_order_relaxed);
+}
+inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; ++i)
+        own[i] = reinterpret_cast<const std::atomic<std::byte>*>(shared + i)->load(std::memory_order_relaxed);
+}
+
+#else
+
+inline void fence_acquire() { std::atomic_thread_fence(std::memory_order_acquire); }
+inline void fence_release() { std::atomic_thread_fence(std::memory_order_release); }
+
+inline void copy_in(std::byte* shared, const std::byte* own, std::size_t bytes) { std::memcpy(shared, own, bytes); }
+inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes) { std::memcpy(own, shared, bytes); }
+
+#endif
+
+}  // namespace jurybox::replay
