@@ -4,4 +4,5 @@
 
 namespace jurybox {
 void bind_memory(nanobind::module_& m);
+void bind_replay(nanobind::module_& m);
 }  // namespace jurybox
