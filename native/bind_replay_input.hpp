@@ -1,6 +1,7 @@
 // From Python values to `Source`: NumPy arrays without a call into NumPy, everything else by way of numpy.asarray.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <array>
 #include <cstring>
@@ -59,6 +60,8 @@ struct NumPy {
     throw nb::python_error();
 }
 
+inline std::string text_of(const nb::object& object) { return nb::str(object).c_str(); }
+
 // What the values of one field must be.
 struct InputField {
     nb::object name;   // interned
@@ -68,7 +71,7 @@ struct InputField {
     std::vector<std::size_t> shape;
 
     std::string text(bool many) const {
-        std::string s = nb::cast<std::string>(nb::str(dtype)) + "(";
+        std::string s = text_of(dtype) + "(";
         if (many) s += "n, ";
         for (std::size_t size : shape) s += std::to_string(size) + ", ";
         if (s.back() == ' ') s.resize(s.size() - 2);
@@ -92,10 +95,10 @@ struct Held {
 inline void describe_mismatch(const InputField& f, nb::handle value, bool many, const char* why) {
     std::string came;
     if (nb::hasattr(value, "dtype") && nb::hasattr(value, "shape"))
-        came = nb::cast<std::string>(nb::str(value.attr("dtype"))) + nb::cast<std::string>(nb::str(value.attr("shape")));
+        came = text_of(value.attr("dtype")) + text_of(value.attr("shape"));
     else
-        came = nb::cast<std::string>(nb::str(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr()))).attr("__name__")));
-    raise_protocol_error("SpecMismatch", "field '" + nb::cast<std::string>(nb::str(f.name)) + "': expected " + f.text(many) + ", came " + came + "; " + why);
+        came = Py_TYPE(value.ptr())->tp_name;
+    raise_protocol_error("SpecMismatch", "field '" + text_of(f.name) + "': expected " + f.text(many) + ", came " + came + "; " + why);
 }
 
 // A number of Python's as the one element of a scalar field. False: not a number that fits.

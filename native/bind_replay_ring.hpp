@@ -13,7 +13,7 @@
 namespace jurybox::replay {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std::size_t, std::size_t, std::uint32_t, float, std::size_t>;
+using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std::size_t, std::size_t, std::uint32_t, double, std::size_t>;
 
 constexpr std::size_t kWithoutGil = 4096;  // copies of this many bytes are worth letting other threads run
 
@@ -94,23 +94,23 @@ struct PyRing {
                 for (Py_ssize_t k = 0; k < given && value == nullptr; ++k)
                     if (PyTuple_GET_ITEM(names, k) == name || PyUnicode_Compare(PyTuple_GET_ITEM(names, k), const_cast<PyObject*>(name)) == 0) value = values[k];
             }
-            if (value == nullptr) raise_protocol_error("SpecMismatch", "field '" + nb::cast<std::string>(nb::str(inputs[f].name)) + "' is missing; expected " + field_names());
+            if (value == nullptr) raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[f].name) + "' is missing; expected " + field_names());
             source_of(inputs[f], value, lead, f, n, sources[f], held);
             ++found;
         }
         if (static_cast<std::size_t>(given) != found) {
             for (Py_ssize_t k = 0; k < given; ++k) {
-                const nb::handle name(PyTuple_GET_ITEM(names, k));
+                const nb::object name = nb::borrow(PyTuple_GET_ITEM(names, k));
                 bool known = false;
                 for (const auto& input : inputs) known = known || name.equal(input.name);
-                if (!known) raise_protocol_error("SpecMismatch", "there is no field '" + nb::cast<std::string>(nb::str(name)) + "'; expected " + field_names());
+                if (!known) raise_protocol_error("SpecMismatch", "there is no field '" + text_of(name) + "'; expected " + field_names());
             }
         }
     }
 
     std::string field_names() const {
         std::string s;
-        for (const auto& input : inputs) s += (s.empty() ? "" : ", ") + nb::cast<std::string>(nb::str(input.name));
+        for (const auto& input : inputs) s += (s.empty() ? "" : ", ") + text_of(input.name);
         return s;
     }
 
@@ -230,7 +230,7 @@ struct PyRing {
         }
         if (interrupted_ && PyErr_Occurred() != nullptr) throw nb::python_error();
         if (outcome == Written::too_dense)
-            raise_protocol_error("SpecMismatch", "field '" + nb::cast<std::string>(nb::str(inputs[bad].name)) + "': expected at most " +
+            raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[bad].name) + "': expected at most " +
                                                      std::to_string(ring.fields[bad].most) + " non-zero elements in a row, came more; declare it with a larger bound");
         if (outcome == Written::no_slot)
             raise_protocol_error("Busy", "every slot of the ring is being written or was left by a killed writer; make the replay anew");

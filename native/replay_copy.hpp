@@ -46,8 +46,33 @@ inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes)
 inline void fence_acquire() { std::atomic_thread_fence(std::memory_order_acquire); }
 inline void fence_release() { std::atomic_thread_fence(std::memory_order_release); }
 
-inline void copy_in(std::byte* shared, const std::byte* own, std::size_t bytes) { std::memcpy(shared, own, bytes); }
-inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes) { std::memcpy(own, shared, bytes); }
+// A call of memcpy costs more than copying a small field: those go inline, in blocks of 16 whose last one overlaps.
+inline void copy_field(std::byte* to, const std::byte* from, std::size_t bytes) {
+    struct Block {
+        std::uint64_t low, high;
+    };
+    const auto move = [&](auto type, std::size_t at) {
+        std::memcpy(&type, from + at, sizeof type);
+        std::memcpy(to + at, &type, sizeof type);
+    };
+    if (bytes > 512) {
+        std::memcpy(to, from, bytes);
+    } else if (bytes >= 16) {
+        for (std::size_t at = 0; at + 16 < bytes; at += 16) move(Block{}, at);
+        move(Block{}, bytes - 16);
+    } else if (bytes >= 8) {
+        move(std::uint64_t{}, 0);
+        move(std::uint64_t{}, bytes - 8);
+    } else if (bytes >= 4) {
+        move(std::uint32_t{}, 0);
+        move(std::uint32_t{}, bytes - 4);
+    } else {
+        for (std::size_t at = 0; at < bytes; ++at) to[at] = from[at];
+    }
+}
+
+inline void copy_in(std::byte* shared, const std::byte* own, std::size_t bytes) { copy_field(shared, own, bytes); }
+inline void copy_out(std::byte* own, const std::byte* shared, std::size_t bytes) { copy_field(own, shared, bytes); }
 
 #endif
 

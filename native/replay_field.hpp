@@ -15,7 +15,7 @@ struct Field {
     std::size_t bytes;         // as handed out
     std::size_t elements;      // of one row
     Codec codec = Codec::raw;
-    float scale = 1.0F;      // bytes: what one unit stands for
+    double scale = 1.0;       // bytes: what one unit stands for
     std::size_t most = 0;    // sparse: non-zeros at most
 };
 
@@ -30,7 +30,7 @@ inline bool encode(const Field& f, const std::byte* in, std::byte* out) {
             codec::encode_bits(reinterpret_cast<const std::uint8_t*>(in), f.elements, reinterpret_cast<std::uint8_t*>(out));
             return true;
         case Codec::bytes:
-            codec::encode_bytes(reinterpret_cast<const float*>(in), f.elements, 1.0F / f.scale, reinterpret_cast<std::uint8_t*>(out));
+            codec::encode_bytes(reinterpret_cast<const float*>(in), f.elements, static_cast<float>(1.0 / f.scale), reinterpret_cast<std::uint8_t*>(out));
             return true;
         case Codec::half:
             codec::encode_half(reinterpret_cast<const float*>(in), f.elements, reinterpret_cast<std::uint16_t*>(out));
@@ -48,7 +48,7 @@ inline void decode(const Field& f, const std::byte* in, std::byte* out) {
             codec::decode_bits(reinterpret_cast<const std::uint8_t*>(in), f.elements, reinterpret_cast<std::uint8_t*>(out));
             return;
         case Codec::bytes:
-            codec::decode_bytes(reinterpret_cast<const std::uint8_t*>(in), f.elements, f.scale, reinterpret_cast<float*>(out));
+            codec::decode_bytes(reinterpret_cast<const std::uint8_t*>(in), f.elements, static_cast<float>(f.scale), reinterpret_cast<float*>(out));
             return;
         case Codec::half: codec::decode_half(reinterpret_cast<const std::uint16_t*>(in), f.elements, reinterpret_cast<float*>(out)); return;
         case Codec::sparse: codec::decode_sparse(in, f.elements, f.most, reinterpret_cast<float*>(out)); return;

@@ -100,7 +100,7 @@ class Sampler {
     std::uint64_t rows_seen() const { return count_; }
 
   private:
-    static constexpr std::size_t kBlock = 16;
+    static constexpr std::size_t kAhead = 8;
     static constexpr std::uint64_t kTries = 20000;
 
     std::size_t slot_at(std::uint64_t offset) const {
@@ -155,21 +155,22 @@ class Sampler {
 
     void copy(std::size_t from, std::size_t to) {
         std::vector<Ticket> rows(request_.window.back + 1 + std::max(request_.window.steps, request_.window.length));
-        std::size_t slots[kBlock];
-        const std::size_t ahead = std::min<std::size_t>(ring_.slot_bytes, 320);
-        for (std::size_t block = from; block < to; block += kBlock) {
-            const std::size_t end = std::min(block + kBlock, to);
-            for (std::size_t i = block; i < end; ++i) {
-                slots[i - block] = candidate(i);
-                const std::byte* slot = ring_.slot(slots[i - block]);
-                for (std::size_t line = 0; line < ahead; line += 64) __builtin_prefetch(slot + line);
-            }
-            for (std::size_t i = block; i < end; ++i) {
-                std::size_t slot = slots[i - block];
-                std::uint64_t attempt = 0;
-                while (!(request_.window.linked ? copy_window(i, slot, rows.data()) : copy_row(i, slot)))
-                    if (!another(i, attempt++, slot)) return;
-            }
+        // Memory is asked for some rows ahead of the copy, so that their cache misses overlap.
+        std::size_t slots[kAhead];
+        const std::size_t fetched = std::min<std::size_t>(ring_.slot_bytes, 320);
+        const auto draw = [&](std::size_t i) {
+            const std::size_t slot = candidate(i);
+            slots[i % kAhead] = slot;
+            const std::byte* line = ring_.slot(slot);
+            for (std::size_t at = 0; at < fetched; at += 64) __builtin_prefetch(line + at);
+        };
+        for (std::size_t i = from; i < std::min(from + kAhead, to); ++i) draw(i);
+        for (std::size_t i = from; i < to; ++i) {
+            std::size_t slot = slots[i % kAhead];
+            if (i + kAhead < to) draw(i + kAhead);
+            std::uint64_t attempt = 0;
+            while (!(request_.window.linked ? copy_window(i, slot, rows.data()) : copy_row(i, slot)))
+                if (!another(i, attempt++, slot)) return;
         }
     }
 

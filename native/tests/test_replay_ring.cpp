@@ -31,7 +31,7 @@ struct HeapRing {
         ring.control = reinterpret_cast<Control*>((address + 63) / 64 * 64);
         std::size_t offset = 8;
         for (std::size_t f = 0; f < fields; ++f) {
-            ring.fields.push_back(Field{offset, elements * 4, elements * 4, elements, Codec::raw, 1.0F, 0});
+            ring.fields.push_back(Field{offset, elements * 4, elements * 4, elements, Codec::raw, 1.0, 0});
             offset += elements * 4;
         }
         ring.slot_bytes = (offset + 7) / 8 * 8;

@@ -109,8 +109,10 @@ class Segment:
                 f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be "
                 "gone, or this process sees another /dev/shm (containers need a shared one: ipc: ...)"
             ) from error
-        if keep_alive:
-            try_lock(fd, OWNER_LOCK, shared=True)
+        if keep_alive and (not try_lock(fd, OWNER_LOCK, shared=True) or os.fstat(fd).st_nlink == 0):
+            # Between our open and our lock its last holder went and a sweep took it away.
+            os.close(fd)
+            raise SharedMemoryError(f"shared memory {name} was just removed: its owner is gone; make it anew")
         return cls(name, fd, os.fstat(fd).st_size, owned=False)
 
     @property
@@ -174,9 +176,11 @@ def _remove_if_dead(path: Path) -> bool:
     except OSError:
         return False  # gone meanwhile, or not ours to judge
     try:
-        if is_locked(fd, OWNER_LOCK):
+        # Held while unlinking: who attaches to keep it alive either has its lock before us, or sees that it is gone.
+        if not try_lock(fd, OWNER_LOCK):
             return False
-        path.unlink(missing_ok=True)
+        if os.fstat(fd).st_nlink != 0:
+            path.unlink(missing_ok=True)
         return True
     finally:
         os.close(fd)

@@ -28,7 +28,9 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         windows: what surrounds each row.
     """
 
-    def __init__(self, layout: Layout, rings: list[native.ReplayRing], n: int, windows: Windows, *, pinned: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, rings: list[native.ReplayRing], n: int, windows: Windows, *, pinned: bool = False
+    ) -> None:
         self.n = n
         self.windows = windows
         self.valid: dict[str, npt.NDArray[np.uint8]] = {}
@@ -72,7 +74,9 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
             if name not in layout.fields:
                 raise SpecMismatch(f"there is no field {name!r}; expected some of {', '.join(names)}")
         if w.n_step and episodes.reward is None:
-            raise SpecMismatch("n-step returns need to know the reward: make the replay with episodes=Episodes(reward=...)")
+            raise SpecMismatch(
+                "n-step returns need to know the reward: make the replay with episodes=Episodes(reward=...)"
+            )
         for columns, ring in zip(self.columns, rings, strict=True):
             columns.window(ring, max(w.stack - 1, 0), w.steps, w.length, w.full_length, bool(w.next))
         for number, (name, spec) in enumerate(layout.fields.items()):

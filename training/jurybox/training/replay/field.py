@@ -51,7 +51,9 @@ class Field:
         object.__setattr__(self, "shape", shape)
         kind = np.dtype(self.dtype)
         if kind.kind not in "biuf" or kind.itemsize > 8 or not kind.isnative:
-            raise ValueError(f"dtype {self.dtype!r} cannot be kept: expected bool, an integer or a float of up to 8 bytes")
+            raise ValueError(
+                f"dtype {self.dtype!r} cannot be kept: expected bool, an integer or a float of up to 8 bytes"
+            )
         object.__setattr__(self, "dtype", kind.name)
         self._check_stored()
 
@@ -64,12 +66,16 @@ class Field:
             "sparse": ("float32",),
         }
         if self.stored not in allowed and self.stored != self.dtype:
-            raise ValueError(f"stored={self.stored!r} is unknown: expected None, 'bits', 'uint8', 'float16' or 'sparse'")
+            raise ValueError(
+                f"stored={self.stored!r} is unknown: expected None, 'bits', 'uint8', 'float16' or 'sparse'"
+            )
         dtypes = allowed.get(self.stored)
         if dtypes is not None and self.dtype not in dtypes:
             raise ValueError(f"{self.dtype} cannot be stored as {self.stored!r}: that is for {' or '.join(dtypes)}")
         if (self.stored == "sparse") != (self.nonzero is not None):
-            raise ValueError("nonzero=N (the most non-zero elements a row may have) goes with stored='sparse', and only there")
+            raise ValueError(
+                "nonzero=N (the most non-zero elements a row may have) goes with stored='sparse', and only there"
+            )
         if self.nonzero is not None and not 0 < self.nonzero <= self.elements:
             raise ValueError(f"nonzero={self.nonzero} must be between 1 and the row's {self.elements} elements")
         if not self.scale > 0:

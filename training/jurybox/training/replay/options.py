@@ -48,7 +48,9 @@ class RateLimiter:
         if not self.samples_per_insert > 0 or self.least_rows < 1:
             raise ValueError("a rate limiter needs samples_per_insert > 0 and least_rows >= 1")
         if self.error < max(1.0, self.samples_per_insert):
-            raise ValueError(f"error={self.error} would let neither side move: expected at least {max(1.0, self.samples_per_insert)}")
+            raise ValueError(
+                f"error={self.error} would let neither side move: expected at least {max(1.0, self.samples_per_insert)}"
+            )
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -93,7 +95,9 @@ class Windows:
         if (self.stack > 0) != bool(self.stacked):
             raise ValueError("stack=k goes with stacked=(field, ...), the fields to be stacked")
         if self.length and (self.n_step or self.next or self.stack):
-            raise ValueError("length (sequences) cannot be combined with n_step, next or stack: a sequence holds its next rows")
+            raise ValueError(
+                "length (sequences) cannot be combined with n_step, next or stack: a sequence holds its next rows"
+            )
 
     @property
     def any(self) -> bool:

@@ -62,7 +62,9 @@ class Replay:
     A row costs its fields' stored sizes and a sequence word of 8 bytes.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, *, name: str, threads: int | None, seed: int | None, timeout: float) -> None:
+    def __init__(
+        self, segment: Segment, layout: Layout, *, name: str, threads: int | None, seed: int | None, timeout: float
+    ) -> None:
         self.name = name
         self.layout = layout
         self._segment: Segment | None = segment
@@ -70,7 +72,15 @@ class Replay:
         crew = min(4, len(os.sched_getaffinity(0))) if threads is None else threads
         first = secrets.randbits(63) if seed is None else seed
         self._parts = [
-            Part(segment, layout, place, mark=ANCHOR_MARK if number else 0, threads=crew, seed=first + number, timeout=timeout)
+            Part(
+                segment,
+                layout,
+                place,
+                mark=ANCHOR_MARK if number else 0,
+                threads=crew,
+                seed=first + number,
+                timeout=timeout,
+            )
             for number, place in enumerate(layout.parts)
         ]
         self._pool = self._parts[0]
@@ -163,7 +173,9 @@ class Replay:
     def __enter__(self) -> Replay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         owned = self._segment is not None and self._segment.owned
         if owned:
             self.unlink()
@@ -281,7 +293,9 @@ class Replay:
         if rows == 0:
             raise NotEnoughRows(f"replay {self.name} is empty: expected rows to sample {n} from; add some first")
         if not replace:
-            raise NotEnoughRows(f"replay {self.name} cannot give {n} different rows: it holds {rows}, fewer may fit or be whole; ask for fewer")
+            raise NotEnoughRows(
+                f"replay {self.name} cannot give {n} different rows: it holds {rows}, fewer may fit or be whole; ask for fewer"
+            )
         raise NotEnoughRows(
             f"replay {self.name} holds {rows} rows, and none could be handed out: each is being written, or its episode "
             "does not reach as far as the windows ask (the newest rows of running episodes never do)"
@@ -326,7 +340,9 @@ class Replay:
         return BackgroundSave(self, Path(path), incremental=incremental, codec=codec)
 
     @classmethod
-    def load(cls, path: str | Path, name: str, *, recover: bool = False, threads: int | None = None, seed: int | None = None) -> Replay:
+    def load(
+        cls, path: str | Path, name: str, *, recover: bool = False, threads: int | None = None, seed: int | None = None
+    ) -> Replay:
         """Make a replay of what `save` wrote; see `jurybox.training.replay.load`."""
         from jurybox.training.replay.load import load
 
@@ -396,7 +412,9 @@ def _checked(episodes: Episodes | None, fields: Mapping[str, Field]) -> Episodes
         name = getattr(episodes, side)
         if name is not None and name not in fields:
             if name != getattr(default, side):
-                raise ValueError(f"episodes: there is no field {name!r} for {side}; expected one of {', '.join(fields)}")
+                raise ValueError(
+                    f"episodes: there is no field {name!r} for {side}; expected one of {', '.join(fields)}"
+                )
             name = None
         if name is not None and (fields[name].shape or fields[name].stored is not None):
             raise ValueError(f"episodes: field {name!r} must be one number a row, stored as it is")

@@ -32,7 +32,9 @@ class Reservation:
         self._first: int | None = first
         slot = first % part.capacity
         self._arrays = {
-            name: part.field_rows(name, slot, n) for name, spec in part.layout.fields.items() if spec.codec is not Codec.SPARSE
+            name: part.field_rows(name, slot, n)
+            for name, spec in part.layout.fields.items()
+            if spec.codec is not Codec.SPARSE
         }
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
@@ -46,7 +48,9 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.commit()
         else:
