@@ -237,6 +237,8 @@ std::uint64_t discard(PyRing& self, std::uint64_t n) {
 }  // namespace
 
 void bind_replay(nb::module_& m) {
+    // A replay in a global variable lives until the interpreter's end; that is no leak to warn of.
+    nb::set_leak_warnings(false);
     m.def("crc32c", [](nb::handle data) {
         Py_buffer view;
         if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();

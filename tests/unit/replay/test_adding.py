@@ -85,7 +85,7 @@ def test_rows_of_one_extend_must_agree_on_their_number(make) -> None:
 
 def test_too_many_nonzeros_are_refused_by_name(make) -> None:
     replay = make(4, {"p": Field((20,), "float32", stored="sparse", nonzero=2)})
-    with pytest.raises(SpecMismatch, match="'p'.*at most 2"):
+    with pytest.raises(SpecMismatch, match=r"'p'.*at most 2"):
         replay.add(p=np.ones(20, np.float32))
     with pytest.raises(NotEnoughRows):
         replay.sample(1)
@@ -109,7 +109,9 @@ def test_a_full_ring_that_blocks_waits_for_room(make) -> None:
     with pytest.raises(Timeout, match="0 of 1 rows"):
         replay.add(x=np.zeros(3, np.float32), n=4)
     patient = Replay.attach(replay.name, timeout=30)
-    writer = threading.Thread(target=lambda: patient.extend(x=np.zeros((3, 3), np.float32), n=np.arange(4, 7)))
+    writer = threading.Thread(
+        target=lambda: patient.extend(x=np.zeros((3, 3), np.float32), n=np.arange(4, 7)), daemon=True
+    )
     writer.start()
     assert replay.discard(3) == 3
     writer.join(20)

@@ -35,7 +35,7 @@ def test_each_side_waits_for_the_other(make) -> None:
         for i in range(490):
             other.add(x=np.zeros(3, np.float32), n=i)
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     batch = replay.batch(2)
     for _ in range(490):

@@ -1,4 +1,4 @@
-"""What a row of a replay is made of: named fields, each handed out as one dtype and kept as the same or a narrower one."""
+"""What a row of a replay is made of: named fields, each handed out as one dtype and kept as it or a narrower one."""
 
 from __future__ import annotations
 

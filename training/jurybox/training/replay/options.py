@@ -1,4 +1,4 @@
-"""What a replay is asked for at creation beside its fields: episodes, a rate limiter; and what a sample may look like."""
+"""What a replay is made with beside its fields, episodes and a rate limiter, and what a sample may look like."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Windows:
         gamma: discount of a step.
         next: fields of which the row after the step (or after the n steps) is handed out as well, as
             "next_<field>"; they are stored once. In an episode that terminated and left no last observation
-            (`end(**final)`), it is the last row's own, and its discount is 0; a cut episode without one lends no such row.
+            (`end(**final)`), it is the last row's own, and its discount is 0; a cut episode without one does not
+            hand out its last row.
         stack: 0, or the number of frames of a stack: `stacked` fields get shape (n, stack, ...), the newest frame last.
         stacked: which fields are stacked ("next_<field>" follows its field). Frames before an episode's first row
             are zeroes, and `batch.valid[field]` (n, stack) says so.
@@ -95,9 +96,7 @@ class Windows:
         if (self.stack > 0) != bool(self.stacked):
             raise ValueError("stack=k goes with stacked=(field, ...), the fields to be stacked")
         if self.length and (self.n_step or self.next or self.stack):
-            raise ValueError(
-                "length (sequences) cannot be combined with n_step, next or stack: a sequence holds its next rows"
-            )
+            raise ValueError("length cannot be combined with n_step, next or stack: a sequence holds its next rows")
 
     @property
     def any(self) -> bool:

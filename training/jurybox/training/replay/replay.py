@@ -273,14 +273,15 @@ class Replay:
             kept = self._parts[1]
             if kept.ring.size:
                 fixed = n if not self._pool.ring.size else round(n * anchor_ratio)
-                self._draw(kept, batch, 1, fixed, 0, replace, prioritized, beta)
+                self._draw(1, batch, fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
         if fixed < n or n == 0:
-            self._draw(self._pool, batch, 0, n - fixed, fixed, replace, prioritized, beta)
+            self._draw(0, batch, n - fixed, fixed, replace=replace, prioritized=prioritized, beta=beta)
         return batch
 
     def _draw(
-        self, part: Part, batch: Batch, number: int, n: int, first: int, replace: bool, prioritized: bool, beta: float
+        self, number: int, batch: Batch, n: int, first: int, *, replace: bool, prioritized: bool, beta: float
     ) -> None:
+        part = self._parts[number]
         status = part.ring.sample(batch.columns[number], n, first, replace, prioritized, beta, part.mark)
         if status == 0:
             return
@@ -294,11 +295,12 @@ class Replay:
             raise NotEnoughRows(f"replay {self.name} is empty: expected rows to sample {n} from; add some first")
         if not replace:
             raise NotEnoughRows(
-                f"replay {self.name} cannot give {n} different rows: it holds {rows}, fewer may fit or be whole; ask for fewer"
+                f"replay {self.name} cannot give {n} different rows: it holds {rows}, "
+                "and fewer may fit or be whole; ask for fewer"
             )
         raise NotEnoughRows(
-            f"replay {self.name} holds {rows} rows, and none could be handed out: each is being written, or its episode "
-            "does not reach as far as the windows ask (the newest rows of running episodes never do)"
+            f"replay {self.name} holds {rows} rows, and none could be handed out: each is being written, or its "
+            "episode does not reach as far as the windows ask (the newest rows of running episodes never do)"
         )
 
     def update_priorities(self, indices: npt.NDArray[np.int64], errors: npt.ArrayLike) -> int:
