@@ -56,9 +56,9 @@ inline void decode(const Field& f, const std::byte* in, std::byte* out) {
 }
 
 // The same with a slot that others may be writing or reading at this moment.
-inline bool put(const Field& f, const std::byte* in, std::byte* slot) {
+inline bool put(const Field& f, const std::byte* in, std::byte* slot, bool past_caches) {
     if (f.codec == Codec::raw) {
-        copy_in(slot + f.offset, in, f.bytes);
+        copy_in(slot + f.offset, in, f.bytes, past_caches);
         return true;
     }
 #if JURYBOX_TSAN

@@ -43,9 +43,9 @@ inline void walk(const Source& s, const std::byte* row, Copy&& copy) {
     }
 }
 
-inline bool put_row(const Field& f, const Source& s, std::size_t row, std::byte* slot) {
+inline bool put_row(const Field& f, const Source& s, std::size_t row, std::byte* slot, bool past_caches) {
     const std::byte* from = s.data + static_cast<std::ptrdiff_t>(row) * s.row_stride;
-    if (s.dims == 0) return put(f, from, slot);
+    if (s.dims == 0) return put(f, from, slot, past_caches);
     if (f.codec == Codec::raw) {
         walk(s, from, [&](std::size_t at, const std::byte* in, std::size_t n) { copy_in(slot + f.offset + at, in, n); });
         return true;
@@ -53,7 +53,7 @@ inline bool put_row(const Field& f, const Source& s, std::size_t row, std::byte*
     thread_local std::vector<std::byte> packed;  // an encoder wants its row in one piece
     packed.resize(f.bytes);
     walk(s, from, [&](std::size_t at, const std::byte* in, std::size_t n) { std::memcpy(packed.data() + at, in, n); });
-    return put(f, packed.data(), slot);
+    return put(f, packed.data(), slot, past_caches);
 }
 
 // One writer's place in its episode. Belongs to one process; not for two threads at once.
@@ -61,6 +61,8 @@ struct Stream {
     std::uint64_t last = 0;  // ticket + 1 of the newest row; 0: none
     bool ended = true;       // whether the next row begins an episode
 };
+
+constexpr std::size_t kCached = std::size_t{32} << 20;  // a smaller ring may stay in a last-level cache
 
 enum class Written { yes, full, no_slot, too_dense };
 
@@ -75,8 +77,9 @@ class Writer {
         const std::size_t at = ring_.slot_of(t);
         std::byte* slot = ring_.slot(at);
         const std::size_t n = ring_.fields.size();
+        const bool past_caches = ring_.capacity * ring_.slot_bytes > kCached;
         for (std::size_t i = 0; i < n; ++i) {
-            if (!put_row(ring_.fields[i], sources[i], row, slot)) {
+            if (!put_row(ring_.fields[i], sources[i], row, slot, past_caches)) {
                 ring_.abandon(t);
                 failed_field = i;
                 return Written::too_dense;
