@@ -53,6 +53,9 @@ class Rows:
         self.single = [{k: v[i] for k, v in self.many.items()} for i in range(BATCH)]
 
 
+# ruff: noqa: B023  (the calls are made before their loop turns)
+
+
 def ours(shape: Any, capacity: int, rows: Rows, seconds: float, stored: str | None = None) -> dict[str, float]:
     from jurybox.training.replay import Field, Replay
 
@@ -169,7 +172,6 @@ def cpprb(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, fl
         "add 256": rate(lambda i: plain.add(**rows.many), BATCH, seconds),
         "sample 256": rate(lambda i: plain.sample(BATCH), BATCH, seconds),
     }
-    del plain
     ranked = PrioritizedReplayBuffer(capacity, spec)
     for _ in range(capacity // BATCH + 1):
         ranked.add(**rows.many)

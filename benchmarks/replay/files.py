@@ -1,8 +1,9 @@
 """How long do saving and loading take?
 
 usage: python -m benchmarks.replay.files [--rows 50000] [--rounds 3] [--folder /tmp]
-Chess samples (119x8x8 planes mostly zero, policy of 4672 with some 30 moves, value), then random floats, which no codec
-shortens. What the disk takes is measured beside it: the same bytes written with fsync, and read after the cache is dropped.
+Chess samples (119x8x8 planes mostly zero, policy of 4672 with some 30 moves, value), then random floats, which no
+codec shortens. What the disk takes is measured beside it: the same bytes written with fsync,
+and read after the cache is dropped.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     lines = [
-        "| what | MB in memory | MB in the file | save, s | load into a new replay, s | restore into one in use, s | 5 % changed, s | disk: write, read, s | CPU seconds of save, restore |",
+        "| what | MB in memory | MB in the file | save, s | load into a new replay, s | restore into one in use, s "
+        "| 5 % changed, s | disk: write, read, s | CPU seconds of save, restore |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     cases = [
@@ -122,7 +124,8 @@ def main() -> None:
         path.unlink()
         t = {key: statistics.median(values) for key, values in times.items()}
         lines.append(
-            f"| {name} | {memory:,.0f} | {size / 1e6:,.0f} | {t['save']:.2f} | {t['load']:.2f} | {t['restore']:.2f} | {t['step']:.2f} "
+            f"| {name} | {memory:,.0f} | {size / 1e6:,.0f} "
+            f"| {t['save']:.2f} | {t['load']:.2f} | {t['restore']:.2f} | {t['step']:.2f} "
             f"| {t['disk write']:.2f}, {t['disk read']:.2f} | {t['save cpu']:.2f}, {t['restore cpu']:.2f} |"
         )
     keep("files", [f"{options.rows:,} rows; medians of {options.rounds}; wall time unless said", "", *lines])

@@ -167,3 +167,12 @@ def test_another_attacher_sees_the_same_rows(make) -> None:
 def test_a_name_in_use_is_refused(make) -> None:
     with pytest.raises(SharedMemoryError, match="exists"):
         Replay.create(make().name, 3, {"x": Field()})
+
+
+def test_a_replay_may_be_closed_before_it_is_unlinked(make) -> None:
+    replay = make()
+    replay.close()
+    replay.unlink()
+    replay.unlink()
+    with pytest.raises(SharedMemoryError):
+        Replay.attach(replay.name)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
-from jurybox.protocol.segment import Segment, segment_name
+from jurybox.protocol.segment import Segment, directory, segment_name
 from jurybox.training.replay.batch import Batch
 from jurybox.training.replay.errors import NotEnoughRows
 from jurybox.training.replay.field import Field
@@ -167,8 +167,7 @@ class Replay:
 
     def unlink(self) -> None:
         """Remove the name: nobody can attach any more, and the memory is freed when the last process closes."""
-        if self._segment is not None:
-            self._segment.unlink()
+        (directory() / segment_name(self.name, "replay")).unlink(missing_ok=True)
 
     def __enter__(self) -> Replay:
         return self
