@@ -40,7 +40,7 @@ def main() -> None:
                 command = [python, script, name, size, str(capacity), str(options.seconds)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode == 0:
-                    runs.setdefault(name, []).append(json.loads(done.stdout))
+                    runs.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]))
                 else:
                     print(f"{name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         c = {key: statistics.median(run[key] for run in c_runs) for key in c_runs[0]}

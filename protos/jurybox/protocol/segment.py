@@ -24,6 +24,7 @@ from jurybox.protocol.locks import is_locked, try_lock
 # Locks sit far behind any content, so that they never meet a data offset.
 OWNER_LOCK = 1 << 60
 _PREFIX = "jurybox"
+_MADV_POPULATE_WRITE = 23
 
 
 def directory() -> Path:
@@ -130,6 +131,18 @@ class Segment:
     def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
         """A writable array over the bytes from `offset` on."""
         return np.ndarray(shape, dtype, self.buffer, offset)
+
+    def populate(self) -> None:
+        """Map every page now: dearer at once, and no page fault later (madvise(2), MADV_POPULATE_WRITE, Linux 5.14)."""
+        if self._map is None:
+            raise SharedMemoryError(f"shared memory {self.name} was closed in this process")
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # An older kernel: reading a byte of every page maps it just as well.
+            self.array(np.uint8, (self.size,))[:: mmap.PAGESIZE].sum()
 
     def owner_lives(self) -> bool:
         """Whether anybody holds the segment (this object's own hold not counted)."""

@@ -107,6 +107,7 @@ class Replay:
         threads: int | None = None,
         seed: int | None = None,
         timeout: float = 10.0,
+        populate: bool = False,
     ) -> Replay:
         """Make an empty replay of `capacity` rows in shared memory; it stays while any process has it open.
 
@@ -123,6 +124,7 @@ class Replay:
             threads: that copy large samples; None: one a core, four at most.
             seed: of this process's draws; None: from the operating system.
             timeout: seconds that add and sample wait, where something makes them wait.
+            populate: touch all memory now, instead of when a row is first written (seconds for gigabytes).
 
         Raises:
             SharedMemoryError: there is no room, or the name is taken.
@@ -139,12 +141,22 @@ class Replay:
             raise ValueError(f"alpha={alpha} must be between 0 and 1")
         layout = Layout(capacity, dict(fields), prioritized, alpha, full, _checked(episodes, fields), anchor, limiter)
         segment = Segment.create(segment_name(name, "replay"), layout.segment_bytes)
+        if populate:
+            segment.populate()
         format_parts(segment, layout)
         return cls(segment, layout, name=name, threads=threads, seed=seed, timeout=timeout)
 
     @classmethod
-    def attach(cls, name: str, *, threads: int | None = None, seed: int | None = None, timeout: float = 10.0) -> Replay:
-        """Open a replay that another process has made.
+    def attach(
+        cls,
+        name: str,
+        *,
+        threads: int | None = None,
+        seed: int | None = None,
+        timeout: float = 10.0,
+        populate: bool = False,
+    ) -> Replay:
+        """Open a replay that another process has made; `populate` maps all its pages now, not one by one later.
 
         Raises:
             SharedMemoryError: there is none of that name.
@@ -154,6 +166,8 @@ class Replay:
         segment = Segment.attach(segment_name(name, "replay"), keep_alive=True)
         try:
             layout = Layout.read(segment.buffer, name)
+            if populate:
+                segment.populate()
             return cls(segment, layout, name=name, threads=threads, seed=seed, timeout=timeout)
         except BaseException:
             segment.close()

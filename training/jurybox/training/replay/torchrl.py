@@ -1,8 +1,8 @@
 """TorchRL's storage and sampler over a shared replay.
 
 ``ReplayBuffer(storage=SharedStorage(replay), sampler=SharedSampler(), collate_fn=as_drawn, batch_size=256)``: `extend`
-and `add` write into the replay, `sample` draws from it what any process wrote, `update_priority` sets priorities. Rows are drawn and
-copied in one step, since another process may overwrite a row between the two; so the two come as a pair.
+and `add` write into the replay, `sample` draws from it what any process wrote, `update_priority` sets priorities. Rows
+are drawn and copied in one step, since another process may overwrite a row between the two; so the two come as a pair.
 """
 
 from __future__ import annotations
