@@ -81,7 +81,19 @@ inline void decode_bits(const std::uint8_t* in, std::size_t n, T* out) {
 }
 
 inline void encode_bytes(const float* in, std::size_t n, float per_unit, std::uint8_t* out) {
-    for (std::size_t i = 0; i < n; ++i) {
+    std::size_t i = 0;
+#if defined(__x86_64__)
+    const __m128 factor = _mm_set1_ps(per_unit), half = _mm_set1_ps(0.5F), most = _mm_set1_ps(255.0F), zero = _mm_setzero_ps();
+    const auto four = [&](std::size_t at) {
+        const __m128 x = _mm_add_ps(_mm_mul_ps(_mm_loadu_ps(in + at), factor), half);
+        return _mm_cvttps_epi32(_mm_min_ps(_mm_max_ps(x, zero), most));  // max gives its second argument for a NaN
+    };
+    for (; i + 16 <= n; i += 16) {
+        const __m128i low = _mm_packs_epi32(four(i), four(i + 4)), high = _mm_packs_epi32(four(i + 8), four(i + 12));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm_packus_epi16(low, high));
+    }
+#endif
+    for (; i < n; ++i) {
         float x = in[i] * per_unit + 0.5F;
         x = x > 0.0F ? x : 0.0F;  // NaN becomes 0 too
         x = x < 255.0F ? x : 255.0F;

@@ -154,7 +154,8 @@ class Sampler {
     }
 
     void copy(std::size_t from, std::size_t to) {
-        std::vector<Ticket> rows(request_.window.back + 1 + std::max(request_.window.steps, request_.window.length));
+        const Window& w = request_.window;
+        std::vector<Ticket> rows(w.linked ? w.back + 1 + std::max(w.steps, w.length) : 0);
         // Memory is asked for some rows ahead of the copy, so that their cache misses overlap.
         std::size_t slots[kAhead];
         const std::size_t fetched = std::min<std::size_t>(ring_.slot_bytes, 320);

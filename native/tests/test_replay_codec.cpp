@@ -41,6 +41,12 @@ void test_bytes_round_and_saturate() {
     encode_bytes(in, 7, 1.0F, kept);
     const std::uint8_t want[] = {0, 0, 0, 1, 255, 255, 0};
     for (int i = 0; i < 7; ++i) CHECK(kept[i] == want[i]);
+    // Longer rows go sixteen at a time, with the same outcome.
+    std::vector<float> many(100);
+    std::vector<std::uint8_t> all(100);
+    for (std::size_t i = 0; i < 100; ++i) many[i] = in[i % 7];
+    encode_bytes(many.data(), 100, 1.0F, all.data());
+    for (std::size_t i = 0; i < 100; ++i) CHECK(all[i] == want[i % 7]);
 }
 
 void test_halves_match_by_instruction_and_by_arithmetic() {

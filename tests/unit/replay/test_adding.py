@@ -156,7 +156,7 @@ def test_the_anchor_is_kept_for_good(make) -> None:
 
 def test_another_attacher_sees_the_same_rows(make) -> None:
     replay = make()
-    other = Replay.attach(replay.name)
+    other = Replay.attach(replay.name, populate=True)
     other.add(x=np.ones(3, np.float32), n=5)
     assert rows(replay) == [5]
     other.close()
