@@ -6,4 +6,5 @@ namespace jurybox {
 void bind_tickets(nanobind::module_& m);
 void bind_doorbell(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
+void bind_replay(nanobind::module_& m);
 }  // namespace jurybox

@@ -8,4 +8,5 @@ NB_MODULE(native, m) {
     jurybox::bind_tickets(m);
     jurybox::bind_doorbell(m);
     jurybox::bind_weights(m);
+    jurybox::bind_replay(m);
 }

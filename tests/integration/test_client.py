@@ -212,7 +212,7 @@ def test_a_model_that_raises_tells_its_caller_and_goes_on(client):
 
 
 def test_a_model_that_gives_too_few_rows_is_caught(client):
-    model = client.model("moody")
+    model = client.model("moody", rows=4)
     with pytest.raises(ModelFailed, match=r"shape \[2, 4\], the spec promises \[3, 4\]"):
         model.infer(np.full((3, 4), 667, np.float32))
 

@@ -1,0 +1,50 @@
+"""What a result was measured on, and the C program that says what its memory carries."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+CLOCK = "cpu" if os.environ.get("JURYBOX_BENCH_CLOCK") == "cpu" else "wall"
+
+
+CLOCKS = {
+    "wall": "rows per second",
+    "cpu": "the machine was shared with other work: rows per second of CPU time, all threads' added up",
+}
+
+
+def description() -> str:
+    return f"{os.cpu_count()}-core {platform.machine()} virtual machine, Linux, Python {platform.python_version()}"
+
+
+@cache
+def _program() -> Path:
+    path = Path(tempfile.mkdtemp()) / "reference"
+    subprocess.run(["cc", "-O3", "-pthread", "-o", path, HERE / "reference.c"], check=True)
+    return path
+
+
+def reference(row_bytes: int, capacity: int, seconds: float) -> dict[str, float]:
+    """Rows/s that C copies and gathers, with one and two threads."""
+    command = [str(_program()), str(row_bytes), str(capacity), str(seconds), CLOCK]
+    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return result
+
+
+def keep(name: str, lines: list[str]) -> None:
+    """Print a result and write it where it is kept."""
+    text = "\n".join(
+        [f"# {name}", "", f"{time.strftime('%Y-%m-%d')}, {description()}; {CLOCKS[CLOCK]}", "", *lines, ""]
+    )
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)

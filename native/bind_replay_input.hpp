@@ -1,0 +1,198 @@
+// From Python values to `Source`: NumPy arrays without a call into NumPy, everything else by way of numpy.asarray.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "replay_write.hpp"
+
+namespace jurybox::replay {
+
+namespace nb = nanobind;
+
+// The public head of NumPy's array object (numpy.org/doc/stable/reference/c-api/types-and-structures.html,
+// PyArrayObject), the same since NumPy 1.7. Asking through the buffer protocol costs a tenth of a microsecond a field,
+// which is a third of adding a small row. `array_head_is_as_expected` looks once whether it holds.
+struct ArrayHead {
+    PyObject_HEAD;
+    char* data;
+    int dims;
+    Py_ssize_t* shape;
+    Py_ssize_t* strides;
+    PyObject* base;
+    PyObject* dtype;
+    int flags;
+};
+constexpr int kContiguous = 0x1, kAligned = 0x100;
+
+struct NumPy {
+    PyObject* array_type;
+    nb::object asarray, can_cast;
+    bool head_known;
+
+    static const NumPy& get() {
+        static NumPy* loaded = new NumPy();  // never destroyed: Python may be gone by then
+        return *loaded;
+    }
+
+  private:
+    NumPy() {
+        const nb::module_ numpy = nb::module_::import_("numpy");
+        array_type = nb::object(numpy.attr("ndarray")).release().ptr();
+        asarray = numpy.attr("asarray");
+        can_cast = numpy.attr("can_cast");
+        const nb::object probe = numpy.attr("zeros")(nb::make_tuple(2, 3), "float32");
+        const auto* head = reinterpret_cast<const ArrayHead*>(probe.ptr());
+        const auto address = nb::cast<std::uintptr_t>(nb::object(probe.attr("ctypes").attr("data")));
+        head_known = head->data == reinterpret_cast<char*>(address) && head->dims == 2 && head->shape[0] == 2 && head->shape[1] == 3 &&
+                     head->strides[0] == 12 && head->strides[1] == 4 && head->dtype == nb::object(probe.attr("dtype")).ptr() &&
+                     (head->flags & kContiguous) != 0;
+    }
+};
+
+[[noreturn]] inline void raise_protocol_error(const char* name, const std::string& message) {
+    const nb::object type = nb::module_::import_("jurybox.protocol.errors").attr(name);
+    PyErr_SetString(type.ptr(), message.c_str());
+    throw nb::python_error();
+}
+
+inline std::string text_of(const nb::object& object) { return nb::str(object).c_str(); }
+
+// What the values of one field must be.
+struct InputField {
+    nb::object name;   // interned
+    nb::object dtype;  // NumPy's own object for it
+    char kind;         // b, i, u or f
+    std::size_t item;
+    std::vector<std::size_t> shape;
+
+    std::string text(bool many) const {
+        std::string s = text_of(dtype) + "(";
+        if (many) s += "n, ";
+        for (std::size_t size : shape) s += std::to_string(size) + ", ";
+        if (s.back() == ' ') s.resize(s.size() - 2);
+        return s + ")";
+    }
+};
+
+// Keeps alive what the sources point into.
+struct Held {
+    std::vector<nb::object> objects;
+    std::vector<Py_buffer> buffers;
+    std::array<std::array<std::byte, 16>, 64> scalars;
+    Held() = default;
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+    ~Held() {
+        for (auto& b : buffers) PyBuffer_Release(&b);
+    }
+};
+
+inline void describe_mismatch(const InputField& f, nb::handle value, bool many, const char* why) {
+    std::string came;
+    if (nb::hasattr(value, "dtype") && nb::hasattr(value, "shape"))
+        came = text_of(value.attr("dtype")) + text_of(value.attr("shape"));
+    else
+        came = Py_TYPE(value.ptr())->tp_name;
+    raise_protocol_error("SpecMismatch", "field '" + text_of(f.name) + "': expected " + f.text(many) + ", came " + came + "; " + why);
+}
+
+// A number of Python's as the one element of a scalar field. False: not a number that fits.
+inline bool put_number(const InputField& f, PyObject* value, std::byte* out) {
+    const auto store = [&](auto x) { std::memcpy(out, &x, sizeof x); };
+    if (f.kind == 'f') {
+        const double x = PyFloat_CheckExact(value) ? PyFloat_AS_DOUBLE(value) : PyLong_Check(value) ? PyLong_AsDouble(value) : PyFloat_AsDouble(value);
+        if (x == -1.0 && PyErr_Occurred() != nullptr) {
+            PyErr_Clear();
+            return false;
+        }
+        if (f.item == 4) return store(static_cast<float>(x)), true;
+        if (f.item == 8) return store(x), true;
+        return false;
+    }
+    if (!PyLong_Check(value)) return false;
+    int overflow = 0;
+    const long long x = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (overflow != 0) return false;
+    const bool is_signed = f.kind == 'i';
+    if (f.kind == 'b') return x == 0 || x == 1 ? (store(static_cast<std::uint8_t>(x)), true) : false;
+    const int bits = static_cast<int>(8 * f.item);
+    if (is_signed ? bits < 64 && (x < -(1LL << (bits - 1)) || x >= (1LL << (bits - 1))) : x < 0 || (bits < 64 && x >= (1LL << bits))) return false;
+    std::memcpy(out, &x, f.item);  // little end first, as all of the layout
+    return true;
+}
+
+inline bool strides_of(const InputField& f, std::size_t lead, int dims, const Py_ssize_t* shape, const Py_ssize_t* strides, const char* data, bool contiguous,
+                       std::size_t& n, Source& s) {
+    if (static_cast<std::size_t>(dims) != f.shape.size() + lead) return false;
+    for (std::size_t d = 0; d < f.shape.size(); ++d)
+        if (static_cast<std::size_t>(shape[d + lead]) != f.shape[d]) return false;
+    if (lead != 0) {
+        if (n == ~std::size_t{0}) n = static_cast<std::size_t>(shape[0]);
+        if (n != static_cast<std::size_t>(shape[0])) return false;
+        s.row_stride = strides[0];
+    }
+    s.data = reinterpret_cast<const std::byte*>(data);
+    s.dims = 0;
+    if (!contiguous) {
+        auto step = static_cast<Py_ssize_t>(f.item);
+        bool packed = true;
+        for (std::size_t d = f.shape.size(); d-- > 0;) {
+            packed = packed && (strides[d + lead] == step || f.shape[d] == 1);
+            step *= static_cast<Py_ssize_t>(f.shape[d]);
+        }
+        if (!packed) {
+            s.dims = static_cast<int>(f.shape.size());
+            s.item = f.item;
+            for (int d = 0; d < s.dims; ++d) {
+                s.shape[d] = f.shape[d];
+                s.strides[d] = strides[static_cast<std::size_t>(d) + lead];
+            }
+        }
+    }
+    return true;
+}
+
+inline void source_of_other(const InputField& f, PyObject* value, std::size_t lead, std::size_t& n, Source& s, Held& held) {
+    const NumPy& numpy = NumPy::get();
+    nb::object array = numpy.asarray(nb::handle(value));
+    if (!array.attr("dtype").equal(f.dtype)) {
+        // Lists and Python numbers carry no dtype of the user's choice; arrays must not lose their kind.
+        const bool chosen = nb::hasattr(nb::handle(value), "dtype");
+        if (chosen && !nb::cast<bool>(numpy.can_cast(array.attr("dtype"), f.dtype, "same_kind")))
+            describe_mismatch(f, nb::handle(value), lead != 0, "convert it first (astype)");
+        array = array.attr("astype")(f.dtype);
+    }
+    held.buffers.emplace_back();
+    if (PyObject_GetBuffer(array.ptr(), &held.buffers.back(), PyBUF_STRIDES) != 0) {
+        held.buffers.pop_back();
+        throw nb::python_error();
+    }
+    held.objects.push_back(array);
+    const Py_buffer& b = held.buffers.back();
+    const bool contiguous = PyBuffer_IsContiguous(&b, 'C') != 0;
+    if (!strides_of(f, lead, b.ndim, b.shape, b.strides, static_cast<const char*>(b.buf), contiguous, n, s))
+        describe_mismatch(f, nb::handle(value), lead != 0, lead != 0 ? "all fields need the same number n of rows" : "for several rows use extend");
+}
+
+// lead = 0: one row; 1: n rows, n is set by the first field (~0 before).
+inline void source_of(const InputField& f, PyObject* value, std::size_t lead, std::size_t index, std::size_t& n, Source& s, Held& held) {
+    const NumPy& numpy = NumPy::get();
+    if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == numpy.array_type && numpy.head_known) {
+        const auto* head = reinterpret_cast<const ArrayHead*>(value);
+        if (head->dtype == f.dtype.ptr() && (head->flags & kAligned) != 0 &&
+            strides_of(f, lead, head->dims, head->shape, head->strides, head->data, (head->flags & kContiguous) != 0, n, s))
+            return;
+    } else if (lead == 0 && f.shape.empty() && index < held.scalars.size() && put_number(f, value, held.scalars[index].data())) {
+        s.data = held.scalars[index].data();
+        s.dims = 0;
+        return;
+    }
+    source_of_other(f, value, lead, n, s, held);
+}
+
+}  // namespace jurybox::replay

@@ -1,0 +1,262 @@
+// What Python holds of a ring: the borrowed memory, how its fields look from Python, and this process's writers.
+#pragma once
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <tuple>
+
+#include "bind_replay_input.hpp"
+#include "replay_sample.hpp"
+
+namespace jurybox::replay {
+
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std::size_t, std::size_t, std::uint32_t, double, std::size_t>;
+
+constexpr std::size_t kWithoutGil = 4096;  // copies of this many bytes are worth letting other threads run
+
+inline bool python_interrupts() {
+    const nb::gil_scoped_acquire gil;
+    return PyErr_CheckSignals() != 0;
+}
+
+struct PyRing {
+    Ring ring;
+    std::vector<InputField> inputs;
+    std::vector<nb::object> memory;
+    int terminated = -1, truncated = -1;  // which fields say that an episode ends
+    double timeout = 10.0;
+    double alpha = 0.6, epsilon = 1e-6;
+    std::size_t row_bytes = 0;
+    std::unique_ptr<Crew> crew;
+    Stream stream;
+    std::uint64_t key = 0;
+    std::atomic<std::uint64_t> calls{0};
+
+    PyRing(Bytes control, Bytes slots, std::optional<Bytes> links, std::optional<Bytes> tree, const std::vector<FieldTuple>& fields,
+           std::size_t threads, std::uint64_t seed) {
+        if (control.shape(0) < sizeof(Control)) throw std::invalid_argument("the control block is too short");
+        ring.control = reinterpret_cast<Control*>(control.data());
+        if (ring.control->magic != kMagic || ring.control->version != kVersion)
+            raise_protocol_error("ProtocolMismatch", "expected a replay of layout version " + std::to_string(kVersion) + ", found version " +
+                                                         std::to_string(ring.control->version) + "; use the same release of jurybox on both ends");
+        ring.capacity = ring.control->capacity;
+        ring.slot_bytes = ring.control->slot_bytes;
+        ring.slots = reinterpret_cast<std::byte*>(slots.data());
+        if (ring.capacity == 0 || ring.slot_bytes < 8 || slots.shape(0) / ring.slot_bytes < ring.capacity)
+            throw std::invalid_argument("the slots are shorter than their control block says");
+        if (links) {
+            if (links->shape(0) < ring.capacity * sizeof(Link)) throw std::invalid_argument("the links are too short");
+            ring.links = reinterpret_cast<Link*>(links->data());
+            memory.push_back(nb::cast(*links));
+        }
+        if (tree) {
+            if (tree->shape(0) < SumTree::words(ring.capacity) * 8) throw std::invalid_argument("the sum tree is too short");
+            ring.tree = SumTree(reinterpret_cast<SumTree::Word*>(tree->data()), ring.capacity);
+            memory.push_back(nb::cast(*tree));
+        }
+        memory.push_back(nb::cast(control));
+        memory.push_back(nb::cast(slots));
+        for (const auto& [name, dtype, shape, offset, stored, codec, scale, most] : fields) {
+            std::size_t elements = 1;
+            for (std::size_t size : shape) elements *= size;
+            PyObject* interned = nb::str(name).release().ptr();
+            PyUnicode_InternInPlace(&interned);
+            const auto item = nb::cast<std::size_t>(nb::object(dtype.attr("itemsize")));
+            inputs.push_back(InputField{nb::steal<nb::object>(interned), dtype, nb::cast<std::string>(nb::object(dtype.attr("kind")))[0], item, shape});
+            if (offset + stored > ring.slot_bytes || shape.size() > Source::kMaxDims - 1) throw std::invalid_argument("a field lies outside its slot");
+            ring.fields.push_back(Field{offset, stored, elements * item, elements, static_cast<Codec>(codec), scale, most});
+            row_bytes += elements * item;
+        }
+        if (inputs.empty() || inputs.size() > 64) throw std::invalid_argument("a replay has 1 to 64 fields");
+        if (threads > 1) crew = std::make_unique<Crew>(threads);
+        key = mixed(seed, 0);
+    }
+
+    std::uint64_t next_key() { return mixed(key, calls.fetch_add(1, std::memory_order_relaxed)); }
+
+    // ---- from a call's arguments to sources
+
+    void parse(PyObject* const* values, Py_ssize_t positional, PyObject* names, std::size_t lead, std::size_t& n, Source* sources, Held& held) const {
+        const Py_ssize_t given = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+        if (positional != 0) raise_protocol_error("SpecMismatch", "fields are given by name: " + field_names());
+        const std::size_t wanted = inputs.size();
+        std::size_t found = 0;
+        for (std::size_t f = 0; f < wanted; ++f) {
+            PyObject* value = nullptr;
+            const PyObject* name = inputs[f].name.ptr();
+            // The usual call names the fields in their order.
+            if (static_cast<Py_ssize_t>(f) < given && PyTuple_GET_ITEM(names, static_cast<Py_ssize_t>(f)) == name) {
+                value = values[f];
+            } else {
+                for (Py_ssize_t k = 0; k < given && value == nullptr; ++k)
+                    if (PyTuple_GET_ITEM(names, k) == name || PyUnicode_Compare(PyTuple_GET_ITEM(names, k), const_cast<PyObject*>(name)) == 0) value = values[k];
+            }
+            if (value == nullptr) raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[f].name) + "' is missing; expected " + field_names());
+            source_of(inputs[f], value, lead, f, n, sources[f], held);
+            ++found;
+        }
+        if (static_cast<std::size_t>(given) != found) {
+            for (Py_ssize_t k = 0; k < given; ++k) {
+                const nb::object name = nb::borrow(PyTuple_GET_ITEM(names, k));
+                bool known = false;
+                for (const auto& input : inputs) known = known || name.equal(input.name);
+                if (!known) raise_protocol_error("SpecMismatch", "there is no field '" + text_of(name) + "'; expected " + field_names());
+            }
+        }
+    }
+
+    std::string field_names() const {
+        std::string s;
+        for (const auto& input : inputs) s += (s.empty() ? "" : ", ") + text_of(input.name);
+        return s;
+    }
+
+    unsigned ends(const Source* sources, std::size_t row) const {
+        if (terminated >= 0 && truth(sources[terminated], static_cast<std::size_t>(terminated), row)) return 2;
+        if (truncated >= 0 && truth(sources[truncated], static_cast<std::size_t>(truncated), row)) return 1;
+        return 0;
+    }
+    bool truth(const Source& s, std::size_t field, std::size_t row) const {
+        const std::byte* at = s.data + static_cast<std::ptrdiff_t>(row) * s.row_stride;
+        const InputField& f = inputs[field];
+        if (f.kind == 'f') {
+            if (f.item == 4) {
+                float x;
+                std::memcpy(&x, at, 4);
+                return x != 0.0F;
+            }
+            double x = 0.0;
+            std::memcpy(&x, at, std::min<std::size_t>(f.item, 8));
+            return x != 0.0;
+        }
+        for (std::size_t i = 0; i < f.item; ++i)
+            if (at[i] != std::byte{0}) return true;
+        return false;
+    }
+
+    // ---- writing
+
+    // How many of n rows may go in now: 0 means wait (or drop).
+    std::uint64_t admitted(std::uint64_t n) const {
+        if (!ring.limited() || ring.may_insert(n)) return n;
+        std::uint64_t low = 0, high = n;  // the most that may: insertions are checked by number, so it is a search
+        while (low + 1 < high) {
+            const std::uint64_t middle = (low + high) / 2;
+            (ring.may_insert(middle) ? low : high) = middle;
+        }
+        return low;
+    }
+
+    // Tickets for up to n rows, waiting where the mode says so. 0: full, or no time left.
+    std::uint64_t tickets(std::uint64_t n, Ticket& first, double deadline) {
+        std::uint64_t got = 0;
+        const auto ready = [&] {
+            const std::uint64_t may = admitted(n);
+            if (may == 0) return false;
+            if (ring.control->full == Full::overwrite) {
+                first = ring.reserve(may);
+                got = may;
+                return true;
+            }
+            got = ring.reserve_within(may, first);
+            return got != 0 || ring.control->full == Full::drop_newest;
+        };
+        wait_until(ring.control->room, deadline, ready, [&] { return interrupted_ = python_interrupts(); });
+        return got;
+    }
+
+    // Write rows [0, n); `streams`: null, one for all, or one for each row. Gives the rows written. No GIL needed.
+    std::uint64_t write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, bool& timed_out, Written& outcome, std::size_t& bad) {
+        Writer writer(ring);
+        std::optional<SumTree::Update> update;
+        const bool prioritized = ring.tree.present();
+        std::uint64_t top = 0;
+        if (prioritized) {
+            update.emplace(ring.tree);
+            top = ring.control->top_priority.load(std::memory_order_relaxed);
+        }
+        const bool simple = ring.control->full == Full::overwrite && !ring.limited();
+        const double deadline = simple ? 0.0 : monotonic_seconds() + timeout;
+        std::uint64_t done = 0;
+        outcome = Written::yes;
+        while (done < n) {
+            Ticket first = 0;
+            const std::uint64_t got = simple ? (first = ring.reserve(n), n) : tickets(n - done, first, deadline);
+            if (got == 0) {
+                if (ring.control->full == Full::drop_newest && !interrupted_ && admitted(1) != 0)
+                    ring.control->dropped.fetch_add(n - done, std::memory_order_relaxed);
+                else
+                    timed_out = true;
+                break;
+            }
+            for (std::uint64_t i = 0; i < got; ++i, ++done) {
+                Stream* stream = streams == nullptr ? nullptr : streams + (stream_a_row ? done : 0);
+                const unsigned end = stream == nullptr || final_row ? 0 : ends(sources, done);
+                outcome = writer.write(first + i, sources, done, stream, end, final_row);
+                if (outcome != Written::yes) {
+                    bad = writer.failed_field;
+                    return done;
+                }
+                if (prioritized) update->set(ring.slot_of(writer.last_ticket), top);
+            }
+            if (ring.limited()) announce(ring.control->rows);
+        }
+        return done;
+    }
+
+    // The whole of add and extend: parse, write, translate what went wrong.
+    PyObject* add(PyObject* const* values, Py_ssize_t positional, PyObject* names, std::size_t lead, Stream* streams, std::size_t stream_rows, bool final_row) {
+        Source sources[64];
+        Held held;
+        std::size_t n = ~std::size_t{0};
+        parse(values, positional, names, lead, n, sources, held);
+        if (lead == 0) n = 1;
+        if (stream_rows != 0 && n != stream_rows)
+            raise_protocol_error("SpecMismatch", "expected " + std::to_string(stream_rows) + " rows, one for each stream, came " + std::to_string(n));
+        if (ring.links == nullptr) streams = nullptr;
+        bool timed_out = false;
+        Written outcome = Written::yes;
+        std::size_t bad = 0;
+        std::uint64_t done = 0;
+        interrupted_ = false;
+        if (n * row_bytes >= kWithoutGil || ring.limited() || ring.control->full == Full::block) {
+            const nb::gil_scoped_release without;
+            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, outcome, bad);
+        } else {
+            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, outcome, bad);
+        }
+        if (interrupted_ && PyErr_Occurred() != nullptr) throw nb::python_error();
+        if (outcome == Written::too_dense)
+            raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[bad].name) + "': expected at most " +
+                                                     std::to_string(ring.fields[bad].most) + " non-zero elements in a row, came more; declare it with a larger bound");
+        if (outcome == Written::no_slot)
+            raise_protocol_error("Busy", "every slot of the ring is being written or was left by a killed writer; make the replay anew");
+        if (timed_out)
+            raise_protocol_error("Timeout", std::to_string(done) + " of " + std::to_string(n) + " rows were written within " + std::to_string(timeout) +
+                                                " s: " + (ring.control->full == Full::block ? "the ring is full and nobody takes or discards rows" : "the rate limiter waits for samples") +
+                                                "; read more, or give a longer timeout");
+        return PyLong_FromUnsignedLongLong(done);
+    }
+
+    bool interrupted_ = false;
+};
+
+// Rows of one episode after another: of one env, or of n envs side by side.
+struct PyStreams {
+    PyRing* ring;
+    nb::object keeper;
+    std::vector<Stream> streams;
+    bool group;  // add() takes one row for each stream
+};
+
+// The arrays that a sample goes to; made once for a batch that is used again.
+struct PyColumns {
+    Request request;
+    std::size_t capacity = 0;
+    std::vector<nb::object> memory;
+};
+
+}  // namespace jurybox::replay

@@ -1,0 +1,226 @@
+// How a field is kept: as it is, or narrower than it is handed out.
+//
+// Decoders run on bytes that may be torn (the row is verified afterwards), so none of them trusts what it reads.
+#pragma once
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jurybox::replay {
+
+enum class Codec : std::uint32_t {
+    raw = 0,        // the same bytes
+    bits = 1,       // float32, kept as one bit an element: zero or not
+    bits_byte = 2,  // uint8 or bool, kept as one bit an element
+    bytes = 3,      // float32, kept as uint8: round(x / scale), 0..255
+    half = 4,       // float32, kept as IEEE binary16
+    sparse = 5,     // float32, kept as a count and (index, value) pairs
+};
+
+namespace codec {
+
+// bits: element 8 i + j is bit j of byte i (little end first, as in numpy.packbits(bitorder="little")).
+
+inline void encode_bits(const float* in, std::size_t n, std::uint8_t* out) {
+    std::size_t i = 0;
+#if defined(__x86_64__)
+    const __m128 zero = _mm_setzero_ps();
+    for (; i + 16 <= n; i += 16) {
+        const int a = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i), zero));
+        const int b = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i + 4), zero));
+        const int c = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i + 8), zero));
+        const int d = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(in + i + 12), zero));
+        const auto word = static_cast<std::uint16_t>(a | b << 4 | c << 8 | d << 12);
+        std::memcpy(out + i / 8, &word, 2);
+    }
+#endif
+    for (; i < n; i += 8) {
+        unsigned byte = 0;
+        for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= static_cast<unsigned>(in[i + j] != 0.0F) << j;
+        out[i / 8] = static_cast<std::uint8_t>(byte);
+    }
+}
+
+inline void encode_bits(const std::uint8_t* in, std::size_t n, std::uint8_t* out) {
+    std::size_t i = 0;
+#if defined(__x86_64__)
+    const __m128i zero = _mm_setzero_si128();
+    for (; i + 16 <= n; i += 16) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+        const auto word = static_cast<std::uint16_t>(~_mm_movemask_epi8(_mm_cmpeq_epi8(x, zero)));
+        std::memcpy(out + i / 8, &word, 2);
+    }
+#endif
+    for (; i < n; i += 8) {
+        unsigned byte = 0;
+        for (std::size_t j = 0; j < 8 && i + j < n; ++j) byte |= static_cast<unsigned>(in[i + j] != 0) << j;
+        out[i / 8] = static_cast<std::uint8_t>(byte);
+    }
+}
+
+// All eight elements of every byte: one look-up and one copy expand a byte.
+template <class T>
+inline constexpr std::array<std::array<T, 8>, 256> kExpanded = [] {
+    std::array<std::array<T, 8>, 256> table{};
+    for (unsigned byte = 0; byte < 256; ++byte)
+        for (unsigned j = 0; j < 8; ++j) table[byte][j] = static_cast<T>(byte >> j & 1U);
+    return table;
+}();
+
+template <class T>
+inline void decode_bits(const std::uint8_t* in, std::size_t n, T* out) {
+    const std::size_t whole = n / 8;
+    for (std::size_t i = 0; i < whole; ++i) std::memcpy(out + 8 * i, kExpanded<T>[in[i]].data(), 8 * sizeof(T));
+    for (std::size_t i = 8 * whole; i < n; ++i) out[i] = static_cast<T>(in[i / 8] >> (i % 8) & 1U);
+}
+
+inline void encode_bytes(const float* in, std::size_t n, float per_unit, std::uint8_t* out) {
+    std::size_t i = 0;
+#if defined(__x86_64__)
+    const __m128 factor = _mm_set1_ps(per_unit), half = _mm_set1_ps(0.5F), most = _mm_set1_ps(255.0F), zero = _mm_setzero_ps();
+    const auto four = [&](std::size_t at) {
+        const __m128 x = _mm_add_ps(_mm_mul_ps(_mm_loadu_ps(in + at), factor), half);
+        return _mm_cvttps_epi32(_mm_min_ps(_mm_max_ps(x, zero), most));  // max gives its second argument for a NaN
+    };
+    for (; i + 16 <= n; i += 16) {
+        const __m128i low = _mm_packs_epi32(four(i), four(i + 4)), high = _mm_packs_epi32(four(i + 8), four(i + 12));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm_packus_epi16(low, high));
+    }
+#endif
+    for (; i < n; ++i) {
+        float x = in[i] * per_unit + 0.5F;
+        x = x > 0.0F ? x : 0.0F;  // NaN becomes 0 too
+        x = x < 255.0F ? x : 255.0F;
+        out[i] = static_cast<std::uint8_t>(static_cast<std::int32_t>(x));
+    }
+}
+
+inline void decode_bytes(const std::uint8_t* in, std::size_t n, float unit, float* out) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = static_cast<float>(in[i]) * unit;
+}
+
+// binary16 by integer arithmetic, round to nearest even, for CPUs without a conversion instruction.
+inline std::uint16_t half_of(float value) {
+    std::uint32_t x;
+    std::memcpy(&x, &value, 4);
+    const std::uint32_t sign = x >> 16 & 0x8000U;
+    x &= 0x7FFFFFFFU;
+    if (x >= 0x7F800000U) return static_cast<std::uint16_t>(sign | 0x7C00U | (x > 0x7F800000U ? 0x0200U | (x >> 13 & 0x3FFU) : 0U));
+    if (x >= 0x477FF000U) return static_cast<std::uint16_t>(sign | 0x7C00U);
+    if (x < 0x38800000U) {  // subnormal in binary16: let the float adder do the rounding
+        float magnitude;
+        std::memcpy(&magnitude, &x, 4);
+        magnitude += 0.5F;
+        std::memcpy(&x, &magnitude, 4);
+        return static_cast<std::uint16_t>(sign | (x - 0x3F000000U));
+    }
+    return static_cast<std::uint16_t>(sign | ((x + 0xC8000FFFU + (x >> 13 & 1U)) >> 13));
+}
+
+inline float float_of(std::uint16_t half) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
+    std::uint32_t x = static_cast<std::uint32_t>(half & 0x7FFFU) << 13;
+    float value;
+    if ((half & 0x7C00U) == 0x7C00U) {
+        x |= 0x7F800000U;
+    } else if ((half & 0x7C00U) != 0) {
+        x += 0x38000000U;
+    } else {
+        value = static_cast<float>(half & 0x3FFU) * 5.9604644775390625e-8F;  // 2^-24
+        std::memcpy(&x, &value, 4);
+    }
+    x |= sign;
+    std::memcpy(&value, &x, 4);
+    return value;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx,f16c"))) inline std::size_t encode_half_f16c(const float* in, std::size_t n, std::uint16_t* out) {
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
+    return i;
+}
+__attribute__((target("avx,f16c"))) inline std::size_t decode_half_f16c(const std::uint16_t* in, std::size_t n, float* out) {
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+    return i;
+}
+inline bool has_f16c() {
+    static const bool has = __builtin_cpu_supports("avx") != 0 && __builtin_cpu_supports("f16c") != 0;
+    return has;
+}
+#endif
+
+inline void encode_half(const float* in, std::size_t n, std::uint16_t* out) {
+    std::size_t i = 0;
+#if defined(__x86_64__)
+    if (has_f16c()) i = encode_half_f16c(in, n, out);
+#endif
+    for (; i < n; ++i) out[i] = half_of(in[i]);
+}
+
+inline void decode_half(const std::uint16_t* in, std::size_t n, float* out) {
+    std::size_t i = 0;
+#if defined(__x86_64__)
+    if (has_f16c()) i = decode_half_f16c(in, n, out);
+#endif
+    for (; i < n; ++i) out[i] = float_of(in[i]);
+}
+
+// sparse: u32 count, then `most` u32 indices, then `most` float values. Gives false where there are more non-zeros
+// than `most`.
+inline std::size_t sparse_bytes(std::size_t most) { return 4 + 8 * most; }
+
+inline bool encode_sparse(const float* in, std::size_t n, std::size_t most, std::byte* out) {
+    auto* indices = reinterpret_cast<std::uint32_t*>(out + 4);
+    auto* values = reinterpret_cast<float*>(out + 4 + 4 * most);
+    std::uint32_t count = 0;
+    std::size_t i = 0;
+    const auto keep = [&](std::size_t at) {
+        if (in[at] == 0.0F) return true;
+        if (count == most) return false;
+        indices[count] = static_cast<std::uint32_t>(at);
+        values[count++] = in[at];
+        return true;
+    };
+    for (; i + 16 <= n; i += 16) {
+        std::uint64_t any = 0;
+        for (std::size_t j = 0; j < 8; ++j) {
+            std::uint64_t pair;
+            std::memcpy(&pair, in + i + 2 * j, 8);
+            any |= pair;
+        }
+        if (any == 0) continue;
+        for (std::size_t j = 0; j < 16; ++j)
+            if (!keep(i + j)) return false;
+    }
+    for (; i < n; ++i)
+        if (!keep(i)) return false;
+    std::memcpy(out, &count, 4);
+    return true;
+}
+
+inline void decode_sparse(const std::byte* in, std::size_t n, std::size_t most, float* out) {
+    std::memset(out, 0, n * sizeof(float));
+    std::uint32_t count;
+    std::memcpy(&count, in, 4);
+    if (count > most) count = static_cast<std::uint32_t>(most);
+    for (std::uint32_t i = 0; i < count; ++i) {
+        std::uint32_t index;
+        float value;
+        std::memcpy(&index, in + 4 + 4 * std::size_t{i}, 4);
+        std::memcpy(&value, in + 4 + 4 * (most + i), 4);
+        if (index < n) out[index] = value;
+    }
+}
+
+}  // namespace codec
+}  // namespace jurybox::replay

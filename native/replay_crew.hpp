@@ -1,0 +1,83 @@
+// Threads that copy: they sleep between jobs and share a job's parts out among themselves and the caller.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace jurybox::replay {
+
+class Crew {
+  public:
+    explicit Crew(std::size_t threads) {
+        for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    }
+    Crew(const Crew&) = delete;
+    Crew& operator=(const Crew&) = delete;
+    ~Crew() {
+        {
+            const std::lock_guard<std::mutex> hold(mutex_);
+            stop_ = true;
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+
+    std::size_t threads() const { return workers_.size() + 1; }
+
+    // Run part(0) .. part(parts - 1), the caller's thread included; gives back when all are done.
+    void run(std::size_t parts, const std::function<void(std::size_t)>& part) {
+        if (workers_.empty() || parts <= 1) {
+            for (std::size_t i = 0; i < parts; ++i) part(i);
+            return;
+        }
+        const std::lock_guard<std::mutex> one_job(jobs_);
+        {
+            const std::lock_guard<std::mutex> hold(mutex_);
+            part_ = &part;
+            parts_ = parts;
+            next_.store(0, std::memory_order_relaxed);
+            ++job_;
+        }
+        wake_.notify_all();
+        take_parts(part, parts);
+        std::unique_lock<std::mutex> hold(mutex_);
+        part_ = nullptr;  // who has not begun by now finds nothing to do
+        idle_.wait(hold, [this] { return busy_ == 0; });
+    }
+
+  private:
+    void take_parts(const std::function<void(std::size_t)>& part, std::size_t parts) {
+        for (std::size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < parts;) part(i);
+    }
+    void work() {
+        std::size_t seen = 0;
+        std::unique_lock<std::mutex> hold(mutex_);
+        while (true) {
+            wake_.wait(hold, [&] { return stop_ || (job_ != seen && part_ != nullptr); });
+            if (stop_) return;
+            seen = job_;
+            const auto* part = part_;
+            const std::size_t parts = parts_;
+            ++busy_;
+            hold.unlock();
+            take_parts(*part, parts);
+            hold.lock();
+            if (--busy_ == 0) idle_.notify_one();
+        }
+    }
+
+    std::mutex jobs_;  // callers take turns
+    std::mutex mutex_;
+    std::condition_variable wake_, idle_;
+    const std::function<void(std::size_t)>* part_ = nullptr;
+    std::size_t parts_ = 0, job_ = 0, busy_ = 0;
+    std::atomic<std::size_t> next_{0};
+    bool stop_ = false;
+    std::vector<std::thread> workers_;
+};
+
+}  // namespace jurybox::replay

@@ -1,0 +1,159 @@
+// A sum tree over shared memory that many processes update and one or many draw from, without a lock.
+//
+// Priorities are whole numbers (units of 2^-24), so that adding a difference to every sum above a leaf commutes: after
+// any interleaving of updates the sums are exact, and they never drift as floating-point sums do. Sixteen children a
+// node: a million leaves are five levels. The tree is the one of T. Schaul et al., "Prioritized experience replay"
+// (ICLR 2016, arXiv:1511.05952), appendix B.2.1, but for the fan-out and the arithmetic.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace jurybox::replay {
+
+class SumTree {
+  public:
+    static constexpr std::size_t kFan = 16;
+    static constexpr std::size_t kMaxLevels = 16;
+    static constexpr double kUnit = 1.0 / (1 << 24);
+    static constexpr std::uint64_t kMost = std::uint64_t{1} << 38;  // 16384.0; 2^24 such leaves still fit a sum
+
+    using Word = std::atomic<std::uint64_t>;
+
+    SumTree() = default;
+
+    // Over zeroed or inherited memory of words(leaves) words.
+    SumTree(Word* words, std::size_t leaves) : leaves_(leaves) {
+        std::size_t n = leaves;
+        while (true) {
+            level_[levels_] = words;
+            size_[levels_] = n;
+            words += padded(n);
+            ++levels_;
+            if (n == 1) break;
+            n = (n + kFan - 1) / kFan;
+        }
+    }
+
+    static std::size_t words(std::size_t leaves) {
+        std::size_t total = 0;
+        for (std::size_t n = leaves;; n = (n + kFan - 1) / kFan) {
+            total += padded(n);
+            if (n == 1) return total;
+        }
+    }
+
+    // A priority as the tree keeps it: never zero, so that every row stays drawable.
+    static std::uint64_t quantised(double priority) {
+        const double units = priority * (1 << 24);
+        if (!(units >= 1.0)) return 1;
+        if (units >= static_cast<double>(kMost)) return kMost;
+        return static_cast<std::uint64_t>(units);
+    }
+
+    bool present() const { return levels_ != 0; }
+    std::uint64_t total() const { return level_[levels_ - 1][0].load(std::memory_order_relaxed); }
+    std::uint64_t leaf(std::size_t i) const { return level_[0][i].load(std::memory_order_relaxed); }
+
+    // Sums of neighbouring updates are carried along and written once per node instead of once per leaf.
+    class Update {
+      public:
+        explicit Update(SumTree& tree) : tree_(tree) {}
+        Update(const Update&) = delete;
+        Update& operator=(const Update&) = delete;
+        ~Update() {
+            for (std::size_t l = 1; l < tree_.levels_; ++l) flush(l);
+        }
+        void set(std::size_t leaf, std::uint64_t priority) {
+            const std::uint64_t before = tree_.level_[0][leaf].exchange(priority, std::memory_order_relaxed);
+            if (before == priority) return;
+            carry(1, leaf / kFan, priority - before);  // modulo 2^64, as every sum is
+        }
+
+      private:
+        void carry(std::size_t l, std::size_t node, std::uint64_t difference) {
+            for (; l < tree_.levels_; ++l, node /= kFan) {
+                if (node_[l] == node && pending_[l] != 0) {
+                    pending_[l] += difference;
+                    return;
+                }
+                const std::uint64_t old = pending_[l];
+                const std::size_t old_node = node_[l];
+                node_[l] = node;
+                pending_[l] = difference;
+                if (old == 0) return;
+                tree_.level_[l][old_node].fetch_add(old, std::memory_order_relaxed);
+                node = old_node;
+                difference = old;
+            }
+        }
+        void flush(std::size_t l) {
+            if (pending_[l] == 0) return;
+            const std::uint64_t difference = pending_[l];
+            pending_[l] = 0;
+            tree_.level_[l][node_[l]].fetch_add(difference, std::memory_order_relaxed);
+            if (l + 1 < tree_.levels_) carry(l + 1, node_[l] / kFan, difference);
+        }
+
+        SumTree& tree_;
+        std::size_t node_[kMaxLevels] = {};
+        std::uint64_t pending_[kMaxLevels] = {};
+    };
+
+    void set(std::size_t leaf, std::uint64_t priority) { Update(*this).set(leaf, priority); }
+
+    // The leaf that `target` in [0, total) falls into, for n targets at once: level by level, so that the cache misses
+    // of different targets overlap. A target that a concurrent update pushed over the end gets the last child.
+    void find(const std::uint64_t* targets, std::size_t n, std::size_t* leaves) const {
+        constexpr std::size_t kBlock = 64;
+        std::uint64_t rest[kBlock];
+        for (std::size_t from = 0; from < n; from += kBlock) {
+            const std::size_t block = n - from < kBlock ? n - from : kBlock;
+            for (std::size_t i = 0; i < block; ++i) {
+                rest[i] = targets[from + i];
+                leaves[from + i] = 0;
+            }
+            for (std::size_t l = levels_ - 1; l-- > 0;) {
+                for (std::size_t i = 0; i < block; ++i) {
+                    std::size_t child = leaves[from + i] * kFan;
+                    const std::size_t end = child + kFan < size_[l] ? child + kFan : size_[l];
+                    std::size_t last = child;
+                    for (; child < end; ++child) {
+                        const std::uint64_t sum = level_[l][child].load(std::memory_order_relaxed);
+                        if (rest[i] < sum) break;
+                        if (sum != 0) last = child;
+                        rest[i] -= sum;
+                    }
+                    if (child == end) {
+                        child = last;
+                        rest[i] = 0;
+                    }
+                    leaves[from + i] = child;
+                    if (l != 0) __builtin_prefetch(&level_[l - 1][child * kFan]);
+                }
+            }
+        }
+    }
+
+    // Sum the leaves anew; for a tree at rest, after a process was killed between a leaf and its sums.
+    void rebuild() {
+        for (std::size_t l = 1; l < levels_; ++l) {
+            for (std::size_t node = 0; node < size_[l]; ++node) {
+                std::uint64_t sum = 0;
+                for (std::size_t c = node * kFan; c < (node + 1) * kFan && c < size_[l - 1]; ++c)
+                    sum += level_[l - 1][c].load(std::memory_order_relaxed);
+                level_[l][node].store(sum, std::memory_order_relaxed);
+            }
+        }
+    }
+
+  private:
+    static std::size_t padded(std::size_t n) { return (n + kFan - 1) / kFan * kFan; }
+
+    std::size_t leaves_ = 0;
+    std::size_t levels_ = 0;
+    Word* level_[kMaxLevels] = {};
+    std::size_t size_[kMaxLevels] = {};
+};
+
+}  // namespace jurybox::replay

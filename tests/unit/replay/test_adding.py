@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.protocol.errors import Refused, SharedMemoryError, SpecMismatch, Timeout
+from jurybox.training.replay import Field, NotEnoughRows, Replay
+
+
+def rows(replay: Replay, name: str = "n") -> list:
+    return sorted(replay.sample(len(replay), replace=False)[name].tolist())
+
+
+def test_a_full_ring_keeps_the_newest_rows(make) -> None:
+    replay = make(5)
+    for i in range(12):
+        assert replay.add(x=np.full(3, i, np.float32), n=i) == 1
+    assert rows(replay) == [7, 8, 9, 10, 11]
+    assert (len(replay), replay.capacity, replay.added, replay.counters.overwritten) == (5, 5, 12, 7)
+
+
+def test_an_extend_longer_than_the_ring_leaves_its_end(make) -> None:
+    replay = make(4)
+    assert replay.extend(x=np.zeros((11, 3), np.float32), n=np.arange(11)) == 11
+    assert rows(replay) == [7, 8, 9, 10]
+
+
+def test_fields_may_come_in_any_order_and_kind(make) -> None:
+    replay = make(10, {"x": Field((2, 3)), "r": Field((), "float64"), "d": Field((), "bool")})
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    replay.add(d=True, x=x, r=1)
+    replay.add(d=np.bool_(True), x=torch.arange(6.0).reshape(2, 3), r=np.float32(1))
+    replay.add(d=0 == 0, x=x.tolist(), r=torch.tensor(1.0))
+    replay.add(d=True, x=x.astype(np.float64), r=np.array(1.0))
+    batch = replay.sample(4, replace=False)
+    assert (batch["x"] == x).all() and (batch["r"] == 1).all() and batch["d"].all()
+
+
+def test_strided_rows_need_no_copy_of_theirs(make) -> None:
+    replay = make(10, {"x": Field((4, 3)), "b": Field((4, 3), "float32", stored="bits")})
+    big = np.random.default_rng(0).integers(0, 2, (3, 8, 5, 3)).astype(np.float32)
+    views = [
+        big[0, ::2, 1],
+        big[1, ::-2, 4],
+        big[2, 4:, 0],
+        np.asfortranarray(big[0, :4, 0]),
+        big.T[:, :, 1, 2][:, :4].T,
+    ]
+    for view in views:
+        replay.add(x=view, b=view)
+    got = replay.sample(5, replace=False)
+    order = np.argsort(got.indices)
+    np.testing.assert_array_equal(got["x"][order], np.stack(views))
+    np.testing.assert_array_equal(got["b"][order], np.stack(views))
+    replay.extend(x=big[:, ::2, 2], b=torch.from_numpy(big).permute(0, 1, 2, 3)[:, ::2, 2])
+    got = replay.sample(8, replace=False)
+    np.testing.assert_array_equal(got["x"][np.argsort(got.indices)][5:], big[:, ::2, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"x": np.zeros(3, np.float32)}, "'n' is missing"),
+        ({"x": np.zeros(3, np.float32), "n": 1, "z": 1}, "no field 'z'"),
+        ({"x": np.zeros(4, np.float32), "n": 1}, r"expected float32\(3\), came float32\(4,\)"),
+        ({"x": np.zeros((2, 3), np.float32), "n": 1}, "use extend"),
+        ({"x": np.zeros(3, np.float32), "n": np.float32(1.5)}, "convert it first"),
+        ({"x": np.zeros(3, np.complex64), "n": 1}, "convert it first"),
+    ],
+)
+def test_a_row_that_does_not_fit_says_why(make, fields: dict, message: str) -> None:
+    replay = make()
+    with pytest.raises(SpecMismatch, match=message):
+        replay.add(**fields)
+    assert len(replay) == 0
+
+
+def test_rows_of_one_extend_must_agree_on_their_number(make) -> None:
+    with pytest.raises(SpecMismatch, match="same number"):
+        make().extend(x=np.zeros((4, 3), np.float32), n=np.zeros(3, np.int64))
+
+
+def test_too_many_nonzeros_are_refused_by_name(make) -> None:
+    replay = make(4, {"p": Field((20,), "float32", stored="sparse", nonzero=2)})
+    with pytest.raises(SpecMismatch, match=r"'p'.*at most 2"):
+        replay.add(p=np.ones(20, np.float32))
+    with pytest.raises(NotEnoughRows):
+        replay.sample(1)
+    replay.add(p=np.eye(20, dtype=np.float32)[3])
+    assert replay.sample(1)["p"].argmax() == 3
+
+
+def test_a_full_ring_that_drops_counts_what_it_drops(make) -> None:
+    replay = make(4, full="drop_newest")
+    assert replay.extend(x=np.zeros((6, 3), np.float32), n=np.arange(6)) == 4
+    assert replay.add(x=np.zeros(3, np.float32), n=9) == 0
+    assert (rows(replay), replay.counters.dropped) == ([0, 1, 2, 3], 3)
+    assert replay.discard(2) == 2
+    assert replay.add(x=np.zeros(3, np.float32), n=7) == 1
+    assert rows(replay) == [2, 3, 7]
+
+
+def test_a_full_ring_that_blocks_waits_for_room(make) -> None:
+    replay = make(4, full="block", timeout=0.05)
+    replay.extend(x=np.zeros((4, 3), np.float32), n=np.arange(4))
+    with pytest.raises(Timeout, match="0 of 1 rows"):
+        replay.add(x=np.zeros(3, np.float32), n=4)
+    patient = Replay.attach(replay.name, timeout=30)
+    writer = threading.Thread(
+        target=lambda: patient.extend(x=np.zeros((3, 3), np.float32), n=np.arange(4, 7)), daemon=True
+    )
+    writer.start()
+    assert replay.discard(3) == 3
+    writer.join(20)
+    assert rows(replay) == [3, 4, 5, 6]
+    patient.close()
+
+
+def test_reserved_rows_are_written_in_place(make) -> None:
+    replay = make(10, {"x": Field((3,)), "b": Field((9,), "float32", stored="bits"), "n": Field((), "int64")})
+    for start in range(0, 30, 4):
+        with replay.reserve(4) as reserved:
+            reserved["x"][:] = np.arange(start, start + 4)[:, None]
+            reserved["n"][:] = np.arange(start, start + 4)
+            reserved["b"][:] = np.packbits(np.ones((4, 9), np.uint8), axis=1, bitorder="little")
+            assert all(n < start for n in replay.sample(20)["n"]) if start else True
+    batch = replay.sample(10, replace=False)
+    assert (batch["x"] == batch["n"][:, None]).all() and (batch["b"] == 1).all()
+    assert {28, 29, 30, 31} <= set(batch["n"].tolist())
+
+
+def test_a_reservation_that_fails_leaves_no_row(make) -> None:
+    replay = make(4)
+    with pytest.raises(ZeroDivisionError), replay.reserve(2):
+        raise ZeroDivisionError
+    with pytest.raises(NotEnoughRows):
+        replay.sample(1)
+    assert replay.added == 0
+
+
+def test_the_anchor_is_kept_for_good(make) -> None:
+    replay = make(20, anchor=4)
+    assert replay.anchor.extend(x=np.zeros((6, 3), np.float32), n=np.arange(100, 106)) == 4
+    for i in range(50):
+        replay.add(x=np.zeros(3, np.float32), n=i)
+    batch = replay.sample(40, anchor_ratio=0.25)
+    assert (batch["n"] >= 100).sum() == 10
+    assert set(batch["n"][batch["n"] >= 100]) <= {100, 101, 102, 103}
+    assert batch["n"][batch["n"] < 100].min() >= 30
+    with pytest.raises(Refused, match="no anchor"):
+        _ = make().anchor
+
+
+def test_another_attacher_sees_the_same_rows(make) -> None:
+    replay = make()
+    other = Replay.attach(replay.name, populate=True)
+    other.add(x=np.ones(3, np.float32), n=5)
+    assert rows(replay) == [5]
+    other.close()
+    with pytest.raises(SharedMemoryError, match="owner may be"):
+        Replay.attach("nobody-made-this")
+
+
+def test_a_name_in_use_is_refused(make) -> None:
+    with pytest.raises(SharedMemoryError, match="exists"):
+        Replay.create(make().name, 3, {"x": Field()})
+
+
+def test_a_replay_may_be_closed_before_it_is_unlinked(make) -> None:
+    replay = make()
+    replay.close()
+    replay.unlink()
+    replay.unlink()
+    with pytest.raises(SharedMemoryError):
+        Replay.attach(replay.name)

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jurybox.protocol.errors import Refused, SharedMemoryError
+from jurybox.training.replay import Damaged, Episodes, Field, Replay, Windows
+from jurybox.training.replay import save as saving
+
+FIELDS = {"x": Field((600,)), "p": Field((40,), "float32", stored="sparse", nonzero=5), "n": Field((), "int64")}
+
+
+def add(replay: Replay, first: int, n: int) -> None:
+    for i in range(first, first + n):
+        replay.add(x=np.full(600, i, np.float32), p=np.eye(40, dtype=np.float32)[i % 40], n=i)
+
+
+def content(replay: Replay) -> dict[int, float]:
+    there = int((replay.parts[0].sequences != 0).sum())
+    batch = replay.sample(there, replace=False, uniform=True)
+    assert (batch["x"] == batch["n"][:, None]).all() and (batch["p"].argmax(axis=1) == batch["n"] % 40).all()
+    return dict(zip(batch["n"].tolist(), batch.indices.tolist(), strict=True))
+
+
+@pytest.fixture
+def loaded():
+    made: list[Replay] = []
+
+    def load(path: Path, **options) -> Replay:
+        made.append(Replay.load(path, f"loaded-{os.getpid()}-{len(made)}", **options))
+        return made[-1]
+
+    yield load
+    for replay in made:
+        replay.unlink()
+        replay.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(saving, "CHUNK_BYTES", 16 << 10)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
+@pytest.mark.parametrize("rows", [0, 30, 130])
+def test_a_loaded_replay_goes_on_where_the_saved_one_stood(make, loaded, tmp_path, small_chunks, codec, rows) -> None:
+    replay = make(100, FIELDS)
+    add(replay, 0, rows)
+    saved = replay.save(tmp_path / "buffer.jbr", codec=codec)
+    assert saved.rows == min(rows, 100) and saved.bytes == (tmp_path / "buffer.jbr").stat().st_size
+    again = loaded(tmp_path / "buffer.jbr")
+    assert (len(again), again.added) == (len(replay), replay.added)
+    assert content(again) == content(replay) if rows else True
+    add(again, rows, 7)
+    assert set(content(again)) == set(range(max(0, rows + 7 - 100), rows + 7))
+    assert list(tmp_path.iterdir()) == [tmp_path / "buffer.jbr"]
+
+
+def test_priorities_and_anchor_come_back(make, loaded, tmp_path) -> None:
+    replay = make(50, FIELDS, prioritized=True, anchor=5, alpha=1.0)
+    add(replay, 0, 50)
+    anchor = replay.anchor
+    for i in range(100, 103):
+        anchor.add(x=np.full(600, i, np.float32), p=np.eye(40, dtype=np.float32)[i % 40], n=i)
+    batch = replay.sample(500, anchor_ratio=0.5)
+    replay.update_priorities(batch.indices, batch["n"].astype(np.float32))
+    replay.save(tmp_path / "b")
+    again = loaded(tmp_path / "b")
+    for ours, theirs in zip(replay.parts, again.parts, strict=True):
+        assert (ours.leaves == theirs.leaves).all()
+        assert ours.ring.total_priority == theirs.ring.total_priority
+    assert sorted(again.sample(1000)["n"])[-1] == 102
+
+
+def test_episodes_stay_linked(make, loaded, tmp_path) -> None:
+    replay = make(40, {"o": Field((2,)), "reward": Field(), "terminated": Field((), "bool")}, episodes=Episodes())
+    for i in range(70):
+        replay.add(o=np.full(2, i, np.float32), reward=1.0, terminated=i % 10 == 9)
+    replay.add(o=np.full(2, 70, np.float32), reward=1.0, terminated=False)
+    replay.save(tmp_path / "b")
+    again = loaded(tmp_path / "b")
+    batch = again.sample(300, windows=Windows(n_step=3, gamma=1.0, next="o", stack=2, stacked="o"))
+    now, ahead = batch["o"][:, 1, 0], batch["next_o"][:, 1, 0]
+    alive = batch["discount"] > 0
+    assert (ahead[alive] == now[alive] + 3).all()
+    assert (batch["reward"] == np.minimum(3, 10 - now % 10)).all()
+    # The last row's episode had no next row, and nobody is left to write it.
+    assert now.max() == 69
+
+
+def test_an_incremental_save_writes_what_changed(make, loaded, tmp_path, small_chunks) -> None:
+    replay = make(400, FIELDS)
+    add(replay, 0, 400)
+    path = tmp_path / "b"
+    full = replay.save(path, codec="none")
+    add(replay, 400, 20)
+    step = replay.save(path, codec="none", incremental=True)
+    assert step.rows == 20
+    assert step.bytes - full.bytes < full.bytes / 10
+    add(replay, 420, 390)
+    assert replay.save(path, incremental=True).rows == 390
+    assert content(loaded(path)) == content(replay)
+    assert replay.save(path, incremental=True).rows == 0
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(Refused, match="not as the last save left it"):
+        replay.save(path, incremental=True)
+
+
+def test_an_unfinished_incremental_save_leaves_the_one_before(make, loaded, tmp_path, small_chunks) -> None:
+    replay = make(100, FIELDS)
+    add(replay, 0, 100)
+    path = tmp_path / "b"
+    before = content(replay)
+    size = replay.save(path).bytes
+    add(replay, 100, 50)
+    whole = replay.save(path, incremental=True).bytes
+    for cut in (size + 1, size + 30, (size + whole) // 2, whole - 1):
+        os.truncate(path, cut)
+        assert content(loaded(path)) == before
+
+
+def test_a_truncated_file_is_refused_and_its_whole_chunks_recovered(make, loaded, tmp_path, small_chunks) -> None:
+    replay = make(200, FIELDS)
+    add(replay, 0, 200)
+    path = tmp_path / "b"
+    replay.save(path, codec="none")
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(Damaged, match=r"cut off after chunk \d+ \(rows of slots \d+..\d+ of part 0"):
+        loaded(path)
+    rows = content(loaded(path, recover=True))
+    assert 60 < len(rows) < 140
+    assert rows.items() <= content(replay).items()
+
+
+def test_every_damaged_byte_is_noticed(make, loaded, tmp_path, small_chunks) -> None:
+    replay = make(100, FIELDS, prioritized=True)
+    add(replay, 0, 100)
+    path = tmp_path / "b"
+    replay.save(path, codec="none")
+    whole = path.read_bytes()
+    everything = content(replay)
+    for at in np.random.default_rng(5).integers(0, len(whole), 60):
+        broken = bytearray(whole)
+        broken[at] ^= 0x40
+        path.write_bytes(broken)
+        with pytest.raises(Damaged, match=r"chunk \d+|head|saved replay|version|commit"):
+            loaded(path)
+        if at > 2000:
+            rows = content(loaded(path, recover=True))
+            assert 50 < len(rows) <= 100 and rows.items() <= everything.items()
+
+
+def test_a_refused_file_leaves_no_replay(make, tmp_path) -> None:
+    replay = make(10, FIELDS)
+    path = tmp_path / "b"
+    replay.save(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(Damaged):
+        Replay.load(path, "left-behind")
+    with pytest.raises(SharedMemoryError):
+        Replay.attach("left-behind")
+
+
+def test_a_save_beside_writers_is_a_state_of_whole_rows(make, loaded, tmp_path, small_chunks) -> None:
+    replay = make(2000, FIELDS)
+    add(replay, 0, 2000)
+    other = Replay.attach(replay.name)
+    for turn in range(5):
+        low = replay.added
+        writer = threading.Thread(target=add, args=(other, low, 500), daemon=True)
+        writer.start()
+        replay.save_in_background(tmp_path / "b", incremental=turn > 2).result(60)
+        writer.join(60)
+        # One writer: row n is ticket n. All rows of one moment, but those overwritten before the saver came to them.
+        rows = content(loaded(tmp_path / "b"))
+        assert all(n == ticket for n, ticket in rows.items())
+        newest = max(rows)
+        assert low - 1 <= newest < low + 500
+        assert set(range(low - 1500, newest + 1)) <= set(rows)
+    other.close()
+
+
+def test_a_full_disk_keeps_the_old_file(make, tmp_path, monkeypatch) -> None:
+    replay = make(100, FIELDS)
+    add(replay, 0, 50)
+    path = tmp_path / "b"
+    replay.save(path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving.os, "pwritev", full)
+    add(replay, 50, 10)
+    for incremental in (False, True):
+        with pytest.raises(OSError, match="No space"):
+            replay.save(path, incremental=incremental)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_restore_takes_the_place_of_what_was_there(make, tmp_path) -> None:
+    replay = make(100, FIELDS)
+    add(replay, 0, 60)
+    was = content(replay)
+    replay.save(tmp_path / "b")
+    add(replay, 60, 100)
+    replay.restore(tmp_path / "b")
+    assert content(replay) == was and replay.added == 60

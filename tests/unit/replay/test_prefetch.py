@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.training.replay import NotEnoughRows
+
+
+def filled(make, **options):
+    replay = make(**options)
+    replay.extend(x=np.repeat(np.arange(100, dtype=np.float32)[:, None], 3, 1), n=np.arange(100))
+    return replay
+
+
+def test_batches_come_ready_and_are_used_again(make) -> None:
+    replay = filled(make)
+    with replay.prefetch(8, depth=2) as batches:
+        seen = {id(next(batches)) for _ in range(20)}
+        batch = next(batches)
+        held = batch["n"].copy()
+        assert (batch["x"] == held[:, None]).all()
+    assert len(seen) == 3
+    assert replay.counters.sampled <= 8 * (21 + 3)
+
+
+def test_a_batch_stays_the_callers_until_the_next(make) -> None:
+    with filled(make).prefetch(8, depth=3) as batches:
+        for _ in range(50):
+            batch = next(batches)
+            first = batch["n"].copy()
+            for _ in range(100):
+                pass
+            assert (batch["n"] == first).all()
+
+
+def test_on_a_device_tensors_are_the_callers_for_good(make) -> None:
+    with filled(make, prioritized=True).prefetch(8, device="cpu", beta=0.5) as batches:
+        kept = [next(batches) for _ in range(30)]
+    for tensors in kept:
+        assert isinstance(tensors["x"], torch.Tensor)
+        assert (tensors["x"] == tensors["n"][:, None]).all()
+        assert tensors["weights"].shape == (8,)
+
+
+def test_what_goes_wrong_on_the_thread_is_raised_where_batches_are_taken(make) -> None:
+    with make().prefetch(8) as batches, pytest.raises(NotEnoughRows):
+        next(batches)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_are_already_there(make) -> None:
+    with filled(make).prefetch(8, device="cuda") as batches:
+        for _ in range(100):
+            tensors = next(batches)
+            assert tensors["x"].is_cuda
+            assert (tensors["x"] == tensors["n"][:, None]).all().item()
+
+
+@pytest.mark.gpu
+def test_a_pinned_batch_is_page_locked(make) -> None:
+    replay = filled(make)
+    batch = replay.sample(8, replay.batch(8, pinned=True))
+    assert batch.torch()["x"].is_pinned()

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jurybox.protocol.errors import SpecMismatch
+from jurybox.training.replay import Replay
+
+
+def filled(make, n: int = 50, **options) -> Replay:
+    replay = make(n, prioritized=True, **options)
+    replay.extend(x=np.zeros((n, 3), np.float32), n=np.arange(n))
+    return replay
+
+
+def test_rows_are_drawn_in_proportion_to_their_priority(make) -> None:
+    replay = filled(make, 50, alpha=0.5)
+    errors = np.arange(1, 51, dtype=np.float32) ** 2  # alpha makes 1 .. 50 of it
+    assert replay.update_priorities(np.arange(50), errors) == 50
+    counts = np.zeros(50)
+    for _ in range(100):
+        np.add.at(counts, replay.sample(1000)["n"], 1)
+    expected = 100_000 * np.arange(1, 51) / (50 * 51 / 2)
+    assert ((counts - expected) ** 2 / expected).sum() < 85.4
+
+
+def test_weights_undo_the_priorities(make) -> None:
+    replay = filled(make, 50, alpha=1.0)
+    errors = np.linspace(1, 5, 50, dtype=np.float32)
+    replay.update_priorities(np.arange(50), errors)
+    batch = replay.sample(500, beta=0.7)
+    wanted = errors[batch["n"]] ** -0.7
+    np.testing.assert_allclose(batch.weights, wanted / wanted.max(), rtol=1e-4)
+    assert (replay.sample(10, uniform=True).weights == 1).all()
+
+
+def test_new_rows_get_the_highest_priority_so_far(make) -> None:
+    replay = filled(make, 50, alpha=1.0)
+    replay.update_priorities(np.arange(50), np.full(50, 1e-3))
+    replay.update_priorities(np.array([7]), np.array([100.0]))
+    replay.add(x=np.zeros(3, np.float32), n=1000)
+    drawn = replay.sample(1000)["n"]
+    assert 380 < (drawn == 1000).sum() < 620 and 380 < (drawn == 7).sum() < 620
+
+
+def test_a_priority_that_comes_too_late_is_counted_and_ignored(make) -> None:
+    replay = filled(make, 50, alpha=1.0)
+    old = replay.sample(50, uniform=True, replace=False)
+    replay.extend(x=np.zeros((25, 3), np.float32), n=np.arange(100, 125))
+    before = replay.parts[0].leaves.copy()
+    assert replay.update_priorities(old.indices, np.full(50, 50.0)) == 25
+    assert replay.counters.stale_priorities == 25
+    assert (replay.parts[0].leaves[:25] == before[:25]).all()
+    assert replay.parts[0].ring.total_priority == replay.parts[0].leaves.sum()
+
+
+def test_priorities_come_from_any_handle(make) -> None:
+    replay = filled(make)
+    other = Replay.attach(replay.name)
+    batch = replay.sample(20)
+    assert other.update_priorities(batch.indices, np.ones(20)) == 20
+    other.close()
+
+
+def test_the_anchor_has_priorities_of_its_own(make) -> None:
+    replay = filled(make, 50, anchor=10, alpha=1.0)
+    replay.anchor.extend(x=np.zeros((10, 3), np.float32), n=np.arange(100, 110))
+    batch = replay.sample(100, anchor_ratio=0.5)
+    assert (batch["n"] >= 100).sum() == 50
+    errors = np.where(batch["n"] == 103, 1000.0, 1e-3)
+    assert replay.update_priorities(batch.indices, errors) == 100
+    again = replay.sample(100, anchor_ratio=0.5)["n"]
+    assert (again == 103).sum() == 50
+
+
+def test_no_row_twice_and_priorities_contradict(make) -> None:
+    with pytest.raises(SpecMismatch, match="uniform=True"):
+        filled(make).sample(10, replace=False)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from jurybox.training.replay import Field, NotEnoughRows, Replay
+
+
+def filled(make, n: int = 100, capacity: int = 100, **options) -> Replay:
+    replay = make(capacity, **options)
+    replay.extend(x=np.repeat(np.arange(n, dtype=np.float32)[:, None], 3, 1), n=np.arange(n))
+    return replay
+
+
+def test_uniform_draws_are_uniform(make) -> None:
+    replay = filled(make, 60, 50)
+    counts = np.zeros(60)
+    for _ in range(100):
+        np.add.at(counts, replay.sample(1000)["n"], 1)
+    assert (counts[:10] == 0).all()
+    expected = 2000
+    chi2 = ((counts[10:] - expected) ** 2 / expected).sum()
+    assert chi2 < 85.4  # 49 degrees of freedom: one in a thousand
+
+
+def test_every_column_is_of_the_same_row(make) -> None:
+    batch = filled(make).sample(500)
+    assert (batch["x"] == batch["n"][:, None]).all()
+    assert (batch.indices == batch["n"]).all()
+
+
+def test_without_replacement_no_row_comes_twice(make) -> None:
+    replay = filled(make, 90)
+    for n in (1, 45, 90):
+        assert len(set(replay.sample(n, replace=False)["n"].tolist())) == n
+    with pytest.raises(NotEnoughRows, match="cannot give 91 different rows"):
+        replay.sample(91, replace=False)
+
+
+def test_the_same_seed_draws_the_same_whatever_the_threads(make) -> None:
+    fields = {"x": Field((5000,)), "n": Field((), "int64")}
+    drawn = []
+    for threads in (1, 2, 3):
+        replay = make(64, fields, seed=7, threads=threads)
+        replay.extend(x=np.zeros((64, 5000), np.float32), n=np.arange(64))
+        drawn.append([replay.sample(100)["n"].tolist() for _ in range(3)])
+        replay.seed(7)
+        assert replay.sample(100)["n"].tolist() == drawn[-1][0]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_a_batch_is_filled_again_without_allocation(make) -> None:
+    replay = make(256, {"x": Field((1000,)), "n": Field((), "int64")}, threads=2)
+    replay.extend(x=np.zeros((256, 1000), np.float32), n=np.arange(256))
+    batch = replay.batch(256)
+    where = batch["x"].ctypes.data
+    replay.sample(256, batch)
+    tracemalloc.start()
+    for _ in range(50):
+        assert replay.sample(256, batch) is batch
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch["x"].ctypes.data == where
+    assert peak < 4096
+
+
+def test_an_empty_replay_says_so(make) -> None:
+    with pytest.raises(NotEnoughRows, match="is empty"):
+        make().sample(1)
+
+
+def test_a_larger_sample_than_the_batch_is_refused(make) -> None:
+    replay = filled(make)
+    with pytest.raises(IndexError, match="shorter"):
+        replay.sample(11, replay.batch(10))
+
+
+def test_tensors_share_the_batch(make) -> None:
+    batch = filled(make).sample(4)
+    batch.torch()["x"].fill_(5.0)
+    assert (batch["x"] == 5).all()

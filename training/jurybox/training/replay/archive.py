@@ -1,0 +1,250 @@
+"""The file format of saved replays: a head, then records, each with its own checksums.
+
+::
+
+    head     "JBREPFIL", u32 version, u32 length, u32 CRC-32C of the JSON, JSON (layout, slot size and offsets)
+    record   "JBRC", u32 kind, u32 part, u32 codec, u64 first slot, u64 rows, u64 raw bytes, u64 stored bytes,
+             u32 CRC-32C of the payload, u32 CRC-32C of the 52 bytes before; then the payload
+
+All numbers are little-endian. ROWS are whole slots as they lie in memory (sequence word first, so every row
+carries its ticket), LINKS and PRIORITIES the arrays beside them. A COMMIT (JSON: the counters) closes one save:
+later records of an incremental save replace earlier ones of the same slots, and what follows the last commit does
+not count.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox import native
+from jurybox.training.replay.errors import Damaged
+from jurybox.training.replay.layout import Layout
+
+MAGIC = b"JBREPFIL"
+VERSION = 1
+_HEAD = struct.Struct("<8sIII")
+_RECORD = struct.Struct("<4sIIIQQQQI")
+_CHECK = struct.Struct("<I")
+RECORD_BYTES = _RECORD.size + _CHECK.size
+CODECS = ("none", "lz4", "zstd")
+
+
+class Kind(IntEnum):
+    ROWS = 1
+    LINKS = 2
+    PRIORITIES = 3
+    COMMIT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record's head, and where its payload begins."""
+
+    kind: Kind
+    part: int
+    codec: int
+    first: int
+    rows: int
+    raw_bytes: int
+    stored_bytes: int
+    checksum: int
+    number: int = 0
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        """What an error message calls it."""
+        what = {Kind.ROWS: "rows", Kind.LINKS: "links", Kind.PRIORITIES: "priorities"}.get(self.kind)
+        where = f"{what} of slots {self.first}..{self.first + self.rows - 1} of part {self.part}" if what else "commit"
+        return f"chunk {self.number} ({where}, at byte {self.offset - RECORD_BYTES})"
+
+
+@dataclass(slots=True)
+class Saved:
+    """What a save wrote, kept for the next incremental one.
+
+    Attributes:
+        path: the file.
+        rows: rows written by this save.
+        bytes: size of the file.
+        seconds: how long it took, fsync included.
+    """
+
+    path: Path
+    rows: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    sequences: list[npt.NDArray[np.uint64]] = field(default_factory=list, repr=False)
+    links: list[npt.NDArray[np.uint8] | None] = field(default_factory=list, repr=False)
+
+
+def head_of(layout: Layout) -> bytes:
+    text = json.dumps(
+        {"layout": layout.as_json(), "slot_bytes": layout.slot.size, "offsets": layout.slot.offsets}
+    ).encode()
+    return _HEAD.pack(MAGIC, VERSION, len(text), native.crc32c(text)) + text
+
+
+def record_head(kind: Kind, payload: Any, *, part: int, codec: int, first: int, rows: int, raw_bytes: int) -> bytes:
+    stored = memoryview(payload).nbytes
+    head = _RECORD.pack(b"JBRC", kind, part, codec, first, rows, raw_bytes, stored, native.crc32c(payload))
+    return head + _CHECK.pack(native.crc32c(head))
+
+
+def compressor(name: str) -> Callable[[Any], Any]:
+    """A function from a buffer to its compressed bytes; each thread may call it."""
+    if name == "lz4":
+        from lz4 import block
+
+        return lambda data: block.compress(data, store_size=False)
+    if name == "zstd":
+        import zstandard
+
+        return lambda data: zstandard.ZstdCompressor(level=1, write_content_size=True).compress(data)
+    if name == "none":
+        return lambda data: data
+    raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(CODECS)}")
+
+
+def decompress(codec: int, data: Any, raw_bytes: int) -> Any:
+    if codec == CODECS.index("lz4"):
+        from lz4 import block
+
+        return block.decompress(data, uncompressed_size=raw_bytes)
+    if codec == CODECS.index("zstd"):
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_bytes)
+    return data
+
+
+class Archive:
+    """A saved file, opened: its layout, the records that count, and what is wrong with it.
+
+    Attributes:
+        layout: of the saved replay.
+        records: all records up to the last commit, in order (with `recover`: up to the end).
+        commit: the last commit's JSON; None where there is none (only with `recover`).
+        lost: names of the chunks that are damaged or missing.
+    """
+
+    def __init__(self, path: Path, *, recover: bool) -> None:
+        self.path = path
+        self.lost: list[str] = []
+        self.records: list[Record] = []
+        self.commit: dict[str, Any] | None = None
+        self._last = "the head"
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < _HEAD.size:
+                raise Damaged(f"{path} is no saved replay: it is only {size} bytes long")
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self.data = memoryview(self._map)
+        body = self._read_head()
+        self._scan(body, recover)
+        if self.commit is None and not recover:
+            raise Damaged(f"{path} is cut off after {self._last}: no commit follows; recover=True loads what is whole")
+
+    def _read_head(self) -> int:
+        magic, version, length, checksum = _HEAD.unpack_from(self.data)
+        if magic != MAGIC:
+            raise Damaged(
+                f"{self.path} is no saved replay: expected it to begin with {MAGIC!r}, found {bytes(magic)!r}"
+            )
+        if version != VERSION:
+            raise Damaged(f"{self.path} has format version {version}, this release reads version {VERSION}")
+        text = self.data[_HEAD.size : _HEAD.size + length]
+        if len(text) < length or native.crc32c(text) != checksum:
+            raise Damaged(f"the head of {self.path} is damaged: its description does not match its checksum")
+        description = json.loads(bytes(text))
+        self.layout = Layout.from_json(description["layout"])
+        if self.layout.slot.size != description["slot_bytes"] or self.layout.slot.offsets != description["offsets"]:
+            raise Damaged(
+                f"{self.path} lays out its rows in another way than this release; load it with the one that wrote it"
+            )
+        return int(_HEAD.size + length)
+
+    def _scan(self, at: int, recover: bool) -> None:
+        size, number, committed = len(self.data), 0, 0
+        while at < size:
+            record = self._record(at, number)
+            if record is None:
+                following = bytes(self._map[at + 1 :]).find(b"JBRC") if recover or self._commit_follows(at) else -1
+                if not recover:
+                    if following >= 0:
+                        raise Damaged(
+                            f"{self.path}: the head of chunk {number} (at byte {at}) is damaged; "
+                            "recover=True loads the rest"
+                        )
+                    break  # an unfinished save: what was committed before it counts
+                self.lost.append(f"chunk {number} (at byte {at})")
+                if following < 0:
+                    break
+                at += 1 + following
+            else:
+                self.records.append(record)
+                self._last = record.name
+                at = record.offset + record.stored_bytes
+                if record.kind is Kind.COMMIT:
+                    payload = self.payload(record)
+                    if payload is not None:
+                        self.commit, committed = json.loads(bytes(payload)), len(self.records)
+            number += 1
+        if not recover:
+            del self.records[committed:]
+
+    def _commit_follows(self, at: int) -> bool:
+        """Whether a whole commit lies behind `at`: then what is there is damage, not an unfinished save."""
+        rest = bytes(self._map[at + 1 :])
+        place = rest.find(b"JBRC" + struct.pack("<I", Kind.COMMIT))
+        while place >= 0:
+            if self._record(at + 1 + place, 0) is not None:
+                return True
+            place = rest.find(b"JBRC" + struct.pack("<I", Kind.COMMIT), place + 1)
+        return False
+
+    def _record(self, at: int, number: int) -> Record | None:
+        """The record whose head is at byte `at`; None where its head is damaged or its payload runs over the end."""
+        if at + RECORD_BYTES > len(self.data):
+            return None
+        head = self.data[at : at + _RECORD.size]
+        magic, kind, part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum = _RECORD.unpack(head)
+        (checksum,) = _CHECK.unpack_from(self.data, at + _RECORD.size)
+        if magic != b"JBRC" or native.crc32c(head) != checksum or kind not in tuple(Kind):
+            return None
+        offset = at + RECORD_BYTES
+        record = Record(Kind(kind), part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum, number, offset)
+        return record if record.offset + record.stored_bytes <= len(self.data) else None
+
+    def payload(self, record: Record) -> Any:
+        """The record's bytes, decompressed; None where they do not match their checksum."""
+        data = self.data[record.offset : record.offset + record.stored_bytes]
+        if native.crc32c(data) != record.checksum:
+            return None
+        try:
+            raw = decompress(record.codec, data, record.raw_bytes)
+        except Exception:  # noqa: BLE001  (each codec has its own; behind a right checksum it means a faulty writer)
+            return None
+        return raw if memoryview(raw).nbytes == record.raw_bytes else None
+
+    def damaged(self, record: Record, recover: bool) -> None:
+        """Note, or raise, that a record's payload is not what was written."""
+        self.lost.append(record.name)
+        if not recover:
+            raise Damaged(
+                f"{self.path}: {record.name} is damaged: its checksum does not match; recover=True loads the rest"
+            )
+
+    def close(self) -> None:
+        self.data.release()
+        self._map.close()

@@ -1,0 +1,155 @@
+"""Bringing a saved replay back: on all cores, every chunk checked."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jurybox.protocol.errors import SpecMismatch
+from jurybox.training.replay.archive import Archive, Kind, Record
+from jurybox.training.replay.part import Part
+
+if TYPE_CHECKING:
+    from jurybox.training.replay.replay import Replay
+
+_ENDED = np.uint64(2**64 - 1)
+_HIGHEST_UNLESS_SAID = 1 << 24  # 1.0
+
+
+def load(kind: type[Replay], path: Path, name: str, *, recover: bool, threads: int | None, seed: int | None) -> Replay:
+    """Make replay `name` of the file at `path`.
+
+    Args:
+        recover: take what is whole from a damaged or cut file, instead of refusing it.
+
+    Raises:
+        Damaged: the file is not what was written; the message names the chunk.
+        SharedMemoryError: there is no room, or the name is taken.
+    """
+    archive = Archive(path, recover=recover)
+    try:
+        layout = archive.layout
+        replay = kind.create(
+            name,
+            layout.capacity,
+            layout.fields,
+            prioritized=layout.prioritized,
+            alpha=layout.alpha,
+            full=layout.full,
+            episodes=layout.episodes,
+            anchor=layout.anchor,
+            limiter=layout.limiter,
+            threads=threads,
+            seed=seed,
+        )
+        try:
+            _fill(replay, archive, recover)
+        except BaseException:
+            replay.unlink()
+            replay.close()
+            raise
+        return replay
+    finally:
+        archive.close()
+
+
+def restore(replay: Replay, path: Path, *, recover: bool) -> None:
+    """Put the rows of the file at `path` in the place of the replay's; nobody may write or sample meanwhile.
+
+    Raises:
+        Damaged: the file is not what was written; with recover=False it is then left half restored, without rows.
+        SpecMismatch: the file's replay has other fields, capacity or options.
+    """
+    archive = Archive(path, recover=recover)
+    try:
+        if archive.layout.as_json() != replay.layout.as_json():
+            raise SpecMismatch(
+                f"{path} holds {archive.layout.as_json()}, this replay is {replay.layout.as_json()}; use Replay.load"
+            )
+        for part in replay.parts:
+            part.sequences[:] = 0
+            part.ring.adopt(0, 0, 0)
+        try:
+            _fill(replay, archive, recover)
+        except BaseException:
+            for part in replay.parts:
+                part.sequences[:] = 0
+            raise
+    finally:
+        archive.close()
+
+
+def _fill(replay: Replay, archive: Archive, recover: bool) -> None:
+    # Later records replace earlier ones of the same slots, so an incremental save's come after what they replace.
+    saves: list[list[Record]] = [[]]
+    for record in archive.records:
+        if record.kind is Kind.COMMIT:
+            saves.append([])
+        else:
+            saves[-1].append(record)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
+        for records in saves:
+            for record, whole in zip(
+                records, pool.map(lambda r: _place(replay.parts, archive, r), records), strict=True
+            ):
+                if not whole:
+                    archive.damaged(record, recover)
+    counters = archive.commit["parts"] if archive.commit is not None else None
+    for number, part in enumerate(replay.parts):
+        _settle(part, counters[number] if counters is not None else None, bool(archive.lost))
+
+
+def _place(parts: list[Part], archive: Archive, record: Record) -> bool:
+    payload = archive.payload(record)
+    if payload is None or record.part >= len(parts):
+        return False
+    part = parts[record.part]
+    target: np.ndarray[Any, Any] | None
+    match record.kind:
+        case Kind.ROWS:
+            target = part.slots
+        case Kind.LINKS:
+            target = part.links
+        case _:
+            target = None if part.leaves is None else part.leaves.view(np.uint8).reshape(-1, 8)
+    if (
+        target is None
+        or record.first + record.rows > part.capacity
+        or record.raw_bytes != record.rows * target.shape[1]
+    ):
+        return False
+    rows = target[record.first : record.first + record.rows]
+    rows.reshape(-1)[:] = np.frombuffer(payload, np.uint8)
+    return True
+
+
+def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
+    """Make counters, priorities and links agree with the rows that are there."""
+    sequences = part.sequences
+    tickets = (sequences[sequences != 0] // np.uint64(2)) - np.uint64(1)
+    newest = int(tickets.max()) + 1 if len(tickets) else 0
+    reserved = max(newest, counters["reserved"] if counters is not None else 0)
+    part.ring.adopt(
+        reserved,
+        counters["tail"] if counters is not None else 0,
+        counters["top_priority"] if counters is not None else 0,
+    )
+    if part.leaves is not None:
+        there = sequences != 0
+        part.leaves[~there] = 0
+        if damaged:
+            part.leaves[there & (part.leaves == 0)] = _HIGHEST_UNLESS_SAID
+        part.ring.rebuild_sums()
+    if part.links is not None:
+        # The writers of these episodes are gone: what had no next row yet never gets one.
+        after = part.links.view(np.uint64)[:, 1]
+        open_ended = after == 0
+        named = ~open_ended & (after != _ENDED)
+        next_slot = ((after[named] - np.uint64(1)) % np.uint64(part.capacity)).astype(np.int64)
+        missing = sequences[next_slot] != after[named] * np.uint64(2)
+        after[open_ended] = _ENDED
+        after[np.flatnonzero(named)[missing]] = _ENDED

@@ -1,0 +1,115 @@
+"""What a replay is made with beside its fields, episodes and a rate limiter, and what a sample may look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FullMode = Literal["overwrite", "block", "drop_newest"]
+FULL_MODES: tuple[FullMode, ...] = ("overwrite", "block", "drop_newest")
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Rows know which row comes before and after them; needed for n-step returns, stacks and sequences.
+
+    Attributes:
+        terminated: field that is true in the last row of an episode that is over for good (no bootstrapping).
+        truncated: field that is true in the last row of an episode that was cut; None: `end()` says so.
+        reward: field that n-step returns sum.
+    """
+
+    terminated: str | None = "terminated"
+    truncated: str | None = None
+    reward: str | None = "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimiter:
+    """Holds writers and samplers together: about `samples_per_insert` rows sampled for each row added.
+
+    The rule is Reverb's SampleToInsertRatio (Cassirer et al., 2021, arXiv:2102.04736): with d = added * ratio -
+    sampled, adding waits while d would rise above ratio * least_rows + error, sampling while it would fall below
+    ratio * least_rows - error. Writers that look at the same moment can pass together: the bound is exact to within
+    one call of each writer and sampler.
+
+    Attributes:
+        samples_per_insert: the ratio.
+        least_rows: no sample before that many rows are there.
+        error: how far the ratio may stray, in samples; at least one sample and one insert must fit.
+    """
+
+    samples_per_insert: float
+    least_rows: int = 1
+    error: float = 1000.0
+
+    def __post_init__(self) -> None:
+        if not self.samples_per_insert > 0 or self.least_rows < 1:
+            raise ValueError("a rate limiter needs samples_per_insert > 0 and least_rows >= 1")
+        if self.error < max(1.0, self.samples_per_insert):
+            raise ValueError(
+                f"error={self.error} would let neither side move: expected at least {max(1.0, self.samples_per_insert)}"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and most of added * ratio - sampled."""
+        middle = self.samples_per_insert * self.least_rows
+        return middle - self.error, middle + self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """What is handed out around each drawn row. All of it stays inside the row's episode.
+
+    Attributes:
+        n_step: 0, or the number of steps of n-step returns (R. Sutton, 1988): the reward field then holds
+            r[t] + gamma r[t+1] + ..., and `batch["discount"]` gamma^steps, 0 where the episode terminated. Fewer
+            steps than n are made where the episode ends.
+        gamma: discount of a step.
+        next: fields of which the row after the step (or after the n steps) is handed out as well, as
+            "next_<field>"; they are stored once. In an episode that terminated and left no last observation
+            (`end(**final)`), it is the last row's own, and its discount is 0; a cut episode without one does not
+            hand out its last row.
+        stack: 0, or the number of frames of a stack: `stacked` fields get shape (n, stack, ...), the newest frame last.
+        stacked: which fields are stacked ("next_<field>" follows its field). Frames before an episode's first row
+            are zeroes, and `batch.valid[field]` (n, stack) says so.
+        length: 0, or the rows of a sequence: every field gets shape (n, length, ...) from the drawn row on. After
+            the episode's end come zeroes; `batch.valid["sequence"]` (n, length) says so.
+        full_length: draw only sequences that an episode's end does not cut.
+    """
+
+    n_step: int = 0
+    gamma: float = 0.99
+    next: tuple[str, ...] = ()
+    stack: int = 0
+    stacked: tuple[str, ...] = ()
+    length: int = 0
+    full_length: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "next", _names(self.next))
+        object.__setattr__(self, "stacked", _names(self.stacked))
+        if min(self.n_step, self.stack, self.length) < 0:
+            raise ValueError("n_step, stack and length are 0 (off) or positive")
+        if (self.stack > 0) != bool(self.stacked):
+            raise ValueError("stack=k goes with stacked=(field, ...), the fields to be stacked")
+        if self.length and (self.n_step or self.next or self.stack):
+            raise ValueError("length cannot be combined with n_step, next or stack: a sequence holds its next rows")
+
+    @property
+    def any(self) -> bool:
+        return bool(self.n_step or self.next or self.stack or self.length)
+
+    @property
+    def steps(self) -> int:
+        """Transitions from the drawn row to its next one."""
+        return self.n_step or (1 if self.next else 0)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    names: Sequence[str] = value
+    return tuple(names)

@@ -1,0 +1,294 @@
+"""Saving a replay while writers go on.
+
+The state that is saved is that of the moment when saving began: every row whose ticket was handed out by then and
+that is whole when the saver comes to it. Rows are copied and verified like a sample, so none is torn, and none is newer
+than that moment; a row that is overwritten before the saver reaches it is left out (its successor belongs to the next
+save). The saver goes from the oldest row to the newest, in the order in which writers overwrite.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.protocol.errors import Refused
+from jurybox.training.replay.archive import CODECS, Kind, Saved, compressor, head_of, record_head
+from jurybox.training.replay.part import Part
+
+if TYPE_CHECKING:
+    from jurybox.training.replay.replay import Replay
+
+# A chunk stays in a core's second-level cache between its copy, its compression and its checksum.
+CHUNK_BYTES = 512 << 10
+# So much may wait to be written back before the disk is set to work: fsync then finds little left to do.
+_WRITEBACK_BYTES = 32 << 20
+# Chunks that came out no smaller are a sign to stop trying; every so many are tried again.
+_TRY_AGAIN = 16
+
+
+class _Output:
+    """A file that many threads append records to; a thread of its own keeps the disk busy."""
+
+    def __init__(self, fd: int, at: int) -> None:
+        self.fd = fd
+        self.at = at
+        self._lock = threading.Lock()
+        self._unsynced = 0
+        self._work = threading.Event()
+        self._closing = threading.Event()
+        self._error: OSError | None = None
+        self._flusher = threading.Thread(target=self._flush, name="replay-writeback", daemon=True)
+        self._flusher.start()
+
+    def write(self, head: bytes, payload: Any) -> None:
+        view = memoryview(payload).cast("B")
+        size = len(head) + view.nbytes
+        with self._lock:
+            at, self.at = self.at, self.at + size
+            self._unsynced += size
+            due = self._unsynced >= _WRITEBACK_BYTES
+            if due:
+                self._unsynced = 0
+        done = os.pwritev(self.fd, [head, view], at)
+        if done < len(head):
+            raise OSError(f"only {done} of {size} bytes could be written")
+        while done < size:
+            done += os.pwrite(self.fd, view[done - len(head) :], at + done)
+        if due:
+            self._work.set()
+
+    def finish(self) -> None:
+        self._closing.set()
+        self._work.set()
+        self._flusher.join()
+        if self._error is not None:
+            raise self._error
+        os.fsync(self.fd)
+
+    def _flush(self) -> None:
+        while True:
+            self._work.wait()
+            self._work.clear()
+            if self._closing.is_set():
+                return
+            try:
+                os.fdatasync(self.fd)
+            except OSError as error:
+                self._error = error
+                return
+
+
+class _Compressor:
+    """Compresses where it pays: not data that came out no smaller lately."""
+
+    def __init__(self, codec: str) -> None:
+        self._number = CODECS.index(codec) if codec in CODECS else 0
+        self._compress = compressor(codec)
+        self._useless = 0
+        self._turn = count()
+
+    def __call__(self, data: memoryview) -> tuple[int, Any]:
+        if self._number == 0 or (self._useless > 4 and next(self._turn) % _TRY_AGAIN):
+            return 0, data
+        small = self._compress(data)
+        if memoryview(small).nbytes > 0.9 * data.nbytes:
+            self._useless += 1
+            return 0, data
+        self._useless = 0
+        return self._number, small
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    output: _Output
+    compress: _Compressor
+    pool: ThreadPoolExecutor
+
+
+def save(replay: Replay, path: Path, *, incremental: bool, codec: str) -> Saved:
+    """Write a replay to `path`, fsync included.
+
+    Args:
+        incremental: append only what changed since this object's last save to the same path; that file must still be
+            there as it was left. Where there is no such save, all is written.
+        codec: "lz4", "zstd" or "none", chunk by chunk on all cores.
+
+    Returns:
+        What was written. A full save appears under its name when it is whole (written beside it, then renamed).
+    """
+    started = time.perf_counter()
+    before = replay.saved if incremental else None
+    if before is not None and (before.path != path or not path.exists()):
+        before = None
+    if before is not None and path.stat().st_size != before.bytes:
+        raise Refused(
+            f"{path} is not as the last save left it ({before.bytes} bytes); "
+            "expected nobody else to write it; save in full"
+        )
+    saved = Saved(path)
+    if before is not None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            saved.bytes = _write(replay, fd, before.bytes, codec, before=before, saved=saved)
+        except BaseException:
+            os.ftruncate(fd, before.bytes)
+            raise
+        finally:
+            os.close(fd)
+    else:
+        beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            head = head_of(replay.layout)
+            os.pwrite(fd, head, 0)
+            saved.bytes = _write(replay, fd, len(head), codec, before=None, saved=saved)
+            beside.replace(path)
+            _sync_folder(path.parent)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                beside.unlink()
+            raise
+        finally:
+            os.close(fd)
+    saved.seconds = time.perf_counter() - started
+    replay.saved = saved
+    return saved
+
+
+def _write(replay: Replay, fd: int, at: int, codec: str, *, before: Saved | None, saved: Saved) -> int:
+    output = _Output(fd, at)
+    try:
+        counters = []
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-save") as pool:
+            job = _Job(output, _Compressor(codec), pool)
+            for number, part in enumerate(replay.parts):
+                newest = part.ring.reserved
+                counters.append({"reserved": newest, "tail": part.ring.tail, "top_priority": part.ring.top_priority})
+                saved.rows += _write_part(job, part, number, newest, before=before, saved=saved)
+    finally:
+        output.finish()
+    # The commit is written when all else is on the disk: whoever reads it may trust what is before it.
+    payload = json.dumps({"parts": counters, "rows": saved.rows, "time": time.time()}).encode()
+    output_at = output.at
+    head = record_head(Kind.COMMIT, payload, part=0, codec=0, first=0, rows=0, raw_bytes=len(payload))
+    os.pwrite(fd, head + payload, output_at)
+    os.fsync(fd)
+    return output_at + len(head) + len(payload)
+
+
+def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved | None, saved: Saved) -> int:
+    size = part.layout.slot.size
+    known = np.zeros(part.capacity, np.uint64)
+    # Links are read before the rows: a link may then name a row that is not in the file, never the other way round.
+    links = None if part.links is None else part.links.copy()
+    last_links = before.links[number] if before is not None else None
+    stale = part.sequences != before.sequences[number] if before is not None else part.sequences != 0
+    if before is not None and links is not None and last_links is not None:
+        stale |= (links != last_links).any(axis=1)
+    local = threading.local()
+
+    def rows(first: int, n: int) -> int:
+        if not hasattr(local, "buffer"):
+            local.buffer = np.empty(max(CHUNK_BYTES, size), np.uint8)
+        raw = local.buffer[: n * size]
+        whole = part.ring.snapshot(first, raw, newest)
+        known[first : first + n] = raw.reshape(n, size)[:, :8].view(np.uint64)[:, 0]
+        codec, payload = to.compress(raw.data)
+        to.output.write(
+            record_head(Kind.ROWS, payload, part=number, codec=codec, first=first, rows=n, raw_bytes=raw.nbytes),
+            payload,
+        )
+        return whole
+
+    def beside(kind: Kind, array: npt.NDArray[Any], first: int, n: int) -> int:
+        raw = np.ascontiguousarray(array[first : first + n]).reshape(-1).view(np.uint8)
+        codec, payload = to.compress(raw.data)
+        to.output.write(
+            record_head(kind, payload, part=number, codec=codec, first=first, rows=n, raw_bytes=raw.nbytes), payload
+        )
+        return 0
+
+    jobs: list[Future[int]] = []
+    oldest = max(0, newest - part.capacity) % part.capacity
+    for first, n in _runs(stale, oldest, max(1, CHUNK_BYTES // size)):
+        jobs.append(to.pool.submit(rows, first, n))
+    if links is not None:
+        changed = np.ones(part.capacity, bool) if last_links is None else (links != last_links).any(axis=1)
+        jobs.extend(
+            to.pool.submit(beside, Kind.LINKS, links, first, n) for first, n in _runs(changed, 0, CHUNK_BYTES // 16)
+        )
+    if part.leaves is not None:
+        every = np.ones(part.capacity, bool)
+        leaves = part.leaves
+        jobs.extend(
+            to.pool.submit(beside, Kind.PRIORITIES, leaves, first, n) for first, n in _runs(every, 0, CHUNK_BYTES // 8)
+        )
+    try:
+        total = sum(job.result() for job in jobs)
+    except BaseException:
+        for job in jobs:
+            job.cancel()
+        raise
+    if before is not None:
+        known = np.where(stale, known, before.sequences[number])
+    saved.sequences.append(known)
+    saved.links.append(links)
+    return total
+
+
+def _runs(wanted: npt.NDArray[np.bool_], start: int, longest: int) -> Iterator[tuple[int, int]]:
+    """Runs (first, length) of the wanted slots, at most `longest` long, from slot `start` on and around the end."""
+    for low, high in ((start, len(wanted)), (0, start)):
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], wanted[low:high].astype(np.int8), [0]))))
+        for first, end in zip(edges[::2] + low, edges[1::2] + low, strict=True):
+            for at in range(int(first), int(end), longest):
+                yield at, min(longest, int(end) - at)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class BackgroundSave:
+    """A save on a thread of its own; writers and samplers go on."""
+
+    def __init__(self, replay: Replay, path: Path, *, incremental: bool, codec: str) -> None:
+        self._saved: Saved | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(replay, path, incremental, codec), name="replay-save")
+        self._thread.start()
+
+    def _run(self, replay: Replay, path: Path, incremental: bool, codec: str) -> None:
+        try:
+            self._saved = save(replay, path, incremental=incremental, codec=codec)
+        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+            self._error = error
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> Saved:
+        """Wait for the end of the save; raises what it raised, or TimeoutError."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the save is still running after {timeout} s; ask again")
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return self._saved

@@ -1,0 +1,41 @@
+"""Writers that know their episodes: one env after another row, or many envs side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jurybox import native
+from jurybox.training.replay.part import Part
+
+
+class Streams:
+    """`n` independent runs of rows, each linked to its own predecessor; belongs to one thread of one process.
+
+    A replay's own `add` is one such stream. Envs side by side want one each: otherwise their rows would be taken
+    for one episode.
+    """
+
+    def __init__(self, part: Part, n: int, *, group: bool) -> None:
+        self._native = native.ReplayStreams(part.ring, n, group)
+        self._fields = part.layout.fields
+        self.add = self._native.add
+        self.extend = self._native.extend
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def end(self, which: int = 0, **final: Any) -> None:
+        """The episode of stream `which` is over.
+
+        Args:
+            final: the observation after its last step, by field (needed to bootstrap from an episode that was
+                cut); fields that are left out are kept as zeroes. It may also be given when the last row's own
+                `terminated` or `truncated` has already ended the episode.
+        """
+        if not final:
+            self._native.end(which)
+            return
+        rest = {name: np.zeros(spec.shape, spec.dtype) for name, spec in self._fields.items() if name not in final}
+        self._native.final(which, **final, **rest)
