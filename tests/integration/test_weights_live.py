@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, ServerGone, SpecMismatch
-from tests.serving import serving, wait_until
 
 X = np.ones((3, 4), np.float32)
 

@@ -43,7 +43,7 @@ class SharedReplayBuffer(ReplayBuffer):
             observations, which Stable-Baselines3 keeps in another class.
     """
 
-    def __init__(  # noqa: PLR0917  (Stable-Baselines3's signature)
+    def __init__(
         self,
         buffer_size: int,
         observation_space: spaces.Space[Any],
@@ -118,7 +118,7 @@ class SharedReplayBuffer(ReplayBuffer):
         """Forget all rows."""
         self.replay.discard(self.replay.capacity)
 
-    def add(  # noqa: PLR0917  (Stable-Baselines3's signature)
+    def add(
         self,
         obs: npt.NDArray[Any],
         next_obs: npt.NDArray[Any],

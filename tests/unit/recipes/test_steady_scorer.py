@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from jurybox.client import ModelNotFound, Refused, ServerGone
+from jurybox.training.recipes.steady_scorer import SteadyScorer
+
+
+class Flaky:
+    """A scorer whose server is away for some calls; like the real one it loses its buffer when it is closed."""
+
+    def __init__(self, errors):
+        self.errors = list(errors)
+        self._buffer = None
+        self.closed = 0
+
+    @property
+    def buffer(self):
+        if self._buffer is None:
+            self._buffer = np.zeros((4, 4, 3), np.uint8)
+        return self._buffer
+
+    def score(self):
+        if self.errors:
+            self._buffer = None  # the row is lost with the server
+            raise self.errors.pop(0)
+        return float(self.buffer.mean())
+
+    def close(self):
+        self.closed += 1
+        self._buffer = None
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def patient(flaky, patience=5.0):
+    clock = Clock()
+    return SteadyScorer(flaky, patience, sleep=clock.sleep, clock=clock), clock
+
+
+def test_the_picture_is_scored_by_the_next_server():
+    scorer, _ = patient(flaky := Flaky([ServerGone("stopped"), Refused("draining"), ServerGone("not yet")]))
+    scorer.buffer[...] = 42
+    assert scorer.score() == 42
+    assert flaky.closed == 3
+    assert (scorer.buffer == 42).all()
+
+
+def test_patience_ends():
+    scorer, clock = patient(Flaky([ServerGone("stopped")] * 1000))
+    scorer.buffer[...] = 1
+    with pytest.raises(ServerGone):
+        scorer.score()
+    assert 5.0 <= clock.now < 6.0
+
+
+def test_what_waiting_cannot_mend_is_raised_at_once():
+    scorer, clock = patient(Flaky([ModelNotFound("no such model")]))
+    scorer.buffer[...] = 1
+    with pytest.raises(ModelNotFound):
+        scorer.score()
+    assert clock.now == 0
+
+
+def test_the_last_bits_of_a_score_do_not_matter():
+    class Wavering(Flaky):
+        def score(self):
+            self.wave = -getattr(self, "wave", 6e-8)
+            return 0.71234 + self.wave
+
+    scorer, _ = patient(Wavering([]))
+    assert scorer.score() == scorer.score() == 0.7123

@@ -1,0 +1,195 @@
+"""Train a policy against a running server (`train`), or see it all happen in three minutes (`demo`)."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jurybox.training.recipes import interrupts
+
+_FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
+
+train = typer.Typer(
+    help="Train a policy against a running server.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+demo = typer.Typer(
+    help="See it all at once: server, workers, training, report.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+_NO_SERVER = """\
+{error}
+
+A training asks a running server for its scores. Start one in another terminal:
+
+    printf '[models.{model}]\\nfactory = "jurybox.server.jurors:panel"\\n' > photo.toml
+    jurybox serve photo.toml
+
+or see the whole with a server of its own: jurybox demo photo --out demo-out"""
+
+
+@train.callback()
+@demo.callback()
+def _group() -> None:
+    """Keeps the name of the training a part of the command where there is only one."""
+
+
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
+Seed = Annotated[int, typer.Option(min=0, help="Everything random comes from it.")]
+
+
+@train.command("photo")
+def train_photo(
+    out: Out,
+    workers: Annotated[int, typer.Option("--workers", "--n-envs", min=1, help="Environments, a process each.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Edit steps in all, rounded up to whole rollouts.")] = 40_000,
+    seed: Seed = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    single_process: Annotated[
+        bool, typer.Option("--single-process", help="All environments in this process, for debugging.")
+    ] = False,
+    address: Annotated[str | None, typer.Option(help="The server; JURYBOX_ADDRESS or the default without it.")] = None,
+    model: Annotated[str, typer.Option(help="The juror's name on the server.")] = "photo",
+    photos: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Photos to use instead of those that ship.", exists=True)
+    ] = None,
+    rollout: Annotated[int, typer.Option(min=1, help="Steps of all workers together between two updates.")] = 4000,
+    damages: Annotated[int, typer.Option(min=2, help="Seeds of degradation in the evaluation.")] = 24,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+) -> None:
+    """Teach a policy to edit photos so that the server's juror likes them better."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes.trackers import require, trackers
+
+        require(mlflow=mlflow, wandb=wandb)
+        _check_server(address, model)
+        from jurybox.training.environments.photo import PhotoConfig
+        from jurybox.training.recipes.photo import PhotoTraining
+        from jurybox.training.recipes.photo_run import run
+        from jurybox.training.recipes.progress import ConsoleProgress
+
+        config = PhotoConfig(model=model, address=address, photos=str(photos) if photos else None, seed=seed)
+        settings = PhotoTraining(config, steps, workers, single_process, rollout, checkpoint_every=min(rollout, steps))
+        verdict = run(
+            settings,
+            out,
+            ConsoleProgress(console),
+            command=shlex.join(["jurybox", *sys.argv[1:]]),
+            damages=damages,
+            resume=resume,
+            trackers=lambda: trackers("photo", out, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+        )
+        return "\n".join((verdict.headline, *verdict.sentences))
+
+    _until_interrupted(work, out, hint="go on with --resume")
+
+
+@demo.command("photo")
+def demo_photo(
+    out: Out = Path("demo-out"),
+    steps: Annotated[int | None, typer.Option(min=64, help="Edit steps to train.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Train no longer than this; the numbers then depend on the machine.")
+    ] = None,
+    seed: Seed = 0,
+    damages: Annotated[int | None, typer.Option(min=2, help="Seeds of degradation in the evaluation.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "--n-envs", min=1, help="Env workers.")] = None,
+    juror: Annotated[str | None, typer.Option(help="Another juror: package.module:function.")] = None,
+) -> None:
+    """Start a server, train a policy on real photos against its juror, and write a report; about three minutes."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes import photo_demo
+        from jurybox.training.recipes.progress import ConsoleProgress
+
+        verdict = photo_demo.demo(
+            out,
+            ConsoleProgress(console),
+            resources,
+            seed=seed,
+            steps=steps or photo_demo.STEPS,
+            seconds=seconds,
+            damages=damages or photo_demo.DAMAGES,
+            workers=workers or photo_demo.WORKERS,
+            juror=juror or photo_demo.JUROR,
+        )
+        return "\n".join((verdict.headline, *verdict.sentences))
+
+    _until_interrupted(work, out, hint="nothing is left running")
+
+
+def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path, *, hint: str) -> None:
+    """Do the work and end the process with its exit status; whatever happens, what it started is stopped."""
+    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    resources = ExitStack()
+    interrupts.take_over(lambda: errors.print(f"stopping; {hint}", highlight=False))
+    status, said = 0, ""
+    try:
+        said = work(console, resources)
+    except KeyboardInterrupt:
+        status = interrupts.exit_status() or 130
+    except Exception as error:  # noqa: BLE001 (the outermost place: resources are closed below)
+        status = _status_of(error)
+        if status == _FAILED:
+            _show(errors, error)
+        else:
+            errors.print(str(error), highlight=False, markup=False)
+    interrupts.ignore_from_now_on()
+    resources.close()
+    if status == 0:
+        console.print(f"\n{said}\n\nreport: {out / 'report.html'}", highlight=False, markup=False)
+    raise typer.Exit(status)
+
+
+def _status_of(error: Exception) -> int:
+    """Exit status for an error: those that the user can mend are told without a traceback."""
+    from jurybox.client import Error
+    from jurybox.training.environments.photo import PhotoError
+    from jurybox.training.recipes.checkpoints import CheckpointError
+    from jurybox.training.recipes.local_server import ServerNotStarted
+    from jurybox.training.recipes.trackers import TrackerMissing
+    from jurybox.training.runlog import RunLogError
+
+    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError):
+        return _USAGE
+    return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
+
+
+def _show(errors: Console, error: Exception) -> None:
+    import traceback
+
+    errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
+
+
+class NoServer(RuntimeError):
+    """There is no server to train against, or it has no such juror."""
+
+
+def _check_server(address: str | None, model: str) -> None:
+    from jurybox.client import Error, connect
+
+    try:
+        with connect(address, timeout=2.0) as server:
+            server.describe(model)
+    except Error as error:
+        raise NoServer(_NO_SERVER.format(error=error, model=model)) from error
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """``python -m jurybox.training.cli demo photo``: the same commands without the server's console script."""
+    both = typer.Typer(pretty_exceptions_enable=False)
+    both.add_typer(train, name="train")
+    both.add_typer(demo, name="demo")
+    return both(arguments)
+
+
+if __name__ == "__main__":
+    main()

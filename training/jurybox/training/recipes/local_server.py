@@ -1,0 +1,169 @@
+"""A server of one's own: started beside a training, stopped with it, gone when it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from jurybox.client import Server, ServerGone, connect
+from jurybox.training.recipes import interrupts
+
+_START = 90.0  # seconds to be ready: importing torch on a busy machine takes most of them
+_STOP = 10.0  # seconds it gets to stop in order; what it holds is freed by then or never
+_LOOK = 0.5
+
+# Runs `jurybox serve` bound to the life of the process that started it, which works only from inside the child:
+# SIGTERM, so that even then it takes its shared memory along.
+_LAUNCH = """\
+import ctypes, os, runpy, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit(1)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+runpy.run_module("jurybox.server.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+class ServerNotStarted(RuntimeError):
+    """The server ended, or was not ready in time; the message holds the end of its log."""
+
+
+class LocalServer:
+    """One `jurybox serve` on this machine's CPU, with addresses that nobody else has.
+
+    It runs in a session of its own, so that Ctrl-C in the terminal reaches it when its owner says so and not before.
+
+    Args:
+        models: what goes under [models.NAME] of its configuration.
+        log: file that its log goes to.
+        http: whether it also serves HTTP, on a free port of this host.
+        threads: that torch may use in the engine.
+    """
+
+    def __init__(
+        self, models: dict[str, dict[str, str | int]], log: Path, *, http: bool = True, threads: int = 1
+    ) -> None:
+        self._models = models
+        self._log = log
+        self._wants_http = http
+        self._threads = threads
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self.http = ""
+
+    def start(self) -> None:
+        """Start it; `wait` says when it serves. Call `stop` whatever happens, also when this was interrupted."""
+        with interrupts.held():
+            self._folder = Path(tempfile.mkdtemp(prefix="jurybox-demo-"))
+            self.address = f"ipc://{self._folder / 'engine'}"
+            self.http = f"127.0.0.1:{_free_port()}" if self._wants_http else ""
+            config = self._folder / "server.toml"
+            config.write_text(self._config(), encoding="utf-8")
+            # The user's JURYBOX_ settings are for the user's server and would win over the file.
+            kept = {key: value for key, value in os.environ.items() if not key.startswith("JURYBOX_")}
+            kept |= {key: os.environ[key] for key in ("JURYBOX_SHM_DIR",) if key in os.environ}
+            with self._log.open("wb") as sink, interrupts.blocked_for_children():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _LAUNCH, str(os.getpid()), "serve", str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env=kept,
+                    start_new_session=True,
+                )
+
+    def wait(self, timeout: float = _START) -> None:
+        """Wait until every model is ready.
+
+        Raises:
+            ServerNotStarted: it ended, a model failed, or `timeout` seconds are over.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            interrupts.check()
+            assert self._process is not None
+            if (status := self._process.poll()) is not None:
+                raise ServerNotStarted(
+                    f"the server ended with exit status {status}; the end of its log:\n{self.tail()}"
+                )
+            try:
+                with self.connect(timeout=_LOOK) as server:
+                    messages = {name: server.describe(name) for name in self._models}
+                    states = {name: message.state for name, message in messages.items()}
+                    if set(states.values()) == {"ready"} and server.status()["server"]["state"] == "serving":
+                        return
+                    failed = [f"{name}: {message.reason}" for name, message in messages.items() if message.reason]
+            except ServerGone:
+                states, failed = {}, []
+            if failed or time.monotonic() > until:
+                late = f"not ready within {timeout:.0f} s (models: {states or 'unknown'})"
+                raise ServerNotStarted(f"{'; '.join(failed) or late}; the end of the server's log:\n{self.tail()}")
+            time.sleep(0.05)
+
+    def connect(self, timeout: float = 30.0) -> Server:
+        return connect(self.address, timeout=timeout)
+
+    def stop(self) -> None:
+        """Stop it, at the latest by force, and remove its folder. Harmless before `start` and after `stop`."""
+        with interrupts.held():
+            process, self._process = self._process, None
+            if process is not None:
+                _end(process)
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def tail(self, lines: int = 12) -> str:
+        """The last lines of its log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:]) or "(empty)"
+
+    def _config(self) -> str:
+        lines = [
+            "[server]",
+            f'address = "{self.address}"',
+            f'http = "{self.http}"',
+            'grpc = ""',
+            'devices = ["cpu"]',
+            f"threads = {self._threads}",
+            "drain_timeout = 2.0",
+        ]
+        for name, settings in self._models.items():
+            values = (
+                f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
+                for key, value in settings.items()
+            )
+            lines += [f'[models."{name}"]', *values]
+        return "\n".join(lines) + "\n"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP)
+        return
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # the second one stops it at once
+    try:
+        process.wait(_STOP)
+    except subprocess.TimeoutExpired:
+        # Its children die with it; what it left in shared memory the next server sweeps.
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    """A port of the loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

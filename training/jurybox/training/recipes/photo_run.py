@@ -1,0 +1,136 @@
+"""A photo training from the first step to the report: what `jurybox train photo` and the demo have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jurybox.client import connect
+from jurybox.protocol.wire import build_version
+from jurybox.training.recipes import checkpoints, interrupts
+from jurybox.training.recipes.checkpoints import CheckpointError
+from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, train
+from jurybox.training.recipes.photo_evaluation import evaluate_policy
+from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
+from jurybox.training.recipes.progress import Watcher
+from jurybox.training.report.verdict import Verdict, judge
+from jurybox.training.runlog import RunLog, Tracker, write_atomically
+
+# What may be different when a run is resumed; all else would make it another run.
+_MAY_CHANGE = (
+    "steps",
+    "workers",
+    "single_process",
+    "checkpoint_every",
+    "patience",
+    "seconds",
+    "environment.address",
+    "environment.timeout",
+)
+
+
+def run(
+    settings: PhotoTraining,
+    folder: Path,
+    watcher: Watcher,
+    *,
+    command: str,
+    damages: int,
+    resume: bool = False,
+    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    before: Mapping[str, float] | None = None,
+) -> Verdict:
+    """Train, evaluate on held-out photos, and write the report.
+
+    Args:
+        folder: where everything goes.
+        command: that does this again, for the report.
+        damages: seeds of degradation in the evaluation.
+        resume: go on from the newest checkpoint in `folder`.
+        trackers: makes those that record the run elsewhere; called when the folder has been found usable.
+        before: seconds that something took before this, by name, for the report.
+
+    Returns:
+        The verdict, which is also in the report and in summary.json.
+
+    Raises:
+        RunLogError: the folder holds another run, and `resume` is not set.
+        CheckpointError: there is nothing to resume, or it was trained with other settings.
+    """
+    checkpoint = checkpoints.latest(folder / "checkpoints") if resume else None
+    if checkpoint is not None:
+        _check_same(settings, folder)
+    took = dict(before or {})
+    with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
+        write_atomically(folder / "settings.json", json.dumps(settings.as_dict(), indent=2) + "\n")
+        log.add_trackers(trackers())
+        began = time.monotonic()
+        model = train(settings, log, resume=checkpoint, watcher=watcher)
+        took["training"] = time.monotonic() - began
+        status = _status(settings)  # before the evaluation, whose batches are not the training's
+        began = time.monotonic()
+        evaluation = evaluate_policy(settings.environment, policy_of(model), damages, watcher)
+        took["evaluation"] = time.monotonic() - began
+        interrupts.check()
+        verdict = judge(found := comparisons(evaluation))
+        evaluation.save(folder / "evaluation.csv")
+        facts = _facts(settings, took)
+        text = render(
+            PhotoRun(evaluation, log.rows(), status, settings.environment.model, settings.as_dict(), facts, command)
+        )
+        write_atomically(folder / "report.html", text)
+        log.extend_summary(
+            verdict=verdict.answer,
+            held_out={kind: float(evaluation.scores(kind).mean()) for kind in ("no edits", "random edits", "learned")},
+            differences={each.baseline: each.difference.as_dict() for each in found},
+        )
+        log.finish([folder / "report.html", folder / "evaluation.csv"])
+    return verdict
+
+
+def _check_same(settings: PhotoTraining, folder: Path) -> None:
+    """Refuse to go on with settings that the run did not begin with."""
+    path = folder / "settings.json"
+    if not path.exists():
+        return
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    now: dict[str, Any] = json.loads(json.dumps(settings.as_dict()))
+    different = [
+        f"{name} was {earlier[name]!r}, is {value!r}"
+        for name, value in now.items()
+        if name not in _MAY_CHANGE and name in earlier and earlier[name] != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to go on, or "
+            "another folder to start anew"
+        )
+
+
+def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
+    if settings.environment.scorer == "local":
+        return None
+    with connect(settings.environment.address, timeout=settings.environment.timeout) as server:
+        return server.status()
+
+
+def _facts(settings: PhotoTraining, took: Mapping[str, float]) -> dict[str, str]:
+    packages = ("torch", "stable_baselines3", "gymnasium", "numpy", "opencv-python-headless")
+    place = "in this process" if settings.single_process else "processes"
+    return {
+        "Seed": str(settings.seed),
+        "Steps": f"{settings.steps:,} edit steps, {settings.rollout} between two updates",
+        "Workers": f"{settings.workers} {place}",
+        "Time": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took.items()),
+        "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
+        "Versions": ", ".join(
+            [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
+            + [f"{name} {version(name)}" for name in packages]
+        ),
+    }

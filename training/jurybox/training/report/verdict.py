@@ -1,0 +1,153 @@
+"""Did it learn? From paired scores to an interval, and from intervals to "yes", "no" or "undecided"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Answer = Literal["yes", "no", "undecided"]
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and its bootstrap confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {"mean": self.mean, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was learned against one baseline, on the same cases.
+
+    Attributes:
+        baseline: in words, as it reads after "beats": "random edits".
+        difference: learned minus baseline.
+        better_share: share of the cases in which the learned score is the higher one.
+        cases: how many.
+    """
+
+    baseline: str
+    difference: Interval
+    better_share: float
+    cases: int
+
+    @property
+    def answer(self) -> Answer:
+        """Whether the learned policy beats the baseline: the whole interval above 0, below it, or neither."""
+        if self.difference.low > 0.0:
+            return "yes"
+        return "no" if self.difference.high < 0.0 else "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer for all baselines together, and the sentences that say it."""
+
+    answer: Answer
+    headline: str
+    sentences: tuple[str, ...]
+
+
+def interval(
+    values: npt.ArrayLike,
+    groups: Sequence[Any] | None = None,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Mean of some values, with a percentile bootstrap interval (Efron and Tibshirani, "An Introduction to the
+    Bootstrap", 1993, chapters 13 and 14).
+
+    Args:
+        values: (n,), at least two.
+        groups: one label for each value; values are drawn again within their group, so that every resample has as
+            many of each as there were. The interval then speaks about more cases of these same groups, not about
+            other groups.
+        confidence: share of resamples inside the interval.
+        resamples: how many are drawn.
+        seed: of the draws, so that the same values give the same interval.
+
+    Raises:
+        ValueError: fewer than two values, a value that is not finite, or another number of groups.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or len(array) < 2 or not np.isfinite(array).all():
+        raise ValueError(f"expected at least two finite values in a row, got {array.shape}: {array!r}")
+    labels = [0] * len(array) if groups is None else list(groups)
+    if len(labels) != len(array):
+        raise ValueError(f"expected one group for each of {len(array)} values, got {len(labels)}")
+    rng = np.random.default_rng(seed)
+    sums = np.zeros(resamples)
+    for label in dict.fromkeys(labels):
+        members = array[[other == label for other in labels]]
+        sums += members[rng.integers(len(members), size=(resamples, len(members)))].sum(axis=1)
+    low, high = np.quantile(sums / len(array), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(array.mean()), float(low), float(high))
+
+
+def compare(
+    baseline: str, learned: npt.ArrayLike, other: npt.ArrayLike, groups: Sequence[Any] | None = None, *, seed: int = 0
+) -> Comparison:
+    """Compare two policies case by case.
+
+    Args:
+        baseline: what the other policy is called.
+        learned, other: (n,) scores; element i of both belongs to the same case.
+        groups: as for `interval`.
+
+    Raises:
+        ValueError: the two have different lengths; as `interval`.
+    """
+    ours, theirs = np.asarray(learned, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    if ours.shape != theirs.shape:
+        raise ValueError(f"expected scores of the same cases, got {ours.shape} and {theirs.shape}")
+    difference: Values = ours - theirs
+    return Comparison(
+        baseline, interval(difference, groups, seed=seed), float((difference > 0).mean()), len(difference)
+    )
+
+
+def judge(comparisons: Sequence[Comparison]) -> Verdict:
+    """One answer for several baselines: "yes" when every one is beaten, "no" when any one beats the learned policy.
+
+    Raises:
+        ValueError: there is nothing to judge.
+    """
+    if not comparisons:
+        raise ValueError("expected at least one comparison")
+    answers = [comparison.answer for comparison in comparisons]
+    names = " and ".join(comparison.baseline for comparison in comparisons)
+    answer: Answer
+    if all(each == "yes" for each in answers):
+        answer, headline = "yes", f"Yes: the learned policy beats {names}."
+    elif "no" in answers:
+        stronger = " and ".join(c.baseline for c in comparisons if c.answer == "no")
+        answer, headline = "no", f"No: the learned policy does worse than {stronger}."
+    else:
+        open_ = " and ".join(c.baseline for c in comparisons if c.answer == "undecided")
+        answer, headline = "undecided", f"Not shown: these photos do not settle whether it beats {open_}."
+    return Verdict(answer, headline, tuple(_sentence(comparison) for comparison in comparisons))
+
+
+def _sentence(comparison: Comparison) -> str:
+    difference = comparison.difference
+    what = {
+        "yes": "It scores higher than",
+        "no": "It scores lower than",
+        "undecided": "It cannot be told apart from",
+    }[comparison.answer]
+    return (
+        f"{what} {comparison.baseline}: {difference.mean:+.3f} on average, 95 % interval {difference.low:+.3f} to "
+        f"{difference.high:+.3f}, higher in {comparison.better_share:.0%} of {comparison.cases} cases."
+    )

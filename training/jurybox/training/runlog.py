@@ -1,0 +1,191 @@
+"""What a training leaves in its folder: metrics.csv and TensorBoard files while it runs, summary.json at the end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class RunLogError(RuntimeError):
+    """The folder of a run cannot be used as it is; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What summary.json says.
+
+    Attributes:
+        env_steps: steps of all environments together.
+        learner_steps: optimiser steps.
+        episodes: finished ones.
+        seconds: spent on training, earlier parts of a resumed run counted in.
+        return_mean, return_std: over the last episodes; None when none has finished.
+        seed: base seed of the run.
+        version: of Jurybox.
+    """
+
+    env_steps: int
+    learner_steps: int
+    episodes: int
+    seconds: float
+    return_mean: float | None
+    return_std: float | None
+    seed: int
+    version: str
+
+
+class Tracker(Protocol):
+    """Somewhere else that a run is recorded: MLflow, Weights & Biases."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers of one moment."""
+
+    def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+        """Record the end; called once."""
+
+
+class RunLog:
+    """Records one run. Use it in a ``with``.
+
+    Args:
+        folder: made when it is not there.
+        columns: of metrics.csv; `scalars` ignores other names there, TensorBoard and trackers take all.
+        resume_at: None for a new run, which wants a folder without one. Else the number of env steps that the run
+            goes on from: what was recorded beyond it is dropped, since it will be recorded again.
+
+    Raises:
+        RunLogError: a new run in the folder of another; a resumed one whose metrics.csv has other columns.
+    """
+
+    def __init__(self, folder: Path, columns: Sequence[str], *, resume_at: int | None = None) -> None:
+        self.folder = folder
+        self._columns = ["env_steps", *columns]
+        self._trackers: list[Tracker] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.csv"
+        if resume_at is None:
+            if metrics.exists():
+                raise RunLogError(
+                    f"{folder} holds a run already: choose another folder, remove this one, or go on with it (--resume)"
+                )
+            kept: list[dict[str, str]] = []
+        else:
+            kept = self._kept(metrics, resume_at)
+        write_atomically(metrics, _csv(self._columns, kept))
+        self._file = metrics.open("a", newline="", encoding="utf-8")
+        self._csv = csv.DictWriter(self._file, self._columns, extrasaction="ignore")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=None if resume_at is None else resume_at + 1
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers after `step` env steps, everywhere."""
+        self._csv.writerow({"env_steps": step, **values})
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.scalars(step, values)
+
+    def summarise(self, summary: Summary) -> None:
+        """Write summary.json."""
+        write_atomically(self.folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+
+    def extend_summary(self, **more: Any) -> None:
+        """Add to the summary.json that `summarise` wrote."""
+        path = self.folder / "summary.json"
+        known = json.loads(path.read_text(encoding="utf-8"))
+        write_atomically(path, json.dumps({**known, **more}, indent=2) + "\n")
+
+    def add_trackers(self, trackers: Sequence[Tracker]) -> None:
+        """Record to these as well from here on."""
+        self._trackers += trackers
+
+    def finish(self, files: Sequence[Path] = ()) -> None:
+        """Tell the trackers that the run is over, and what files it left."""
+        path = self.folder / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for tracker in self._trackers:
+            tracker.finish(summary, files)
+        self._trackers = []
+
+    def rows(self) -> list[dict[str, float]]:
+        """What metrics.csv holds now; empty cells are left out."""
+        return read_metrics(self.folder / "metrics.csv")
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _kept(self, metrics: Path, resume_at: int) -> list[dict[str, str]]:
+        if not metrics.exists():
+            return []
+        with metrics.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if list(reader.fieldnames or ()) != self._columns:
+                raise RunLogError(
+                    f"{metrics} has the columns {', '.join(reader.fieldnames or ())}; expected "
+                    f"{', '.join(self._columns)}: it is of another training or another version"
+                )
+            return [row for row in reader if int(row["env_steps"]) <= resume_at]
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier run left in a folder, and nothing else there."""
+    for name in ("metrics.csv", "summary.json", "settings.json", "evaluation.csv", "report.html", "server.log"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Rows of a metrics.csv as numbers, empty cells left out."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that whoever reads it finds the old or the new content whole, a crash in between included."""
+    data = content.encode() if isinstance(content, str) else content
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files for their owner's eyes alone; these are as public as their folder.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
+
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
