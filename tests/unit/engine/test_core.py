@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from tests.models import VECTOR, affine, moody, two
 
 from jurybox.client import ModelFailed, Timeout
 from jurybox.protocol import TensorSpec
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
-from tests.models import VECTOR, affine, moody, two
 
 
 class Small(torch.nn.Module):
