@@ -14,7 +14,7 @@ from jurybox.client import Timeout
 
 def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, door):
     with server.connect(door=door) as client:
-        model = client.model("moody")
+        model = client.model("moody", rows=2)
         slow = np.full((2, 4), 1_500_000, np.float32)
         ticket = model.submit(slow, timeout=30)
         time.sleep(0.2)  # let it be in the middle of the forward

@@ -40,6 +40,24 @@ def test_more_rows_than_lane_and_batch_go_in_pieces_and_come_back_in_order(clien
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
 
 
+def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(client):
+    model = client.model("affine")
+    small = model._lane.free.total
+    x = rows(16)
+    np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+    assert small < model._lane.free.total == 16
+    with client.model("affine", rows=4) as fixed:
+        np.testing.assert_array_equal(fixed.infer(x), 2 * x + 1)
+        assert fixed._lane.free.total == 4  # it had said what it needs
+
+
+def test_a_client_that_cannot_get_more_rows_makes_do_with_pieces(client):
+    with client.model("moody", rows=60), client.model("moody") as model:
+        x = rows(8)
+        np.testing.assert_array_equal(model.infer(x), x + 1)
+        assert model._lane.free.total == 1
+
+
 def test_no_rows_in_no_rows_out(client):
     assert client.model("affine").infer(rows(0)).shape == (0, 4)
 

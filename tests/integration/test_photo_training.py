@@ -174,7 +174,8 @@ def has_trained(demo):
 MOMENTS = {
     "server starts": lambda demo: demo.says("starting a server") and any(demo.family),
     "workers start": lambda demo: demo.says("is ready") and len(demo.family) > 3,
-    "training": has_trained,
+    "training": lambda demo: demo.says("training:"),
+    "after an update": has_trained,
     "evaluation": lambda demo: demo.says("evaluating"),
 }
 
@@ -186,7 +187,12 @@ MOMENTS = {
         ("training", 1),
         *(
             pytest.param(moment, presses, marks=pytest.mark.slow)
-            for moment, presses in [("server starts", 1), ("workers start", 1), ("training", 3), ("evaluation", 2)]
+            for moment, presses in [
+                ("server starts", 1),
+                ("workers start", 1),
+                ("after an update", 3),
+                ("evaluation", 2),
+            ]
         ),
     ],
 )

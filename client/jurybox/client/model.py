@@ -41,14 +41,18 @@ class Model:
         max_batch: rows of the server's largest batch; longer inputs go in pieces.
     """
 
-    def __init__(self, name: str, lease: Callable[[], tuple[Lane, ModelSpec, int]], default_timeout: float) -> None:
-        self._lease = lease
+    def __init__(
+        self, name: str, lease: Callable[[int, bool], tuple[Lane, ModelSpec, int]], rows: int, default_timeout: float
+    ) -> None:
+        self._lease = lease  # of so many rows (0: the server's default); whether to wait for them
+        self._rows = rows
+        self._may_grow = rows == 0
         self._default_timeout = default_timeout
         self.lock = threading.RLock()
         self.name = name
         self._closed = False
         self._held: CallRow | None = None
-        self._lane, self.spec, self.max_batch = lease()
+        self._lane, self.spec, self.max_batch = lease(rows, True)
         self._call_dtype, self._call_shape = _only_input(self.spec)
 
     # ---- one call, one answer
@@ -201,7 +205,7 @@ class Model:
         if self._lane.gone is not None:
             self._lane.close()
             self._held = None
-            self._lane, spec, self.max_batch = self._lease()
+            self._lane, spec, self.max_batch = self._lease(self._rows, True)
             if spec != self.spec:
                 old, self.spec = self.spec, spec
                 self._call_dtype, self._call_shape = _only_input(spec)
@@ -228,6 +232,20 @@ class Model:
                     f"{array.dtype} of shape {array.shape}{_hint(array, spec.numpy_dtype, spec.shape)}"
                 )
         return given, n
+
+    def _grow(self, lane: Lane, n: int) -> Lane:
+        """Who did not say how many rows it needs gets more when it turns out to need them, where there are more."""
+        self._let_go_of_held()
+        if lane.free.free < lane.free.total:
+            return lane  # something is in flight on it
+        try:
+            larger, _, _ = self._lease(min(n, self.max_batch), False)
+        except (Busy, Refused):
+            self._may_grow = False  # pieces will do
+            return lane
+        lane.close()
+        self._lane, self._rows = larger, larger.free.total
+        return larger
 
     def _hold(self) -> CallRow:
         """Keep a row for calls of one row; it is given up when rows run out."""
@@ -271,6 +289,8 @@ class Model:
 
     def _answered(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
         lane = self._usable()
+        if n > lane.free.total and self._may_grow:
+            lane = self._grow(lane, n)
         if not 0 < n <= self.max_batch or (first := lane.free.take(n)) is None:
             return self._in_pieces(given, n, deadline, version)
         for name, array in given.items():

@@ -92,7 +92,8 @@ class Server:
         """Lease a lane of a model; waits for one that is still loading.
 
         Args:
-            rows: how many rows may be in flight at once; the server's default without it.
+            rows: how many rows may be in flight at once. Without it the server's default, few rows, and more as soon
+                as an `infer` brings more.
             timeout: seconds to wait; the connection's without it.
 
         Raises:
@@ -102,7 +103,7 @@ class Server:
             Timeout: the model is still loading.
         """
         wait = self.timeout if timeout is None else timeout
-        model = Model(name, lambda: self._lease(name, rows, wait), self.timeout)
+        model = Model(name, lambda n, patient: self._lease(name, n, wait if patient else 0.0), rows, self.timeout)
         self._models.append(model)
         return model
 

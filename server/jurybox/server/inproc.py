@@ -123,7 +123,7 @@ class InprocServer:
         """As the client's Server.model."""
         if name not in self._index:
             raise ModelNotFound(f"no model {name!r} here; there are: {', '.join(self._index)}")
-        return Model(name, lambda: self._lease(name, rows), default_timeout=60.0)
+        return Model(name, lambda n, _: self._lease(name, n), rows, default_timeout=60.0)
 
     def close(self) -> None:
         """Free the memory."""

@@ -89,7 +89,7 @@ def train_photo(
         )
         return "\n".join((verdict.headline, *verdict.sentences))
 
-    _until_interrupted(work, out, hint="go on with --resume")
+    _until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
 
 
 @demo.command("photo")
@@ -123,14 +123,14 @@ def demo_photo(
         )
         return "\n".join((verdict.headline, *verdict.sentences))
 
-    _until_interrupted(work, out, hint="nothing is left running")
+    _until_interrupted(work, out, told="stopping the server and the workers")
 
 
-def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path, *, hint: str) -> None:
+def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path, *, told: str) -> None:
     """Do the work and end the process with its exit status; whatever happens, what it started is stopped."""
     console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     resources = ExitStack()
-    interrupts.take_over(lambda: errors.print(f"stopping; {hint}", highlight=False))
+    interrupts.take_over(lambda: errors.print(told, highlight=False))
     status, said = 0, ""
     try:
         said = work(console, resources)
