@@ -67,7 +67,6 @@ void bind_doorbell(nb::module_& m) {
             },
             nb::arg("tickets"), nb::arg("n"), nb::arg("code"), nb::arg("version"), nb::arg("message"),
             "Answer the first n tickets and wake who sleeps; gives how many answers found no room.")
-        .def("forget", [](Engine& self, std::uint32_t lane) { self.bell.forget(lane); }, nb::arg("lane"))
         .def(
             "wait",
             [](Engine& self, double timeout) {

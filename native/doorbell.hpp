@@ -183,13 +183,6 @@ class BellEngine {
         return dropped;
     }
 
-    // Forget what a lane has posted: its client is gone.
-    void forget(std::uint32_t lane) {
-        if (lane >= kBellLanes) return;
-        LaneRings& rings = memory_->lanes[lane];
-        rings.taken.store(rings.submitted.load(std::memory_order_acquire), std::memory_order_release);
-    }
-
     // Wait until something was posted or one of the descriptors is readable; true for a posting. `fds[0]` is the
     // pipe into which clients write to wake a sleeping engine.
     bool wait(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {

@@ -121,17 +121,6 @@ void answers_to_an_earlier_lease_are_skipped() {
     CHECK(std::strcmp(heir.message(), "the model raised") == 0);
 }
 
-void a_forgotten_lane_posts_nothing() {
-    auto bell = memory();
-    Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
-    BellClient client(bell.get(), 70, 1, pipe.ends[1], 0);
-    CHECK(client.submit(ticket(1)));
-    engine.forget(70);
-    Ticket taken[4];
-    CHECK(engine.collect(taken, 4) == 0);
-}
-
 void positions_that_are_nonsense_harm_only_their_lane() {
     auto bell = memory();
     Pipe pipe;
@@ -180,7 +169,6 @@ int main() {
     every_ticket_is_answered_once(20'000);
     a_full_ring_refuses_and_loses_nothing();
     answers_to_an_earlier_lease_are_skipped();
-    a_forgotten_lane_posts_nothing();
     positions_that_are_nonsense_harm_only_their_lane();
     a_client_that_never_reads_does_not_stop_the_engine();
     tickets_for_an_earlier_life_of_the_engine_are_dropped();

@@ -48,10 +48,6 @@ class InprocDoor:
         self._tickets: deque[bytes] = deque()
         self._answers: list[Answer] = []
 
-    def forget(self, lane: int) -> None:
-        """As the engine's Door.forget."""
-        self._tickets.clear()
-
     def collect(self, out: NDArray[np.uint8]) -> int:
         """As the engine's Door.collect."""
         n = min(len(self._tickets), len(out))

@@ -91,10 +91,10 @@ def test_an_expired_ticket_is_taken_out_and_the_others_stay():
     assert queue.take()["lane"].tolist() == [1]
 
 
-def test_a_dead_clients_tickets_are_dropped():
+def test_the_tickets_of_a_lane_that_was_taken_back_are_handed_out():
     queue = Queue(max_batch=8)
     queue.push(tickets((0, 1), (1, 2), (0, 3)))
-    queue.drop(0)
+    assert queue.drop(0)["sequence"].tolist() == [0, 2]
     assert queue.rows == 2
     assert queue.take()["lane"].tolist() == [1]
 

@@ -33,7 +33,6 @@ class NativeDoor:
             spin_us * 1000,
         )
         self.collect = self._bell.collect  # as Door.collect
-        self.forget = self._bell.forget  # as Door.forget
         self.wait = self._bell.wait  # seconds
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:

@@ -56,9 +56,6 @@ class ZmqDoor:
         """Whether messages wait. To be asked before sleeping on `fileno`, which signals changes only."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def forget(self, lane: int) -> None:
-        """As Door.forget. Nothing to do: a ticket still in a socket names a lease that no longer holds."""
-
     def collect(self, out: NDArray[np.uint8]) -> int:
         """As Door.collect; what is no ticket is answered with what was expected."""
         n = 0

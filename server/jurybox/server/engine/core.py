@@ -107,11 +107,13 @@ class Engine:
             self._answer(slot.queue.take(), Code.MODEL_NOT_FOUND, 0, f"model {slot.served.spec.name!r} was unloaded")
 
     def retire(self, lane: int) -> None:
-        """Forget what a dead client's lane has waiting. Between two turns nothing else touches its rows."""
-        for door in self.doors:
-            door.forget(lane)
+        """Forget what a lane has waiting that was taken back. Between two turns nothing else touches its rows.
+
+        Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
+        """
         for slot in self.slots.values():
-            slot.queue.drop(lane)
+            if len(dropped := slot.queue.drop(lane)):
+                self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
 
     def refuse_new(self, code: Code, message: str) -> None:
         """Answer what has come so far, and everything that comes later with `code`."""

@@ -18,6 +18,3 @@ class Door(Protocol):
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """Answer tickets that came through this door, all with the same code, weights version and message."""
-
-    def forget(self, lane: int) -> None:
-        """Drop what a lane has sent and the core has not collected: its client is gone."""

@@ -93,11 +93,14 @@ class Queue:
         self.pinned = bool(self.waiting["version"].any())
         return batch
 
-    def drop(self, lane: int) -> None:
-        """Forget the tickets of a lane whose client is gone."""
-        keep = self.waiting["lane"] != lane
-        if not keep.all():
-            self._keep(keep)
+    def drop(self, lane: int) -> Tickets:
+        """Remove and give the tickets of a lane that was taken back."""
+        waiting = self.waiting
+        of_lane = waiting["lane"] == lane
+        dropped: Tickets = waiting[of_lane].copy()
+        if len(dropped):
+            self._keep(~of_lane)
+        return dropped
 
     def _keep(self, keep: NDArray[np.bool_]) -> None:
         kept = self.waiting[keep]
