@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_TIMERSLACK = 29
 
 
 class Lifeline:
@@ -64,6 +65,12 @@ def spawn(
             env={**os.environ, **(environment or {})},
         )
     return process, Lifeline(ours.detach())
+
+
+def exact_sleeps() -> None:
+    """Let this thread's sleeps end within a microsecond of their time; by default the kernel adds fifty."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 def attach(fd: int) -> Lifeline:

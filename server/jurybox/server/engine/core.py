@@ -18,6 +18,7 @@ from jurybox import native
 from jurybox.protocol.board import LANE, MAX_MODELS, Board
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.wire import TICKET
+from jurybox.server.engine.crowd import Crowd
 from jurybox.server.engine.door import Door
 from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
@@ -44,6 +45,7 @@ class Engine:
         index: which engine of the board this is.
         doors: where tickets come from.
         clock: nanoseconds, of CLOCK_MONOTONIC unless a test injects its own.
+        pause: lets so many seconds pass, so that clients about to ask can do so; None: never wait for anybody.
         report: called with (event, fields) for what should be logged.
     """
 
@@ -53,6 +55,7 @@ class Engine:
         index: int,
         doors: Sequence[Door],
         clock: Callable[[], int] = time.monotonic_ns,
+        pause: Callable[[float], None] | None = time.sleep,
         report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
         self.board = board
@@ -62,6 +65,8 @@ class Engine:
             self.add_door(door)
         self.slots: dict[int, Slot] = {}
         self._clock = clock
+        self._pause = pause
+        self._crowd = Crowd(len(board.lanes))
         self._report = report
         self._lanes = board.lanes.view(np.uint8).reshape(-1, LANE.itemsize)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
@@ -129,6 +134,8 @@ class Engine:
             self._show_wait(batches=1)
             return False
         queue, served = slot.queue, slot.served
+        if self._crowd.away and self._pause is not None:
+            self._wait_for_more(queue, now)
         if (late := queue.expired(now)) is not None:
             slot.meters.expired(len(late))
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
@@ -141,6 +148,15 @@ class Engine:
         self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
         self._compute(slot, tickets, rows, version)
         return True
+
+    def _wait_for_more(self, queue: Queue, began: int) -> None:
+        """Let the quick clients that are still away fill the batch, as long as that pays (crowd.py says when)."""
+        assert self._pause is not None
+        while self._crowd.away and queue.rows < queue.max_batch:
+            spent = self._clock() - began + self._turn_ns
+            self._pause(spent / len(queue) / 1e9)
+            if not self._take_in():
+                self._crowd.stays_away()
 
     def _compute(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
         """Answer one batch. One that the device has no memory for is halved, and so is every later one."""
@@ -163,6 +179,7 @@ class Engine:
             return
         self._answer(tickets, Code.OK, version or served.version, "")
         ended = self._clock()
+        self._crowd.answered(tickets["lane"], ended)
         slot.meters.batch(tickets, rows, began, ended)
         self._turn_ns += _SMOOTHING * (ended - began - self._turn_ns)
 
@@ -177,7 +194,9 @@ class Engine:
         """Rows accepted and not yet computed."""
         return sum(slot.queue.rows for slot in self.slots.values())
 
-    def _take_in(self) -> None:
+    def _take_in(self) -> int:
+        """Queue what has arrived; gives the number of tickets accepted."""
+        accepted = 0
         for door in self.doors:
             n = door.collect(self._records)
             if not n:
@@ -189,7 +208,10 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
+            self._crowd.came(tickets["lane"], self._clock(), self._turn_ns)
+            accepted += len(tickets)
             self._sort(tickets, rows, pinned=pinned)
+        return accepted
 
     def _sort(self, tickets: NDArray[Any], rows: int, *, pinned: bool) -> None:
         while len(tickets):

@@ -22,7 +22,7 @@ from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.workshop import Workshop
-from jurybox.server.lifeline import Lifeline
+from jurybox.server.lifeline import Lifeline, exact_sleeps
 from jurybox.server.logs import configure
 
 _HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
@@ -59,6 +59,7 @@ class EngineProcess:
 
     def serve(self) -> None:
         """Serve until the lifeline ends or says stop."""
+        exact_sleeps()
         with torch.inference_mode():
             self._loop()
         self._state(EngineState.STOPPED)
@@ -70,10 +71,6 @@ class EngineProcess:
         engine, next_look = self._engine, 0
         while not self._stopped:
             worked = engine.turn()
-            if worked:
-                # Those just answered may be about to ask again: where they wait for this core, let them. That makes
-                # batches larger on few cores and costs less than a microsecond where nobody waits.
-                os.sched_yield()
             now = time.monotonic_ns()
             if worked and now < next_look:
                 continue

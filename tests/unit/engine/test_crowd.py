@@ -1,0 +1,132 @@
+"""Waiting for who is about to come back: only for them, only while it pays."""
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.board import Board
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.wire import PACK_TICKET
+from jurybox.server.engine.core import Engine
+from jurybox.server.engine.crowd import Crowd
+from jurybox.server.engine.served import Served
+from jurybox.server.models import ServedModel
+from tests.models import VECTOR
+
+BATCH = 100_000  # ns
+
+
+def lanes(*numbers):
+    return np.array(numbers, np.uint32)
+
+
+def test_a_client_that_came_back_at_once_is_expected_again():
+    crowd = Crowd(8)
+    crowd.answered(lanes(1), 0)
+    assert crowd.away == 0  # never seen to be quick
+    crowd.came(lanes(1), 50_000, BATCH)
+    crowd.answered(lanes(1), 150_000)
+    assert crowd.away == 1
+    crowd.came(lanes(1), 200_000, BATCH)
+    assert crowd.away == 0
+
+
+def test_a_client_that_thinks_long_is_not_waited_for():
+    crowd = Crowd(8)
+    crowd.answered(lanes(1), 0)
+    crowd.came(lanes(1), 50 * BATCH, BATCH)
+    crowd.answered(lanes(1), 51 * BATCH)
+    assert crowd.away == 0
+
+
+def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
+    crowd = Crowd(8)
+    crowd.came(lanes(1, 2), 0, BATCH)
+    crowd.answered(lanes(1, 2), 10)
+    crowd.stays_away()
+    assert crowd.away == 0
+    crowd.came(lanes(1), 50 * BATCH, BATCH)
+    crowd.answered(lanes(1), 51 * BATCH)
+    assert crowd.away == 0
+
+
+class World:
+    """An engine on a clock of its own, and clients that ask when the clock says so."""
+
+    number = 0
+
+    def __init__(self, think):
+        self.now, self.pauses, self.sizes, self.think = 1_000_000, [], [], think
+        self.asks = {lane: self.now for lane in range(len(think))}
+        owner = Board.create(segment_name("crowdtest", "board"), 1, 0.0)
+        self.board = owner
+        spec = ServedModel(torch.nn.Identity(), VECTOR, {"action": VECTOR["observation"]})
+        layout = ArenaLayout(ModelSpec("m", spec.inputs, spec.outputs), 64)
+        self.arena = Arena.create(segment_name("crowdtest", "arena"), layout)
+        for lane in range(len(think)):
+            self.board.lanes[lane : lane + 1][["lease", "model", "first", "rows"]] = (lane + 1, 0, lane, 1)
+        self.engine = Engine(owner, 0, [self], clock=lambda: self.now, pause=self.pause)
+        served = Served("m", spec, self.arena.inputs, self.arena.outputs, 64)
+        served.run = lambda tickets, rows, version: self.forward(rows)
+        self.engine.install(0, served)
+
+    def pause(self, seconds):
+        self.pauses.append(seconds)
+        self.now += max(1, int(seconds * 1e9))
+
+    def forward(self, rows):
+        self.sizes.append(rows)
+        self.now += BATCH
+
+    def collect(self, out):
+        due = sorted(lane for lane, at in self.asks.items() if at <= self.now)
+        for i, lane in enumerate(due):
+            record = PACK_TICKET.pack(self.asks.pop(lane), lane + 1, 0, self.now, lane, lane, 1, 0, 0, 0, 0)
+            out.data.cast("B")[i * 64 : (i + 1) * 64] = record
+        return len(due)
+
+    def reply(self, tickets, code, version, message):
+        for lane in tickets["lane"].tolist():
+            self.asks[lane] = self.now + self.think[lane]
+
+    def run(self, turns):
+        for _ in range(turns):
+            if not self.engine.turn():
+                self.now = max(self.now, min(self.asks.values()))
+
+    def close(self):
+        self.arena.close()
+        self.board.close()
+
+
+@pytest.fixture
+def world():
+    worlds = []
+
+    def make(think):
+        worlds.append(World(think))
+        return worlds[-1]
+
+    yield make
+    for one in worlds:
+        one.close()
+
+
+def test_a_lone_client_is_never_kept_waiting(world):
+    lone = world([5_000])
+    lone.run(50)
+    assert lone.pauses == []
+
+
+def test_a_crowd_in_closed_loop_fills_its_batches(world):
+    crowd = world([20_000 + 7_000 * i for i in range(16)])
+    crowd.run(60)
+    assert np.mean(crowd.sizes[-20:]) > 14
+
+
+def test_clients_that_think_long_are_served_as_they_come(world):
+    thinkers = world([3_000_000 + 170_000 * i for i in range(8)])
+    thinkers.run(200)
+    assert sum(thinkers.pauses) * 1e9 < 0.02 * thinkers.now
