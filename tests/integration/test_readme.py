@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.serving import serving
 
 from jurybox.server.config import load_settings
 from jurybox.server.engine.loader import load
-from tests.serving import serving
 
 TEXT = (Path(__file__).parents[2] / "README.md").read_text()
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.models import VECTOR
 
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import Board
@@ -13,7 +14,6 @@ from jurybox.server.engine.core import Engine
 from jurybox.server.engine.crowd import Crowd
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
-from tests.models import VECTOR
 
 BATCH = 100_000  # ns
 
@@ -59,7 +59,7 @@ class World:
 
     def __init__(self, think):
         self.now, self.pauses, self.sizes, self.think = 1_000_000, [], [], think
-        self.asks = {lane: self.now for lane in range(len(think))}
+        self.asks = dict.fromkeys(range(len(think)), self.now)
         owner = Board.create(segment_name("crowdtest", "board"), 1, 0.0)
         self.board = owner
         spec = ServedModel(torch.nn.Identity(), VECTOR, {"action": VECTOR["observation"]})

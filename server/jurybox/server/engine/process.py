@@ -18,6 +18,7 @@ import zmq
 
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Code
+from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.engine.core import Engine
@@ -34,6 +35,8 @@ class EngineProcess:
 
     def __init__(self, lifeline: Lifeline, orders: dict[str, Any]) -> None:
         torch.set_num_threads(orders["threads"])
+        if orders["device"] == "cpu":
+            keep_freed_memory()
         index, epoch = orders["index"], orders["epoch"]
         self._log = configure(f"engine-{index}", orders["log_level"], orders["log_format"])
         self._lifeline = lifeline

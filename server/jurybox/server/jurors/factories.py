@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from jurybox.protocol import TensorSpec
-from jurybox.server.jurors.allocator import keep_freed_memory
+from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.jurors.criteria import Colour, Exposure, Naturalness, Sharpness
 from jurybox.server.jurors.example import example_images
 from jurybox.server.jurors.weighing import Panel

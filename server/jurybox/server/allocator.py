@@ -1,4 +1,4 @@
-"""Working memory that stays: on a CPU half of a juror's time would otherwise go into page faults."""
+"""Working memory that stays: on a CPU half of an image model's time would otherwise go into page faults."""
 
 from __future__ import annotations
 
