@@ -11,7 +11,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.crowd import Crowd
+from jurybox.server.engine.crowd import BatchCost, Crowd
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
 
@@ -52,12 +52,26 @@ def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
     assert crowd.away == 0
 
 
+def test_the_fixed_cost_of_a_batch_is_told_from_that_of_its_rows():
+    rng = np.random.default_rng(0)
+    shared, by_row = BatchCost(), BatchCost()
+    for rows in rng.integers(1, 17, 400).tolist():
+        shared.observe(rows, int(80_000 + 2_000 * rows + rng.normal(0, 3000)))
+        by_row.observe(rows, int(700_000 * rows + rng.normal(0, 30_000)))
+    assert 70_000 < shared.fixed < 90_000
+    assert by_row.fixed < 100_000  # of 700,000 a row
+    for _ in range(3000):
+        shared.observe(16, 112_000)
+    assert 70_000 < shared.fixed < 90_000  # one size alone teaches nothing new
+
+
 class World:
     """An engine on a clock of its own, and clients that ask when the clock says so."""
 
     number = 0
 
-    def __init__(self, think):
+    def __init__(self, think, fixed=BATCH, by_row=0):
+        self.fixed, self.by_row = fixed, by_row
         self.now, self.pauses, self.sizes, self.think = 1_000_000, [], [], think
         self.asks = dict.fromkeys(range(len(think)), self.now)
         owner = Board.create(segment_name("crowdtest", "board"), 1, 0.0)
@@ -78,7 +92,7 @@ class World:
 
     def forward(self, rows):
         self.sizes.append(rows)
-        self.now += BATCH
+        self.now += self.fixed + self.by_row * rows
 
     def collect(self, out):
         due = sorted(lane for lane, at in self.asks.items() if at <= self.now)
@@ -105,8 +119,8 @@ class World:
 def world():
     worlds = []
 
-    def make(think):
-        worlds.append(World(think))
+    def make(think, **cost):
+        worlds.append(World(think, **cost))
         return worlds[-1]
 
     yield make
@@ -124,6 +138,13 @@ def test_a_crowd_in_closed_loop_fills_its_batches(world):
     crowd = world([20_000 + 7_000 * i for i in range(16)])
     crowd.run(60)
     assert np.mean(crowd.sizes[-20:]) > 14
+
+
+def test_nobody_is_waited_for_when_batching_saves_nothing(world):
+    crowd = world([200_000] * 4, fixed=0, by_row=700_000)
+    crowd.run(100)
+    busy = sum(crowd.sizes) * 700_000
+    assert busy > 0.9 * crowd.now  # clients prepare while the engine computes for others
 
 
 def test_clients_that_think_long_are_served_as_they_come(world):

@@ -18,7 +18,7 @@ from jurybox import native
 from jurybox.protocol.board import LANE, MAX_MODELS, Board
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.crowd import Crowd
+from jurybox.server.engine.crowd import BatchCost, Crowd
 from jurybox.server.engine.door import Door
 from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
@@ -35,6 +35,7 @@ class Slot:
         self.served = served
         self.queue = queue
         self.meters = meters
+        self.cost = BatchCost()
 
 
 class Engine:
@@ -135,7 +136,7 @@ class Engine:
             return False
         queue, served = slot.queue, slot.served
         if self._crowd.away and self._pause is not None:
-            self._wait_for_more(queue, now)
+            self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
             slot.meters.expired(len(late))
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
@@ -149,12 +150,13 @@ class Engine:
         self._compute(slot, tickets, rows, version)
         return True
 
-    def _wait_for_more(self, queue: Queue, began: int) -> None:
+    def _wait_for_more(self, slot: Slot, began: int) -> None:
         """Let the quick clients that are still away fill the batch, as long as that pays (crowd.py says when)."""
         assert self._pause is not None
+        queue = slot.queue
         while self._crowd.away and queue.rows < queue.max_batch:
-            spent = self._clock() - began + self._turn_ns
-            self._pause(spent / len(queue) / 1e9)
+            shared = self._clock() - began + slot.cost.fixed
+            self._pause(shared / len(queue) / 1e9)
             if not self._take_in():
                 self._crowd.stays_away()
 
@@ -182,6 +184,7 @@ class Engine:
         self._crowd.answered(tickets["lane"], ended)
         slot.meters.batch(tickets, rows, began, ended)
         self._turn_ns += _SMOOTHING * (ended - began - self._turn_ns)
+        slot.cost.observe(rows, ended - began)
 
     def ready_in(self) -> int | None:
         """Nanoseconds until a held-back batch is due; None when nothing waits."""

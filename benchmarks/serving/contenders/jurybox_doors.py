@@ -1,0 +1,129 @@
+"""Jurybox, through each of its doors, with the client code that a user would write."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.serving.cases import Case, Sample
+from benchmarks.serving.contender import REQUEST_TIMEOUT, Ask, Contender
+from jurybox.client import Rows, connect
+
+_START = 120.0
+_HELD = 4  # rows that a zero-copy client has written beforehand and asks for in turn
+
+
+class DoorAsk(Ask):
+    """`model(row)` where a request is one row, else `model.infer(rows)`."""
+
+    def __init__(self, case: Case, address: str, door: str) -> None:
+        self._server = connect(address, door=door, timeout=REQUEST_TIMEOUT)
+        self._model = self._server.model("served")
+        self._infer = self._model if case.single else self._model.infer
+
+    def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        outputs = self._infer(inputs)
+        return list(outputs.values()) if isinstance(outputs, dict) else [outputs]
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class RowsAsk(Ask):
+    """`rows.infer()` on rows of the arena in which the inputs lie already, as an environment writes them there."""
+
+    def __init__(self, address: str, door: str) -> None:
+        self._server = connect(address, door=door, timeout=REQUEST_TIMEOUT)
+        self._model = self._server.model("served")
+        self._held: dict[int, Rows] = {}
+
+    def prepare(self, samples: Sequence[Sample], clients: int) -> tuple[list[Sample], int]:
+        chosen = list(samples[:_HELD])
+        for sample in chosen:
+            if id(sample.inputs) not in self._held:
+                held = self._held[id(sample.inputs)] = self._model.rows(1)
+                next(iter(held.inputs.values()))[0] = sample.inputs
+        return chosen, 1
+
+    def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        held = self._held[id(inputs)]
+        outputs = list(held.outputs.values())
+        for output in outputs:
+            output.fill(np.nan)  # these rows are asked again and again: yesterday's answer must not pass for today's
+        held.infer()
+        return outputs
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Native(Contender):
+    title = "Jurybox, native door"
+    packages: ClassVar[tuple[str, ...]] = ("jurybox", "pyzmq")
+    door: ClassVar[str] = "native"
+    lane_requests: ClassVar[int] = 1
+
+    def start(self) -> None:
+        case = self.case
+        self._address = f"ipc://{self.folder}/engine"
+        lane = self.lane_requests * case.rows
+        server: dict[str, Any] = {
+            "address": self._address, "http": "", "grpc": "", "devices": ["cpu"], "threads": 1,
+        }  # fmt: skip
+        model: dict[str, Any] = {
+            "factory": "benchmarks.serving.factories:model", "max_batch": case.max_batch, "lane_rows": lane,
+            "rows": max(self.clients * lane + lane, 2 * case.max_batch),
+        }  # fmt: skip
+        config = self.folder / "server.toml"
+        config.write_text(
+            "\n".join(
+                ["[server]", *_lines(server), "[models.served]", *_lines(model), f'args = {{case = "{case.name}"}}']
+            )
+        )
+        self._process = subprocess.Popen([sys.executable, "-m", "jurybox.server.cli", "serve", str(config)])
+        with connect(self._address, door=self.door, timeout=_START) as server_:
+            shape = (case.rows, *case.shape)
+            server_.model("served", timeout=_START).infer(np.zeros(shape, case.dtype))
+
+    def endpoint(self, index: int) -> str:
+        return self._address
+
+    @classmethod
+    def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
+        return DoorAsk(case, endpoint, cls.door)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(20.0)
+
+
+class Zmq(Native):
+    title = "Jurybox, ZeroMQ door"
+    door = "zmq"
+
+
+class NativeRows(Native):
+    title = "Jurybox, native door, rows written in place"
+    cases = ("image",)
+    lane_requests = _HELD
+
+    @classmethod
+    def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
+        return RowsAsk(endpoint, cls.door)
+
+
+class ZmqRows(NativeRows):
+    title = "Jurybox, ZeroMQ door, rows written in place"
+    door = "zmq"
+
+
+def _lines(settings: dict[str, Any]) -> list[str]:
+    # JSON's strings, numbers, booleans and lists are TOML's too.
+    return [f"{key} = {json.dumps(value)}" for key, value in settings.items()]

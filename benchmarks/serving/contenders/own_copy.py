@@ -1,0 +1,38 @@
+"""No server: every client has the model and torch in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from benchmarks.serving.cases import Case
+from benchmarks.serving.contender import Ask, Contender, batch_of
+
+
+class OwnAsk(Ask):
+    """Forward in the client."""
+
+    def __init__(self, case: Case) -> None:
+        import torch
+
+        from benchmarks.serving.models import build, forward
+
+        self._case = case
+        self._module = build(case.model)
+        self._tensor = torch.from_numpy
+        self._forward = forward
+
+    def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        return [output.numpy() for output in self._forward(self._module, self._tensor(batch_of(self._case, inputs)))]
+
+
+class OwnCopy(Contender):
+    title = "own copy in every client"
+    most_clients = 16
+    why_most = "not run: every client is a torch process, and more of them than cores add nothing but memory"
+
+    @classmethod
+    def client(cls, case: Case, index: int, endpoint: Any) -> OwnAsk:
+        return OwnAsk(case)

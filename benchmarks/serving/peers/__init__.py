@@ -1,0 +1,1 @@
+"""Environments of the peers, and the servers that run in them."""

@@ -1,0 +1,66 @@
+"""Throughput and p99 over clients, one column a case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.cases import CASES
+from benchmarks.serving.contender import CONTENDERS, contender
+from benchmarks.serving.results import Results
+
+_OURS = {"jurybox-native": "#c1121f", "jurybox-zmq": "#f77f00"}
+_STYLES = {"limit": ("black", ":"), "plain-zmq": ("#003049", "-"), "own-copy": ("#777777", "--")}
+_SKIPPED = ("limit-best", "jurybox-native-rows", "jurybox-zmq-rows")  # too near to their neighbours to tell apart
+
+
+def draw(results: Results, file: Path) -> Path | None:
+    """Draw a run; None where it has nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "jurybox"  # the same file from the same figures
+    from matplotlib import pyplot
+
+    cases = [case for case in CASES.values() if any(point.case == case.name for point in results.points)]
+    if not cases:
+        return None
+    figure, axes = pyplot.subplots(2, len(cases), figsize=(5 * len(cases), 8), squeeze=False)
+    colours = iter(pyplot.get_cmap("tab10").colors)  # type: ignore[attr-defined]
+    labelled: dict[str, Any] = {}
+    for name in CONTENDERS:
+        if name in _SKIPPED:
+            continue
+        colour, dash = (_OURS[name], "-") if name in _OURS else _STYLES.get(name, (None, "-"))
+        colour = colour or next(colours)
+        width = 2.4 if name in _OURS else 1.2
+        for column, case in enumerate(cases):
+            points = sorted(
+                (p for p in results.points if (p.case, p.contender) == (case.name, name) and p.windows),
+                key=lambda point: point.clients,
+            )
+            if not points:
+                continue
+            clients = [point.clients for point in points]
+            style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": "o", "markersize": 4}
+            rates = [point.median("requests_per_s") for point in points]
+            (line,) = axes[0][column].plot(clients, rates, **style)
+            if name != "limit":  # a batch's own time is no latency of a request
+                axes[1][column].plot(clients, [point.median("p99_us") / 1e3 for point in points], **style)
+            labelled.setdefault(contender(name).title, line)
+    for column, case in enumerate(cases):
+        axes[0][column].set_title(f"{case.name}\n{case.title}", fontsize=9)
+        axes[1][column].set_xlabel("clients")
+        for row in (0, 1):
+            axis = axes[row][column]
+            axis.set_xscale("log", base=4)
+            axis.set_yscale("log")
+            axis.set_xticks(case.clients, [str(count) for count in case.clients])
+            axis.grid(True, which="both", alpha=0.25)
+    axes[0][0].set_ylabel("requests/s")
+    axes[1][0].set_ylabel("p99, ms")
+    figure.legend(list(labelled.values()), list(labelled), loc="lower center", ncol=5, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+    return file
