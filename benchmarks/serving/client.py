@@ -39,8 +39,8 @@ def run(name: str, case_name: str, samples: str, index: int, endpoint: Any, orde
                     latencies = _ask_until(ask, asked, prepared, index, begin, end)
                     orders.send((weight, latencies.tobytes()))
         ask.close()
-    except EOFError:
-        return
+    except (EOFError, ConnectionError):
+        return  # the host hung up
     except Exception as error:  # noqa: BLE001  whatever a contender's library raises is the finding
         orders.send(f"client {index}: {type(error).__name__}: {error}")
 

@@ -55,7 +55,7 @@ class Host:
         self.notes: list[str] = []
         self.log = ""  # the end of what its processes printed, once it has ended
         self._clients: list[int] = []
-        self._failed = False
+        self._failed = self._hung = False
         self._shared_memory: set[Path] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="jbench-"))
         self._log_file = self._folder / "log"
@@ -134,7 +134,7 @@ class Host:
         if self._failed:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_TIMEOUT)  # it ends by itself, having said why
-        elif self._process.poll() is None:
+        elif not self._hung and self._process.poll() is None:
             try:
                 self._orders.send(("stop",))
                 self._answer(_STOP_TIMEOUT, "stop")
@@ -169,6 +169,7 @@ class Host:
             if self._process.poll() is not None and not self._orders.poll(0):
                 raise Failed(f"its host ended with {self._process.returncode} before it could {what}: {self._said()}")
             if time.monotonic() > until:
+                self._hung = True
                 raise Failed(f"it did not {what} within {timeout:.0f} s: {self._said()}")
         try:
             verdict, value = self._orders.recv()
