@@ -40,7 +40,9 @@ class Image(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         parts = []
-        for part in image.split(len(self._floats)):
+        together = len(self._floats)
+        for first in range(0, len(image), together):
+            part = image[first : first + together]
             floats = self._floats[: len(part)].copy_(part)
             parts.append(torch.relu(self.first(floats.permute(0, 3, 1, 2))))
         hidden = torch.cat(parts) if len(parts) > 1 else parts[0]
