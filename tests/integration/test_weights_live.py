@@ -37,7 +37,7 @@ def client(server):
 
 
 def in_use(client, name="policy"):
-    return next(model for model in client.status()["models"] if model["name"] == name)["version"]
+    return next(model for model in client.status()["models"] if model["name"] == name)["weights"]
 
 
 def test_what_is_published_answers_the_next_requests_under_its_version(client):
@@ -96,6 +96,21 @@ def test_a_model_that_computes_in_another_dtype_takes_the_learners(client):
     version = publisher.publish({"scale": np.array(2.0, np.float32), "offset": np.array(0.5, np.float32)})
     wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")
     assert (model.infer(X) == 2.5).all()
+
+
+def test_status_shows_how_far_the_engine_is_behind(server, client):
+    publisher = client.publisher("policy")
+    publisher.publish(affine(publisher.version + 1))
+    wait_until(lambda: in_use(client)["lag"] == 0, 10, "adoption")
+    engine = server.pids()["engine-0"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            publisher.publish(affine(publisher.version + 1))
+        assert in_use(client)["lag"] == 3
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: in_use(client)["lag"] == 0, 10, "catching up")
 
 
 def test_actors_read_what_was_published_without_asking_the_server(client):

@@ -186,7 +186,9 @@ def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict
     """Version, lag and age of the weights in use: those of the serving engine that is furthest behind."""
     serving = [index for index, state in held.engines.items() if state in ("ready", "reloading")]
     used = counters[serving] if serving else counters
-    version, newest = int(used["version"].min()), int(used["newest"].max())
+    # Engines know the version they adopted; what has been published since, the channel itself says.
+    published = held.channel.newest if held.channel is not None else 0
+    version, newest = int(used["version"].min()), max(int(used["newest"].max()), published)
     adopted = used["adopted"][used["adopted"] > 0]
     return {
         "version": version,

@@ -91,6 +91,20 @@ def test_an_expired_ticket_is_not_computed(x):
             model.result(ticket, timeout=5)
 
 
+def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):
+    seen = []
+
+    class Watching(torch.nn.Module):
+        def forward(self, observation):
+            seen.append(int(server.engine.board.counters[0, 0]["waiting"]))
+            return observation + 1
+
+    served = ServedModel(Watching(), VECTOR, {"action": TensorSpec("float32", (4,))})
+    with InprocServer({"m": served}, max_batch=4) as server:
+        together(server.model("m"), x[:10])
+    assert seen == [6, 2, 0]
+
+
 def test_counters_count_what_happened(x):
     with InprocServer({"moody": moody()}) as server:
         model = server.model("moody")

@@ -146,6 +146,7 @@ class Engine:
         version = queue.waiting["version"].item(0) if queue.pinned else 0
         tickets = queue.take()
         rows = waiting - queue.rows
+        slot.meters.waiting(queue.rows)
         self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
         self._compute(slot, tickets, rows, version)
         return True
@@ -191,11 +192,6 @@ class Engine:
         now = self._clock()
         due = [wait for slot in self.slots.values() if (wait := slot.queue.ready_in(now)) is not None]
         return min(due, default=None)
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows accepted and not yet computed."""
-        return sum(slot.queue.rows for slot in self.slots.values())
 
     def _take_in(self) -> int:
         """Queue what has arrived; gives the number of tickets accepted."""

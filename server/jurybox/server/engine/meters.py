@@ -69,10 +69,6 @@ class Meters:
         self._record["adopted"] = time.monotonic_ns()
         self._record["adopt_ns"][_bucket(int(seconds * 1e9))] += 1
 
-    def newest(self, version: int) -> None:
-        """Tell the newest version there is."""
-        self._record["newest"] = version
-
 
 def _bucket(nanoseconds: int) -> int:
     # A client's clock is the host's, but what it wrote is not to be trusted with our indices.
