@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer
-from jurybox.client.lane import LOOK_AFTER, Lane, Ticket
+from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer
+from jurybox.client.lane import Lane, Ticket
 from jurybox.protocol.errors import Busy, Code, Refused, error_for
 
 if TYPE_CHECKING:
