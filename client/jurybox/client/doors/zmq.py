@@ -12,7 +12,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer, Outgoing
+from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing
 from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity, prefix_error
@@ -62,11 +62,11 @@ class ZmqDoor:
         except zmq.Again:
             return None
 
-    def caller(self, place: NDArray[Any], first: int, engine: NDArray[Any], epoch: int) -> _Caller | None:
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> _Caller | None:
         """As Door.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._socket(0, epoch), self._lane, self._lease, place, first, engine, epoch)
+        return _Caller(self._socket(0, epoch), self._lane, self._lease, row, engine, epoch)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -136,22 +136,22 @@ class _Caller:
         socket: zmq.Socket[bytes],
         lane: int,
         lease: int,
-        place: NDArray[Any],
-        first: int,
+        row: CalledRow,
         engine: NDArray[Any],
         epoch: int,
     ) -> None:
         self._socket = socket
         self._lane = lane
         self._lease = lease
-        self._place = place
-        self._first = first
+        self._row = row
+        self._first = row.first
+        self._place = row.place
         self._states = engine["state"]
         self._epochs = engine["epoch"]
         self._epoch = epoch
         self._message = ""
 
-    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> int:
+    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
         """As Caller."""
         epoch, socket = self._epoch, self._socket
         if self._epochs.item(0) != epoch or self._states.item(0) != EngineState.SERVING:
@@ -171,7 +171,7 @@ class _Caller:
         if answer.sequence != sequence:
             raise ProtocolMismatch(f"ticket {sequence} was sent, and answered was {answer.sequence}: {answer.message}")
         self._message = answer.message
-        return answer.code
+        return answer.code or self._row.copied()
 
     def message(self) -> str:
         """As Caller."""
