@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
@@ -19,7 +18,10 @@ from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
 _PATIENCE = 0.1  # seconds; callers wait in slices of that
 _NOBLOCK = int(zmq.NOBLOCK)
+_SERVING = int(EngineState.SERVING)
 _HEAD = len(PREFIX) + PACK_REPLY.size
+_SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
+_OK = bytes(4)
 
 
 class ZmqDoor:
@@ -143,7 +145,7 @@ class _Caller:
         self._socket = socket
         self._lane = lane
         self._lease = lease
-        self._row = row
+        self._outputs = row.outputs
         self._first = row.first
         self._place = row.place
         self._states = engine["state"]
@@ -154,9 +156,9 @@ class _Caller:
     def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
         """As Caller."""
         epoch, socket = self._epoch, self._socket
-        if self._epochs.item(0) != epoch or self._states.item(0) != EngineState.SERVING:
+        if self._epochs.item(0) != epoch or self._states.item(0) != _SERVING:
             return NOT_SENT
-        np.copyto(self._place, row)
+        self._place[...] = row
         now = time.monotonic_ns()
         deadline = now + int(seconds * 1e9)
         record = PACK_TICKET.pack(sequence, self._lease, deadline, now, self._lane, self._first, 1, 0, 0, epoch)
@@ -167,11 +169,18 @@ class _Caller:
             frame = Bare.recv(socket)  # the socket's own time-out: one call where polling first would be two
         except zmq.Again:
             return NOT_ANSWERED
-        answer = _read(frame)
+        if frame[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or frame[_CODE] != _OK:
+            return self._failure(_read(frame), sequence)
+        outputs = self._outputs
+        if type(outputs) is dict:
+            return {name: array.copy() for name, array in outputs.items()}
+        return outputs.copy()
+
+    def _failure(self, answer: Answer, sequence: int) -> int:
         if answer.sequence != sequence:
             raise ProtocolMismatch(f"ticket {sequence} was sent, and answered was {answer.sequence}: {answer.message}")
         self._message = answer.message
-        return answer.code or self._row.copied()
+        return answer.code
 
     def message(self) -> str:
         """As Caller."""
