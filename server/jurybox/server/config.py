@@ -35,6 +35,7 @@ _AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
 _AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
 _FILES = ("exported", "weights")  # settings of a model that name files
+_PATHS = (*_FILES, "save_dir")  # those that name a place on disk, there or not
 
 _EXAMPLE = """\
 [models.photo]
@@ -161,6 +162,10 @@ class ModelSettings(_Strict):
     lane_rows: int = Field(default=0, ge=0, le=1 << 24)
     publish: Literal["double_buffer", "snapshot"] | None = None
     keep_versions: int = Field(default=0, ge=0, le=1000)
+    max_lag: int = Field(default=0, ge=0, le=1_000_000)
+    save_dir: Annotated[str, Field(min_length=1)] | None = None
+    save_every: int = Field(default=1, ge=1, le=1_000_000_000)
+    save_keep: int = Field(default=3, ge=1, le=100_000)
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     channels_last: bool = False
     compile: bool = False
@@ -180,6 +185,9 @@ class ModelSettings(_Strict):
             raise ValueError(f"min_batch = {self.min_batch}, expected at most max_batch = {self.max_batch}")
         if self.min_batch > 1 and self.max_wait_us == 0:
             raise ValueError(f"min_batch = {self.min_batch} is never waited for, expected max_wait_us above 0 with it")
+        if self.publish is None and (self.save_dir is not None or self.max_lag):
+            setting = "save_dir" if self.save_dir is not None else "max_lag"
+            raise ValueError(f"{setting} is for models that take publications, expected publish with it")
         if self.rows and self.lane_rows > self.rows:
             raise ValueError(f"lane_rows = {self.lane_rows}, expected at most rows = {self.rows}")
         return self
@@ -223,7 +231,7 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
     server_keys, model_keys = list(ServerSettings.model_fields), list(ModelSettings.model_fields)
     sources = Sources()
     if path is not None:
-        sources.add_file(path, _FILES)
+        sources.add_file(path, _PATHS)
     flags = parse_flags(sets, server_keys)
     from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
     sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)

@@ -112,6 +112,14 @@ class Engine:
         if len(slot.queue):
             self._answer(slot.queue.take(), Code.MODEL_NOT_FOUND, 0, f"model {slot.served.spec.name!r} was unloaded")
 
+    def stop_following(self) -> None:
+        """End the threads that follow weights channels: one that outlives the interpreter brings the process down."""
+        followers = [slot.served.follower for slot in self.slots.values() if slot.served.follower is not None]
+        for follower in followers:
+            follower.stop()
+        for follower in followers:
+            follower.join()
+
     def retire(self, lane: int) -> None:
         """Forget what a lane has waiting that was taken back. Between two turns nothing else touches its rows.
 

@@ -111,6 +111,11 @@ class Follower:
         """Follow no longer."""
         self._stopped.set()
 
+    def join(self) -> None:
+        """Wait for the end of the thread that was told to stop."""
+        if self._thread.is_alive():
+            self._thread.join(4 * _SLICE)
+
     def _follow(self) -> None:
         while not self._stopped.is_set():
             if not self._reader.wait_newer_than(self.version, _SLICE):

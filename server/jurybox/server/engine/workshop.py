@@ -73,6 +73,10 @@ class Workshop:
         """
         self._jobs.put(lambda: self._finish(model, segment, rows, weights))
 
+    def abandon(self, model: int, reason: str) -> None:
+        """Let go of a loaded model that the supervisor has no arena or weights channel for; ends in "failed"."""
+        self._jobs.put(lambda: self._abandon(model, reason))
+
     def _work(self) -> None:
         while True:
             self._jobs.get()()
@@ -126,6 +130,10 @@ class Workshop:
             self._tell("ready", model=model)
 
         self._later(install)
+
+    def _abandon(self, model: int, reason: str) -> None:
+        self._halves.pop(model, None)
+        self._tell("failed", model=model, reason=reason)
 
     def _failed(self, model: int, error: Exception) -> None:
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
