@@ -115,6 +115,7 @@ class EngineProcess:
                 self._workshop.abandon(order["model"], order["reason"])
             case "unload":
                 self._engine.remove(order["model"])
+                self._workshop.left(order["model"])
                 self._tell("unloaded", model=order["model"])
             case "retire":
                 self._engine.retire(order["lane"])
