@@ -23,6 +23,7 @@ from jurybox.protocol.wire import build_version
 from jurybox.server.config import Settings, model_settings_from_json
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.fleet import Fleet
+from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import LeasedLane, Leases
 from jurybox.server.supervisor.models import Models
 
@@ -31,7 +32,14 @@ class Reception:
     """Handlers of the control requests, by the field of ControlRequest that carries them."""
 
     def __init__(
-        self, settings: Settings, server_id: str, board: Board, models: Models, leases: Leases, fleet: Fleet
+        self,
+        settings: Settings,
+        server_id: str,
+        board: Board,
+        models: Models,
+        leases: Leases,
+        fleet: Fleet,
+        keeper: Keeper,
     ) -> None:
         self._settings = settings
         self._server_id = server_id
@@ -39,6 +47,7 @@ class Reception:
         self._models = models
         self._leases = leases
         self._fleet = fleet
+        self._keeper = keeper
         self.draining = False
         self.http = settings.server.http  # where the gateway really listens, once it has said so
         self.handlers: dict[str, Any] = {
@@ -121,4 +130,5 @@ class Reception:
             self.forget(lane)
         self._fleet.order("unload", model=held.index)
         self._models.replaced(held)
+        self._keeper.drop(held)
         self._models.adopt_layout(held, None)
