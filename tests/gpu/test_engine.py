@@ -30,8 +30,7 @@ def client(server):
         yield connection
 
 
-def expected(factory, inputs):
-    served = factory()
+def expected(served, inputs):
     (name,) = served.inputs
     with torch.inference_mode():
         outputs = served.module.eval()(**{name: torch.from_numpy(inputs)})
@@ -49,24 +48,24 @@ def check(got, wanted, tolerance):
 @pytest.mark.parametrize("name", ["vector", "eager"])
 def test_every_batch_size_answers_as_the_cpu_does(client, name, rows):
     x = np.random.default_rng(rows).standard_normal((rows, 52), np.float32)
-    check(client.model(name).infer(x), expected(vector, x), 1e-3)
+    check(client.model(name).infer(x), expected(vector(), x), 1e-3)
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("image", 1e-3), ("half", 3e-2)])
 def test_images_go_from_the_arena_to_the_device(client, name, tolerance):
     x = np.random.default_rng(0).integers(0, 256, (5, 384, 384, 3), np.uint8)
-    check(client.model(name, rows=8).infer(x), expected(image, x), tolerance)
+    check(client.model(name, rows=8).infer(x), expected(image(), x), tolerance)
 
 
 def test_a_crowd_gets_its_own_answers_while_batches_overlap(server):
-    wrong = []
+    wrong, reference = [], vector()
 
     def ask(seed):
         with server.connect() as mine:
             model, rng = mine.model("vector", rows=8), np.random.default_rng(seed)
             for _ in range(200):
                 x = rng.standard_normal((4, 52), np.float32)
-                got, wanted = model.infer(x), expected(vector, x)
+                got, wanted = model.infer(x), expected(reference, x)
                 if not all(np.allclose(got[key], wanted[key], atol=1e-3) for key in wanted):
                     wrong.append(seed)
 
