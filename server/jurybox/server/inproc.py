@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, Outgoing
+from jurybox.client.doors.door import Answer, CalledRow, Outgoing
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -73,7 +73,7 @@ class InprocDoor:
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(self, place: NDArray[Any], first: int, engine: NDArray[Any], epoch: int) -> None:
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> None:
         """As the client's Door.caller: `exchange` will do."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -7,19 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer, Outgoing
+from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing
 from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity, prefix_error
 
 _PATIENCE = 0.1  # seconds; callers wait in slices of that
 _NOBLOCK = int(zmq.NOBLOCK)
+_SERVING = int(EngineState.SERVING)
 _HEAD = len(PREFIX) + PACK_REPLY.size
+_SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
+_OK = bytes(4)
 
 
 class ZmqDoor:
@@ -62,11 +64,11 @@ class ZmqDoor:
         except zmq.Again:
             return None
 
-    def caller(self, place: NDArray[Any], first: int, engine: NDArray[Any], epoch: int) -> _Caller | None:
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> _Caller | None:
         """As Door.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._socket(0, epoch), self._lane, self._lease, place, first, engine, epoch)
+        return _Caller(self._socket(0, epoch), self._lane, self._lease, row, engine, epoch)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -136,27 +138,27 @@ class _Caller:
         socket: zmq.Socket[bytes],
         lane: int,
         lease: int,
-        place: NDArray[Any],
-        first: int,
+        row: CalledRow,
         engine: NDArray[Any],
         epoch: int,
     ) -> None:
         self._socket = socket
         self._lane = lane
         self._lease = lease
-        self._place = place
-        self._first = first
+        self._outputs = row.outputs
+        self._first = row.first
+        self._place = row.place
         self._states = engine["state"]
         self._epochs = engine["epoch"]
         self._epoch = epoch
         self._message = ""
 
-    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> int:
+    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
         """As Caller."""
         epoch, socket = self._epoch, self._socket
-        if self._epochs.item(0) != epoch or self._states.item(0) != EngineState.SERVING:
+        if self._epochs.item(0) != epoch or self._states.item(0) != _SERVING:
             return NOT_SENT
-        np.copyto(self._place, row)
+        self._place[...] = row
         now = time.monotonic_ns()
         deadline = now + int(seconds * 1e9)
         record = PACK_TICKET.pack(sequence, self._lease, deadline, now, self._lane, self._first, 1, 0, 0, epoch)
@@ -167,7 +169,14 @@ class _Caller:
             frame = Bare.recv(socket)  # the socket's own time-out: one call where polling first would be two
         except zmq.Again:
             return NOT_ANSWERED
-        answer = _read(frame)
+        if frame[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or frame[_CODE] != _OK:
+            return self._failure(_read(frame), sequence)
+        outputs = self._outputs
+        if type(outputs) is dict:
+            return {name: array.copy() for name, array in outputs.items()}
+        return outputs.copy()
+
+    def _failure(self, answer: Answer, sequence: int) -> int:
         if answer.sequence != sequence:
             raise ProtocolMismatch(f"ticket {sequence} was sent, and answered was {answer.sequence}: {answer.message}")
         self._message = answer.message
