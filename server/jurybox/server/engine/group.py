@@ -135,6 +135,11 @@ class Grouped:
         self._split = (tickets, parts)
         return parts
 
+    def versions(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
+        """Of the weights that each ticket is answered with."""
+        held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
+        return held
+
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
         """As `Served.run`. One member's fault is everybody's: the engine then asks again, part by part."""
         parts = self.split(tickets)
