@@ -49,7 +49,9 @@ class EngineProcess:
         self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
         self._engine = Engine(self._board, index, [self._native, self._zmq], report=self._log.error)
         self._between_turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._workshop = Workshop(torch.device(orders["device"]), self._tell, self._later, self._engine)
+        self._workshop = Workshop(
+            torch.device(orders["device"]), self._tell, self._later, self._engine, self._log.warning
+        )
         self._record = self._board.engines[index : index + 1]
         self._record["epoch"], self._record["pid"] = epoch, os.getpid()
         self._state(EngineState.LOADING)
