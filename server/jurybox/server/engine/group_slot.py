@@ -28,8 +28,8 @@ class GroupSlot(Slot):
         if (used == first).all():
             yield tickets, first
             return
-        for version in np.unique(used):
-            yield tickets[used == version], int(version)
+        for one in np.unique(used):
+            yield tickets[used == one], int(one)
 
     def parts(self, tickets: NDArray[Any]) -> list[NDArray[Any]]:
         """The tickets by member: one that fails shall not fail the others."""
