@@ -96,3 +96,19 @@ def paced(seconds: float, slow: str) -> ServedModel:
     except FileExistsError:
         pass  # another engine is the slow one
     return ServedModel(Paced(seconds), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
+def big() -> ServedModel:
+    """Some megabytes of weights."""
+    module = torch.nn.Linear(4, 600_000)
+    outputs = {"action": TensorSpec("float32", (600_000,))}
+    return ServedModel(_Named(module), VECTOR, outputs)
+
+
+class _Named(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(observation, self.weight, self.bias)

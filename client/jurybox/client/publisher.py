@@ -163,18 +163,7 @@ class Publisher:
         return newest + 1 if version is None else version
 
     def _mismatch(self, tensors: Mapping[str, Any]) -> SpecMismatch:
-        places = self.channel.layout.places
-        came = []
-        for name, given in tensors.items():
-            tensor = given if hasattr(given, "dtype") else np.asarray(given)
-            place, dtype = places.get(name), dtype_name(tensor)
-            # Bits that came as the words which hold them are not what is wrong.
-            came.append((name, place.dtype if place and dtype == place.stored.name else dtype, tuple(tensor.shape)))
-        difference = self.channel.layout.difference(WeightsLayout(came))
-        return SpecMismatch(
-            f"these weights don't fit weights channel {self.channel.name}: {difference}; "
-            "publish what the model was made with, or make the model anew"
-        )
+        return layout_mismatch(self.channel.layout, self.channel.name, tensors)
 
     def _require_open(self) -> None:
         if self._fd < 0:
@@ -206,6 +195,20 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def layout_mismatch(layout: WeightsLayout, channel: str, tensors: Mapping[str, Any]) -> SpecMismatch:
+    """The error for tensors that don't fit a channel's layout; names how."""
+    came = []
+    for name, given in tensors.items():
+        tensor = given if hasattr(given, "dtype") else np.asarray(given)
+        place, dtype = layout.places.get(name), dtype_name(tensor)
+        # Bits that came as the words which hold them are not what is wrong.
+        came.append((name, place.dtype if place and dtype == place.stored.name else dtype, tuple(tensor.shape)))
+    return SpecMismatch(
+        f"these weights don't fit weights channel {channel}: {layout.difference(WeightsLayout(came))}; "
+        "publish what the model was made with, or make the model anew"
+    )
 
 
 def _on_device(tensor: Any) -> bool:

@@ -238,7 +238,10 @@ def _numbered(models: Any) -> Any:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_MODELS:
             raise ValueError(f"count = {count!r} of {name!r}, expected 1 to {MAX_MODELS}")
         one = {key: value for key, value in settings.items() if key != "count"}
-        result |= {name.replace("*", str(number)): dict(one) for number in range(count)}
+        several = {name.replace("*", str(number)): dict(one) for number in range(count)}
+        if twice := sorted(several.keys() & (models.keys() | result.keys())):
+            raise ValueError(f"{twice[0]!r} is named twice, by itself and by {name!r}")
+        result |= several
     return result
 
 
@@ -312,6 +315,8 @@ def model_settings_from_json(name: str, text: str) -> ModelSettings:
         given: Any = json.loads(text)
     except ValueError as error:
         raise Refused(f"settings of model {name!r} are no JSON: {error}") from error
+    if "*" in name or (isinstance(given, dict) and "count" in given):
+        raise Refused(f"{name!r} with a star, or count, stands for several models: load them one by one")
     try:
         return Settings.model_validate({"models": {name: given}}).models[name]
     except ValidationError as error:

@@ -120,6 +120,14 @@ def test_files_of_models_are_found_beside_the_file_that_names_them(write, tmp_pa
     assert (model.exported, model.weights) == (str(tmp_path / "net.pt2"), str(tmp_path / "net.safetensors"))
 
 
+def test_a_star_stands_for_numbered_models(write, tmp_path):
+    star = '[models."policy/agent*"]\nfactory = "nets:agent"\npublish = "double_buffer"\ncount = 3\nsave_dir = "kept"\n'
+    models = load_settings(write(star + PHOTO), ['models."policy/agent*".max_batch=8'], {}).models
+    assert list(models) == ["policy/agent0", "policy/agent1", "policy/agent2", "photo"]
+    assert (models["policy/agent2"].max_batch, models["policy/agent2"].save_dir) == (8, str(tmp_path / "kept"))
+    assert load_settings(write(star), ['models."policy/agent*".count=12'], {}).models.keys() > {"policy/agent11"}
+
+
 def test_variables_of_others_are_left_alone():
     environ = {
         "JURYBOX_SHM_DIR": "/dev/shm",
@@ -172,6 +180,14 @@ def test_variables_of_others_are_left_alone():
         ("[models.a]\nexported = 'x.pt2'\ninputs = {x = {dtype = 'float31'}}\n", "dtype = 'float31': expected one of"),
         ("[models.a]\nexported = 'x.pt2'\ninputs = {x = {dtype = 'int8', shap = [1]}}\n", "did you mean 'shape'?"),
         ("[models.a]\nexported = 'x.pt2'\ninputs = {x = {dtype = 'int8', shape = [0]}}\n", "x.shape.0 = 0: expected"),
+        (PHOTO + "max_lag = 3\n", ":1: models.photo: max_lag is for models that take publications, expected publish"),
+        (PHOTO + "save_dir = 'x'\n", "save_dir is for models that take publications, expected publish with it"),
+        (PHOTO + "group = 'g'\ncompile = true\n", "compile is for models that are served by themselves, expected none"),
+        ("[models.'a*']\nfactory = 'a:b'\n", "expected count with a star in the name and the other way round, got 'a"),
+        ("[models.'a*']\nfactory = 'a:b'\ncount = 2\n[models.a1]\nfactory = 'a:b'\n", "'a1' is named twice, by its"),
+        (PHOTO + "count = 3\n", "expected count with a star in the name and the other way round, got 'photo'"),
+        ("[models.'a*']\nfactory = 'a:b'\ncount = 129\n", "count = 129 of 'a*', expected 1 to 128"),
+        ("[models.'a*']\nfactory = 'a:b'\ncount = 2\nrows = -1\n", "models.a1.rows = -1: expected"),
         ("[models.'../up']\nfactory = 'a:b'\n", ''':1: models."../up": expected a name of letters'''),
         ("[models.a]\nexported = 'absent.pt2'\n", "absent.pt2': there is no such file"),
         ("[models.a\n", ":1: not TOML"),

@@ -61,6 +61,7 @@ class Grouped:
         self.channels = [WeightsChannel.create(f"{name}{i}", WeightsLayout.of(self.own[i])) for i in range(n)]
         for i in range(n):
             self.join(i)
+        self.server.engine.slots[0].served.fewest = 2  # as on a GPU, so that few members show what many do
 
     def _later(self, action) -> None:
         """The loop's thread is the test's: what comes from another waits for `between_turns`."""
@@ -305,4 +306,10 @@ def test_only_models_that_differ_in_nothing_but_weights_share_a_group():
     ],
 )
 def test_neighbours_are_computed_together_and_what_is_far_or_large_by_itself(parts, runs):
-    assert [(run.start, run.stop) for run in plan(parts, hole=1)] == runs
+    assert [(run.start, run.stop) for run in plan(parts, hole=1, fewest=2)] == runs
+
+
+def test_where_a_stacked_forward_costs_more_than_a_few_the_few_are_computed():
+    parts = [(place, 1) for place in (0, 1, 2, 10, 11, 12, 13, 14)]
+    assert [(run.start, run.stop) for run in plan(parts, hole=1, fewest=4)] == [(0, 1), (1, 2), (2, 3), (3, 8)]
+    assert [(run.start, run.stop) for run in plan(parts, hole=128, fewest=2)] == [(0, 8)]

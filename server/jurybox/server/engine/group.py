@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jurybox.server.engine.group_follower import GroupFollower
 
 _HOLE = 1  # members without a request that are computed all the same, rather than begin another forward
+_FEWEST_ON_CPU = 8  # so many forwards of a small policy cost what one stacked one does: benchmarks/weights/grouped.py
 _UNEVEN = 4  # times the mean rows: a member with more is computed by itself, so that others are not padded to it
 
 
@@ -86,6 +87,9 @@ class Grouped:
         spec: any member's: they differ in name alone.
         device: of all members.
         compute: as `Served`.
+
+    Attributes:
+        hole, fewest: as `plan` takes them.
     """
 
     def __init__(self, name: str, spec: ModelSpec, device: torch.device, compute: torch.dtype | None) -> None:
@@ -95,7 +99,8 @@ class Grouped:
         self.members: Sequence[Member] = ()
         self._device = device
         self._compute = compute
-        self._hole = _HOLE if device.type == "cpu" else MAX_MODELS
+        on_cpu = device.type == "cpu"
+        self.hole, self.fewest = (_HOLE, _FEWEST_ON_CPU) if on_cpu else (MAX_MODELS, 2)
         self._place = np.zeros(MAX_MODELS, np.int64)
         self._staging: dict[str, NDArray[Any]] = {}
         self._split: tuple[NDArray[Any], list[Part]] | None = None
@@ -130,6 +135,11 @@ class Grouped:
         self._split = (tickets, parts)
         return parts
 
+    def versions(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
+        """Of the weights that each ticket is answered with."""
+        held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
+        return held
+
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
         """As `Served.run`. One member's fault is everybody's: the engine then asks again, part by part."""
         parts = self.split(tickets)
@@ -138,7 +148,7 @@ class Grouped:
             raise Refused(f"weights version {version} is not held by every model of the batch")
         while parts:
             first, parts = self._within_max_batch(parts)
-            for run in plan([(part.place, part.rows) for part in first], self._hole):
+            for run in plan([(part.place, part.rows) for part in first], self.hole, self.fewest):
                 chosen = first[run]
                 if len(chosen) == 1:
                     member = self.members[chosen[0].place]
@@ -244,12 +254,13 @@ class MemberWeights:
         """As `stop`."""
 
 
-def plan(parts: Sequence[tuple[int, int]], hole: int) -> list[slice]:
+def plan(parts: Sequence[tuple[int, int]], hole: int, fewest: int) -> list[slice]:
     """Which parts to compute together: runs of neighbours in the stacks, as slices of `parts`.
 
     Args:
         parts: (place, rows) of each, by place.
         hole: so many places between two parts are computed for nothing rather than begin another forward.
+        fewest: a shorter run is computed one by one.
     """
     mean = sum(rows for _, rows in parts) / len(parts)
     runs: list[slice] = []
@@ -259,6 +270,6 @@ def plan(parts: Sequence[tuple[int, int]], hole: int) -> list[slice]:
             (before, rows_before), (place, rows) = parts[i - 1], parts[i]
             if place - before - 1 <= hole and max(rows, rows_before) <= _UNEVEN * mean:
                 continue
-        runs.append(slice(begin, i))
+        runs += [slice(begin, i)] if i - begin >= fewest else [slice(one, one + 1) for one in range(begin, i)]
         begin = i
     return runs

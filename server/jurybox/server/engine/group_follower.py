@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -178,10 +177,9 @@ class _Reader:
     def _listen(self) -> None:
         seen = 0
         while not self._stopped and not self._all_stopped.is_set():
-            with contextlib.suppress(Timeout):
-                if self.reader.wait_newer_than(seen, _SLICE):
-                    seen = self.reader.newest
-                    self._news.set()
+            if self.reader.wait_newer_than(seen, _SLICE):
+                seen = self.reader.newest
+                self._news.set()
 
 
 def _tensors(layout: WeightsLayout, flat: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> dict[str, torch.Tensor]:

@@ -23,12 +23,13 @@ class GroupSlot(Slot):
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
         """The tickets by the version that computed them, which is each member's own."""
-        held = self.grouped.stacks.active.versions
-        by_version: dict[int, list[NDArray[Any]]] = {}
-        for part in self.grouped.split(tickets):
-            by_version.setdefault(held[part.place], []).append(part.tickets)
-        for used, parts in by_version.items():
-            yield (parts[0] if len(parts) == 1 else np.concatenate(parts)), used
+        used = self.grouped.versions(tickets)
+        first = int(used[0])
+        if (used == first).all():
+            yield tickets, first
+            return
+        for one in np.unique(used):
+            yield tickets[used == one], int(one)
 
     def parts(self, tickets: NDArray[Any]) -> list[NDArray[Any]]:
         """The tickets by member: one that fails shall not fail the others."""

@@ -7,10 +7,8 @@ is installed between two turns.
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.errands import Errands
 from jurybox.server.engine.workshop import Workshop
 from jurybox.server.lifeline import Lifeline, exact_sleeps
 from jurybox.server.logs import configure
@@ -43,14 +42,13 @@ class EngineProcess:
         self._sending = threading.Lock()
         self._board = Board.attach(orders["board"])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._errands = Errands()
         self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._log.warning)
-        others = [self._zmq.fileno(), lifeline.fileno(), self._wake]
+        others = [self._zmq.fileno(), lifeline.fileno(), self._errands.fileno()]
         self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
         self._engine = Engine(self._board, index, [self._native, self._zmq], report=self._log.error)
-        self._between_turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._workshop = Workshop(
-            torch.device(orders["device"]), self._tell, self._later, self._engine, self._log.warning
+            torch.device(orders["device"]), self._tell, self._errands.put, self._engine, self._log.warning
         )
         self._record = self._board.engines[index : index + 1]
         self._record["epoch"], self._record["pid"] = epoch, os.getpid()
@@ -102,10 +100,7 @@ class EngineProcess:
                 self._carry_out(order)
         except EOFError:
             self._stopped = True
-        if not self._between_turns.empty():
-            os.eventfd_read(self._wake)
-            while not self._between_turns.empty():
-                self._between_turns.get()()
+        self._errands.run()
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         match order["kind"]:
@@ -139,11 +134,6 @@ class EngineProcess:
                 if not self._loading:
                     self._state(EngineState.SERVING)
                     self._lifeline.send("serving")
-
-    def _later(self, action: Callable[[], None]) -> None:
-        """Called by the workshop's thread: run `action` between two turns."""
-        self._between_turns.put(action)
-        os.eventfd_write(self._wake, 1)
 
     def _state(self, state: EngineState) -> None:
         self._record["state"] = state

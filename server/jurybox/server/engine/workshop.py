@@ -66,7 +66,8 @@ class Workshop:
         self._engine = engine
         self._groups = Groups(engine, device, later)
         self._halves: dict[int, _Half] = {}
-        self._arenas: dict[int, Arena] = {}  # of the models in service; the loop's thread alone touches it
+        # Of the models in service; the loop's thread alone touches it.
+        self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="workshop", daemon=True).start()
 
@@ -120,7 +121,7 @@ class Workshop:
             if settings.group:
                 member = Member(model, served, arena.inputs, arena.outputs, channel, meters)
                 self._groups.join(
-                    settings.group, member, compute, lambda: self._ready(model, arena), half.model.example
+                    settings.group, member, compute, lambda: self._ready(model, arena, channel), half.model.example
                 )
                 return
             if channel is not None:
@@ -140,7 +141,7 @@ class Workshop:
 
         def install() -> None:
             self._engine.install(model, served, settings.min_batch, settings.max_wait_us * 1000)
-            self._ready(model, arena)
+            self._ready(model, arena, channel)
             self.left(model)
 
         self._later(install)
@@ -167,11 +168,12 @@ class Workshop:
         """A model was unloaded, or is served by itself: the group it may have been in goes on without it."""
         self._jobs.put(lambda: self._groups.leave(model))
 
-    def _ready(self, model: int, arena: Arena) -> None:
+    def _ready(self, model: int, arena: Arena, channel: WeightsChannel | None) -> None:
         """In the loop's thread: a model is in service."""
-        if earlier := self._arenas.pop(model, None):
-            earlier.close()
-        self._arenas[model] = arena
+        for earlier in self._attached.pop(model, ()):
+            if earlier is not None:
+                earlier.close()
+        self._attached[model] = (arena, channel)
         self._tell("ready", model=model)
 
     def _abandon(self, model: int, reason: str) -> None:

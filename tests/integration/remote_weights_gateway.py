@@ -1,0 +1,21 @@
+"""A process with nothing but the weights service, over a server's address: prints the port it listens on."""
+
+import asyncio
+import sys
+
+import grpc
+
+from jurybox.server.gateway.remote_weights import RemoteWeights
+
+
+async def main(address: str, most_bytes: int, stall: float) -> None:
+    server = grpc.aio.server()
+    RemoteWeights(address, most_bytes=most_bytes, stall=stall).add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))
