@@ -22,6 +22,7 @@ from jurybox.protocol.errors import Code, ModelFailed, Refused
 from jurybox.protocol.wire import build_version
 from jurybox.server.config import Settings, model_settings_from_json
 from jurybox.server.status import status_json
+from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
 from jurybox.server.supervisor.leases import LeasedLane, Leases
 from jurybox.server.supervisor.models import Models
@@ -31,7 +32,14 @@ class Reception:
     """Handlers of the control requests, by the field of ControlRequest that carries them."""
 
     def __init__(
-        self, settings: Settings, server_id: str, board: Board, models: Models, leases: Leases, fleet: Fleet
+        self,
+        settings: Settings,
+        server_id: str,
+        board: Board,
+        models: Models,
+        leases: Leases,
+        fleet: Fleet,
+        events: Events,
     ) -> None:
         self._settings = settings
         self._server_id = server_id
@@ -39,6 +47,7 @@ class Reception:
         self._models = models
         self._leases = leases
         self._fleet = fleet
+        self._events = events
         self.draining = False
         self.http = settings.server.http  # where the gateway really listens, once it has said so
         self.handlers: dict[str, Any] = {
@@ -97,6 +106,7 @@ class Reception:
                 http=self.http,
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
+                events=self._events.last(),
             )
         )
 

@@ -20,6 +20,7 @@ from jurybox.server.config import Settings
 from jurybox.server.logs import Log
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.desk import Desk
+from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import Models
@@ -34,7 +35,7 @@ _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 class Supervisor:
     """Owns everything a server shares; runs until a signal, or until a child is lost for good."""
 
-    def __init__(self, settings: Settings, signals: socket.socket, log: Log) -> None:
+    def __init__(self, settings: Settings, signals: socket.socket, log: Log, events: Events) -> None:
         self._settings = settings.server
         self._signals = signals
         self._log = log
@@ -47,7 +48,7 @@ class Supervisor:
         for name, model in settings.models.items():
             self._models.add(name, model)
         self._fleet = Fleet(settings.server, server_id, board, self._models)
-        self._reception = Reception(settings, server_id, board, self._models, self._leases, self._fleet)
+        self._reception = Reception(settings, server_id, board, self._models, self._leases, self._fleet, events)
         self._gateway = self._gateway_child() if settings.server.http else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
