@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "borrowed.hpp"
 #include "doorbell.hpp"
 
 namespace nb = nanobind;
@@ -15,17 +16,11 @@ namespace jurybox {
 namespace {
 
 using Memory = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Records = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 BellMemory* bell_of(const Memory& memory) {
     if (memory.shape(0) < sizeof(BellMemory)) throw std::invalid_argument("the memory is smaller than a bell");
     if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(BellMemory)) throw std::invalid_argument("the memory is not aligned");
     return reinterpret_cast<BellMemory*>(memory.data());
-}
-
-Ticket* tickets_of(const Records& records, std::size_t n) {
-    if (records.shape(1) != sizeof(Ticket) || n > records.shape(0)) throw std::invalid_argument("tickets are (n, 64) bytes");
-    return reinterpret_cast<Ticket*>(records.data());
 }
 
 // The array is kept, and with it the mapping.
@@ -38,6 +33,32 @@ struct Client {
     Memory memory;
     BellClient bell;
 };
+// Calls of one row, over and over on the same row of the arena.
+struct Caller {
+    nb::object client, place, engine;  // kept, and with them what the others point to
+    BellClient* bell;
+    std::byte* input;
+    std::size_t bytes;
+    const EngineRecord* record;
+    std::uint32_t first;
+    std::uint64_t epoch;
+    std::int64_t most_ns;
+
+    int call(nb::handle row, std::uint64_t sequence, double seconds) {
+        if (!record->serves(epoch)) return kNotSent;
+        {
+            const Read given(row);
+            if (given.size() != bytes) throw std::invalid_argument("the row and its place differ in size");
+            std::memcpy(input, given.bytes(), bytes);
+        }
+        const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
+        if (!bell->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {epoch}})) return kNotSent;
+        nb::gil_scoped_release release;
+        return bell->answer_to(sequence, ns < most_ns ? ns : most_ns);
+    }
+};
+
+std::string message_of(const BellClient& bell) { return std::string(bell.message(), strnlen(bell.message(), kMessage)); }
 
 }  // namespace
 
@@ -45,6 +66,8 @@ void bind_doorbell(nb::module_& m) {
     m.attr("BELL_BYTES") = sizeof(BellMemory);
     m.attr("BELL_LANES") = kBellLanes;
     m.attr("BELL_RING") = kRing;
+    m.attr("NOT_SENT") = kNotSent;
+    m.attr("NOT_ANSWERED") = kNotAnswered;
 
     nb::class_<Engine>(m, "BellEngine", "The engine's side of a bell over borrowed memory (BELL_BYTES of uint8).")
         .def(
@@ -57,16 +80,20 @@ void bind_doorbell(nb::module_& m) {
             nb::arg("memory"), nb::arg("fds"), nb::arg("epoch"), nb::arg("spin_ns"))
         .def(
             "collect",
-            [](Engine& self, Records out) { return self.bell.collect(tickets_of(out, 0), out.shape(0)); },
-            nb::arg("out"), "Take posted tickets into out (n, 64) uint8; gives how many.")
+            [](Engine& self, nb::handle out) {
+                const Write room(out);
+                return self.bell.collect(room.records<Ticket>(), room.rows());
+            },
+            nb::arg("out"), "Take posted tickets into out, records of wire.TICKET; gives how many.")
         .def(
             "reply",
-            [](Engine& self, Records tickets, std::size_t n, std::uint32_t code, std::uint64_t version,
-               const std::string& message) {
-                return self.bell.reply(tickets_of(tickets, n), n, code, version, message.data(), message.size());
+            [](Engine& self, nb::handle tickets, std::uint32_t code, std::uint64_t version, const std::string& message) {
+                const Read these(tickets);
+                return self.bell.reply(these.records<const Ticket>(), these.rows(), code, version, message.data(),
+                                       message.size());
             },
-            nb::arg("tickets"), nb::arg("n"), nb::arg("code"), nb::arg("version"), nb::arg("message"),
-            "Answer the first n tickets and wake who sleeps; gives how many answers found no room.")
+            nb::arg("tickets"), nb::arg("code"), nb::arg("version"), nb::arg("message"),
+            "Answer tickets and wake who sleeps; gives how many answers found no room.")
         .def(
             "wait",
             [](Engine& self, double timeout) {
@@ -131,8 +158,25 @@ void bind_doorbell(nb::module_& m) {
                 return self.bell.wait(static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Whether answers came within so many seconds; they stay for receive.")
-        .def("message", [](Client& self) { return std::string(self.bell.message(), strnlen(self.bell.message(), kMessage)); },
-             "What the lane's last failure said.");
+        .def("message", [](Client& self) { return message_of(self.bell); }, "What the lane's last failure said.");
+
+    nb::class_<Caller>(m, "BellCaller", "Whole calls of one row on one lane, while nothing else of it is in flight.")
+        .def(
+            "__init__",
+            [](Caller* self, nb::object client, nb::object place, nb::object engine, std::uint32_t first,
+               std::uint64_t epoch, double most) {
+                Client& of = nb::cast<Client&>(client);
+                const Write to(place), record(engine);
+                new (self) Caller{client, place, engine, &of.bell, to.bytes(), to.size(), record.records<const EngineRecord>(),
+                                  first, epoch, static_cast<std::int64_t>(most * 1e9)};
+            },
+            nb::arg("client"), nb::arg("place"), nb::arg("engine"), nb::arg("first"), nb::arg("epoch"), nb::arg("most"),
+            "`place` is row `first` of the arena, `engine` the record of board.ENGINE whose life is `epoch`; a call waits "
+            "`most` seconds, then gives the ticket up to its caller.")
+        .def("__call__", &Caller::call, nb::arg("row"), nb::arg("sequence"), nb::arg("seconds"),
+             "Copy the row in, post its ticket, due in so many seconds, and wait. Gives the answer's code; NOT_SENT where "
+             "the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")
+        .def("message", [](Caller& self) { return message_of(*self.bell); }, "What the lane's last failure said.");
 }
 
 }  // namespace jurybox

@@ -1,8 +1,9 @@
-#include <nanobind/ndarray.h>
-
 #include <stdexcept>
 
 #include "bindings.hpp"
+#include "borrowed.hpp"
+#include "counters.hpp"
+#include "crowd.hpp"
 #include "tickets.hpp"
 
 namespace nb = nanobind;
@@ -10,26 +11,18 @@ namespace nb = nanobind;
 namespace jurybox {
 namespace {
 
-// Structured arrays cross as (n, bytes of a record) of uint8: Python makes that view once.
-using Records = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Limits = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-Ticket* tickets_of(const Records& records, std::size_t n) {
-    if (records.shape(1) != sizeof(Ticket)) throw std::invalid_argument("tickets are records of 64 bytes");
-    if (n > records.shape(0)) throw std::out_of_range("fewer tickets than asked for");
-    return reinterpret_cast<Ticket*>(records.data());
-}
-
 // Bounds are checked here, so that the loops need not.
-void check(const Records& table, const Ticket* tickets, std::size_t n, const Records& packed) {
+void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packed) {
+    const Ticket* each = tickets.records<Ticket>();
     std::size_t total = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        if (std::size_t{tickets[i].first} + tickets[i].rows > table.shape(0))
+    for (std::size_t i = 0; i < tickets.rows(); ++i) {
+        if (std::size_t{each[i].first} + each[i].rows > table.rows())
             throw std::out_of_range("a ticket's rows end behind the table");
-        total += tickets[i].rows;
+        total += each[i].rows;
     }
-    if (table.shape(1) != packed.shape(1)) throw std::invalid_argument("rows of table and packed array differ in size");
-    if (total > packed.shape(0)) throw std::out_of_range("the packed array holds fewer rows than the tickets");
+    if (total > packed.rows()) throw std::out_of_range("the packed array holds fewer rows than the tickets");
+    if (total && table.row_bytes() != packed.row_bytes())
+        throw std::invalid_argument("rows of table and packed array differ in size");
 }
 
 }  // namespace
@@ -37,43 +30,80 @@ void check(const Records& table, const Ticket* tickets, std::size_t n, const Rec
 void bind_tickets(nb::module_& m) {
     m.def(
         "admit",
-        [](Records tickets, std::size_t n, std::uint32_t door, Records lanes, Limits limits) {
-            if (lanes.shape(1) != sizeof(Lane)) throw std::invalid_argument("lanes are records of 32 bytes");
-            const Admitted result = admit(tickets_of(tickets, n), n, door, reinterpret_cast<const Lane*>(lanes.data()),
-                                          lanes.shape(0), limits.data(), limits.shape(0));
+        [](nb::handle tickets, std::uint32_t door, nb::handle lanes, nb::handle limits) {
+            const Write these(tickets);
+            const Read held(lanes), most(limits);
+            const Admitted result = admit(these.records<Ticket>(), these.rows(), door, held.records<const Lane>(),
+                                          held.rows(), most.records<const std::uint32_t>(), most.rows());
             return nb::make_tuple(result.refused, result.rows, result.pinned);
         },
-        nb::arg("tickets"), nb::arg("n"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"),
-        "Set door, model and code of the first n tickets (n, 64) uint8 against the lanes (lanes, 32) uint8 and the "
-        "largest ticket of each model (models,) uint32; gives how many were refused, the rows of the others, and whether one asks for a weights version.");
+        nb::arg("tickets"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"),
+        "Set door, model and code of tickets (records of wire.TICKET) against the lanes (board.LANE) and the largest "
+        "ticket of each model (models,) uint32; gives how many were refused, the rows of the others, and whether one "
+        "asks for a weights version.");
     m.def(
         "any_expired",
-        [](Records tickets, std::size_t start, std::size_t end, std::int64_t now) {
-            if (start > end) throw std::out_of_range("start lies behind end");
-            return any_expired(tickets_of(tickets, end) + start, end - start, now);
+        [](nb::handle tickets, std::int64_t now) {
+            const Read these(tickets);
+            return any_expired(these.records<const Ticket>(), these.rows(), now);
         },
-        nb::arg("tickets"), nb::arg("start"), nb::arg("end"), nb::arg("now"),
-        "Whether the deadline of a ticket in [start, end) has passed, ns of CLOCK_MONOTONIC.");
+        nb::arg("tickets"), nb::arg("now"), "Whether a ticket's deadline has passed, ns of CLOCK_MONOTONIC.");
+    m.def(
+        "only_door",
+        [](nb::handle tickets) {
+            const Read these(tickets);
+            return only_door(these.records<const Ticket>(), these.rows());
+        },
+        nb::arg("tickets"), "The door that all tickets came through; -1 where there are several.");
     m.def(
         "gather",
-        [](Records table, Records tickets, std::size_t n, Records out) {
-            const Ticket* t = tickets_of(tickets, n);
-            check(table, t, n, out);
-            gather(reinterpret_cast<const std::byte*>(table.data()), table.shape(1), t, n,
-                   reinterpret_cast<std::byte*>(out.data()));
+        [](nb::handle table, nb::handle tickets, nb::handle packed) {
+            const Read from(table), these(tickets);
+            const Write to(packed);
+            check(from, these, to);
+            gather(from.bytes(), from.row_bytes(), these.records<const Ticket>(), these.rows(), to.bytes());
         },
-        nb::arg("table"), nb::arg("tickets"), nb::arg("n"), nb::arg("out"),
-        "Copy the rows of table (rows, row_bytes) uint8 that the first n tickets name to out, packed.");
+        nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
+        "Copy the rows of table (rows, ...) that the tickets name to packed, one after another.");
     m.def(
         "scatter",
-        [](Records table, Records tickets, std::size_t n, Records packed) {
-            const Ticket* t = tickets_of(tickets, n);
-            check(table, t, n, packed);
-            scatter(reinterpret_cast<std::byte*>(table.data()), table.shape(1), t, n,
-                    reinterpret_cast<const std::byte*>(packed.data()));
+        [](nb::handle table, nb::handle tickets, nb::handle packed) {
+            const Write to(table);
+            const Read these(tickets), from(packed);
+            check(to, these, from);
+            scatter(to.bytes(), to.row_bytes(), these.records<const Ticket>(), these.rows(), from.bytes());
         },
-        nb::arg("table"), nb::arg("tickets"), nb::arg("n"), nb::arg("packed"),
-        "Spread the rows of packed over the rows of table that the first n tickets name.");
+        nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
+        "Spread the rows of packed over the rows of table (rows, ...) that the tickets name.");
+    m.def(
+        "count_batch",
+        [](nb::handle record, nb::handle tickets, std::size_t rows, std::int64_t began, std::int64_t ended) {
+            const Write counters(record);
+            const Read these(tickets);
+            count_batch(*counters.records<Counters>(), these.records<const Ticket>(), these.rows(), rows, began, ended);
+        },
+        nb::arg("record"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
+        "Count an answered batch into one record of board.COUNTERS; times are ns of CLOCK_MONOTONIC.");
+
+    nb::class_<Crowd>(m, "Crowd", "Which clients are about to come back; engine/crowd.py says what for.")
+        .def(nb::init<std::size_t>(), nb::arg("lanes"))
+        .def_prop_ro("away", &Crowd::away, "Quick clients that have been answered and not asked again yet.")
+        .def(
+            "came",
+            [](Crowd& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
+                const Read these(tickets);
+                self.came(these.records<const Ticket>(), these.rows(), now, quick_ns);
+            },
+            nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"),
+            "Tickets have arrived; a client is quick that is back within quick_ns of its last answer.")
+        .def(
+            "answered",
+            [](Crowd& self, nb::handle tickets, std::int64_t now) {
+                const Read these(tickets);
+                self.answered(these.records<const Ticket>(), these.rows(), now);
+            },
+            nb::arg("tickets"), nb::arg("now"), "Tickets have been answered.")
+        .def("stays_away", &Crowd::stays_away, "Nobody came in the time that one more ticket was worth.");
 }
 
 }  // namespace jurybox

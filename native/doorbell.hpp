@@ -121,6 +121,25 @@ bool spin_until(std::int64_t budget_ns, Found found) {
     }
 }
 
+// What is read here of board.py's ENGINE: the life of the engine, and whether it serves.
+struct EngineRecord {
+    std::uint64_t epoch;
+    std::int64_t heartbeat, expected_wait;
+    std::uint32_t state, pid;
+    std::uint64_t restarts, device_bytes, bell, pad;
+
+    bool serves(std::uint64_t in_epoch) const {
+        constexpr std::uint32_t kServing = 2;
+        return reinterpret_cast<const std::atomic<std::uint64_t>*>(&epoch)->load(std::memory_order_acquire) == in_epoch &&
+               reinterpret_cast<const std::atomic<std::uint32_t>*>(&state)->load(std::memory_order_acquire) == kServing;
+    }
+};
+static_assert(sizeof(EngineRecord) == 64);
+
+// What a call gives where there is no answer's code.
+constexpr int kNotSent = -1;
+constexpr int kNotAnswered = -2;
+
 // The engine's side.
 class BellEngine {
   public:
@@ -293,10 +312,19 @@ class BellClient {
             const Answer& answer = lane_.answers[at % kRing];
             if (answer.lease != lease_) continue;
             out[n++] = answer;
-            --in_flight_;
+            if (in_flight_) --in_flight_;
         }
         lane_.received.store(at, std::memory_order_release);
         return n;
+    }
+
+    // Wait at most `ns` for the answer to the only ticket in flight; gives its code, or kNotAnswered.
+    int answer_to(std::uint64_t sequence, std::int64_t ns) {
+        Answer answer;
+        while (wait(ns) && receive(&answer, 1) == 1) {
+            if (answer.sequence == sequence) return static_cast<int>(answer.code);
+        }
+        return kNotAnswered;
     }
 
     const char* message() const { return lane_.message; }

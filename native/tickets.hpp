@@ -87,6 +87,13 @@ inline bool any_expired(const Ticket* tickets, std::size_t n, std::int64_t now) 
     return false;
 }
 
+// The door that all tickets came through; -1 where there are several.
+inline std::int64_t only_door(const Ticket* tickets, std::size_t n) {
+    for (std::size_t i = 1; i < n; ++i)
+        if (tickets[i].state.door != tickets[0].state.door) return -1;
+    return n ? std::int64_t{tickets[0].state.door} : -1;
+}
+
 // Copy the rows of a table that the tickets name, one after another, to `out`. Rows are `row_bytes` long.
 inline void gather(const std::byte* table, std::size_t row_bytes, const Ticket* tickets, std::size_t n, std::byte* out) {
     for (std::size_t i = 0; i < n; ++i) {

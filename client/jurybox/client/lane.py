@@ -10,13 +10,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, Door, Outgoing
+from jurybox.client.doors.door import Answer, Caller, Door, Outgoing
 from jurybox.client.free_rows import FreeRows
 from jurybox.protocol.arena import Arena
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout
 
-_LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
+LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
 _NOT_SENT = -1
 _SERVING = int(EngineState.SERVING)
 
@@ -70,9 +70,9 @@ class Lane:
         self._arena = arena
         self._door = door
         self._give_back = give_back
+        self.in_flight: dict[int, Ticket] = {}
         # A lane's next holder must not take a late answer to this one for its own.
-        self._sequence = (lease & 0xFFFFFFFF) << 32
-        self._in_flight: dict[int, Ticket] = {}
+        self.sequence = (lease & 0xFFFFFFFF) << 32
         self._states = board.engines["state"]
         self._epochs = board.engines["epoch"]
         self._waits = board.engines["expected_wait"]
@@ -83,9 +83,9 @@ class Lane:
 
     def submit(self, first: int, rows: int, deadline: int, version: int = 0) -> Ticket:
         """Send a ticket for rows already written. It is sent later where no engine serves just now."""
-        self._sequence += 1
-        ticket = Ticket(self, self._sequence, first, rows, deadline, version)
-        self._in_flight[ticket.sequence] = ticket
+        self.sequence += 1
+        ticket = Ticket(self, self.sequence, first, rows, deadline, version)
+        self.in_flight[ticket.sequence] = ticket
         self._send(ticket)
         return ticket
 
@@ -96,23 +96,38 @@ class Lane:
         """
         now = time.monotonic_ns()
         deadline = now + int(seconds * 1e9)
-        engine = None if self._in_flight else self._choose_engine()
+        engine = None if self.in_flight else self._choose_engine()
         if engine is None:
             return self.submit(first, rows, deadline, version)
-        self._sequence = sequence = self._sequence + 1
+        self.sequence = sequence = self.sequence + 1
         epoch = self._epochs.item(engine)
         outgoing = Outgoing(sequence, engine, epoch, first, rows, now, deadline, version)
-        answer = self._door.exchange(outgoing, seconds if seconds < _LOOK_AFTER else _LOOK_AFTER)
+        answer = self._door.exchange(outgoing, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if answer is None or answer.sequence != sequence:
-            ticket = Ticket(self, sequence, first, rows, deadline, version)
-            ticket.engine, ticket.epoch = engine, epoch
-            self._in_flight[sequence] = ticket
+            ticket = self.sent(Ticket(self, sequence, first, rows, deadline, version), engine, epoch)
             if answer is not None:
                 self._dispatch((answer,))
             return ticket
         if answer.code == Code.STALE_LEASE:
             self.gone = answer.message
         return answer
+
+    def caller(self, place: NDArray[Any], first: int) -> tuple[Caller | None, int]:
+        """What makes whole calls of row `first`, and the engine's life it is for; None where there is no such thing.
+
+        Its user counts `sequence` up for every call and makes none while anything is `in_flight`.
+        """
+        engine = self._choose_engine() if self._one_engine else None
+        if engine is None:
+            return None, 0
+        epoch = self._epochs.item(engine)
+        return self._door.caller(place, first, epoch, LOOK_AFTER), epoch
+
+    def sent(self, ticket: Ticket, engine: int, epoch: int) -> Ticket:
+        """Keep a ticket that the door has sent to an engine already."""
+        ticket.engine, ticket.epoch = engine, epoch
+        self.in_flight[ticket.sequence] = ticket
+        return ticket
 
     def wait(self, ticket: Ticket, deadline: int) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
@@ -125,7 +140,7 @@ class Lane:
             left = deadline - time.monotonic_ns()
             if left <= 0:
                 raise Timeout(self._why_late(ticket))
-            self.receive(min(left / 1e9, _LOOK_AFTER))
+            self.receive(min(left / 1e9, LOOK_AFTER))
         return ticket.answer
 
     async def wait_async(self, ticket: Ticket, deadline: int) -> Answer:
@@ -159,7 +174,7 @@ class Lane:
     async def _until(self, future: asyncio.Future[None], left: float) -> None:
         """Wait for a future, at most `left` seconds; silence makes it look after the tickets."""
         try:
-            await asyncio.wait_for(future, min(left, _LOOK_AFTER))
+            await asyncio.wait_for(future, min(left, LOOK_AFTER))
         except TimeoutError:
             self.receive_now()
             self._look_after()
@@ -169,7 +184,7 @@ class Lane:
         answers = self._door.receive(timeout)
         if answers:
             self._dispatch(answers)
-        elif time.monotonic() - self._looked > _LOOK_AFTER / 2:
+        elif time.monotonic() - self._looked > LOOK_AFTER / 2:
             self._look_after()
 
     def receive_now(self) -> None:
@@ -234,7 +249,7 @@ class Lane:
         for answer in answers:
             if answer.sequence == 0:
                 raise ProtocolMismatch(answer.message)
-            ticket = self._in_flight.pop(answer.sequence, None)
+            ticket = self.in_flight.pop(answer.sequence, None)
             if ticket is None:
                 continue  # answered already, by the engine it was sent to before
             if answer.code == Code.STALE_LEASE:
@@ -251,16 +266,16 @@ class Lane:
         if not self._board.server_lives():
             self.gone = "the server is gone"
             raise ServerGone(
-                f"the server died or was stopped with {len(self._in_flight)} tickets of {self.model!r} in flight; "
+                f"the server died or was stopped with {len(self.in_flight)} tickets of {self.model!r} in flight; "
                 "the next call connects again if one is there"
             )
-        for ticket in list(self._in_flight.values()):
+        for ticket in list(self.in_flight.values()):
             if ticket.engine != _NOT_SENT and int(self._epochs[ticket.engine]) == ticket.epoch:
                 continue
             if ticket.keeps_rows:
                 self._send(ticket)
             else:  # the engine that might have written to its rows is gone
-                del self._in_flight[ticket.sequence]
+                del self.in_flight[ticket.sequence]
                 self._give(ticket)
 
     def _why_late(self, ticket: Ticket) -> str:

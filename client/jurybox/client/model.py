@@ -59,7 +59,12 @@ class Model:
 
     def __call__(self, row: Arrays, *, timeout: float | None = None) -> Any:
         """One row in, one row out: an array of the input's row shape (a dict where there are several inputs)."""
-        if type(row) is np.ndarray and row.dtype == self._call_dtype and row.shape == self._call_shape:
+        if (
+            type(row) is np.ndarray
+            and row.dtype == self._call_dtype
+            and row.shape == self._call_shape
+            and row.flags.c_contiguous
+        ):
             with self.lock:
                 if (held := self._held) is None or held.gone:
                     held = self._hold()

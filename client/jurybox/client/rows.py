@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer
-from jurybox.client.lane import Lane, Ticket
-from jurybox.protocol.errors import Busy, Refused, error_for
+from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer
+from jurybox.client.lane import LOOK_AFTER, Lane, Ticket
+from jurybox.protocol.errors import Busy, Code, Refused, error_for
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -122,7 +122,7 @@ class Rows:
 class CallRow:
     """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
 
-    __slots__ = ("_input", "_lane", "_outputs", "rows")
+    __slots__ = ("_call", "_epoch", "_input", "_lane", "_outputs", "rows")
 
     def __init__(self, rows: Rows, lane: Lane) -> None:
         self.rows = rows
@@ -130,6 +130,7 @@ class CallRow:
         (inputs,) = rows.inputs.values()
         self._input = inputs.reshape(inputs.shape[1:])  # indexing a row of scalars would give a copy
         self._outputs = {name: array.reshape(array.shape[1:]) for name, array in rows.outputs.items()}
+        self._call, self._epoch = lane.caller(self._input, rows.first)
 
     @property
     def gone(self) -> bool:
@@ -137,18 +138,49 @@ class CallRow:
         return self._lane.gone is not None or not self.rows.inputs
 
     def ask(self, row: NDArray[Any], seconds: float) -> Any:
-        """The outputs for one row of the input's dtype and shape: a copy, or a dict of copies."""
-        rows = self.rows
-        if rows.unanswered:
-            rows.infer(timeout=seconds)  # says what is the matter, or goes on
-        np.copyto(self._input, row)
-        answer = self._lane.ask(rows.first, 1, seconds)
-        if not isinstance(answer, Answer):
-            (answer,) = rows.wait([answer])
-        if answer.code:
-            raise error_for(answer.code, answer.message)
+        """The outputs for one C-contiguous row of the input's dtype and shape: a copy, or a dict of copies."""
+        lane = self._lane
+        if self._call is None or lane.in_flight:
+            code = self._ask(row, seconds)
+        else:
+            lane.sequence += 1
+            code = self._call(row, lane.sequence, seconds)
+        if code:
+            self._failed(code, row, seconds)
         outputs = self._outputs
         if len(outputs) == 1:
             (only,) = outputs.values()
             return only.copy()
         return {name: array.copy() for name, array in outputs.items()}
+
+    def _ask(self, row: NDArray[Any], seconds: float) -> int:
+        """As `ask`, by way of a ticket; gives the answer's code or raises."""
+        rows = self.rows
+        if rows.unanswered:
+            rows.infer(timeout=seconds)  # says what is the matter, or goes on
+        np.copyto(self._input, row)
+        return self._settle(self._lane.ask(rows.first, 1, seconds))
+
+    def _settle(self, answer: Answer | Ticket) -> int:
+        if not isinstance(answer, Answer):
+            (answer,) = self.rows.wait([answer])
+        if answer.code:
+            raise error_for(answer.code, answer.message)
+        return Code.OK
+
+    def _failed(self, code: int, row: NDArray[Any], seconds: float) -> None:
+        """The short way gave no good answer: go the long one, or raise."""
+        lane = self._lane
+        assert self._call is not None
+        if code == NOT_SENT:
+            self._ask(row, seconds)
+            self._call, self._epoch = lane.caller(self._input, self.rows.first)  # of the engine that serves now
+        elif code == NOT_ANSWERED:
+            deadline = time.monotonic_ns() + int((seconds - min(seconds, LOOK_AFTER)) * 1e9)
+            ticket = Ticket(lane, lane.sequence, self.rows.first, 1, deadline, 0)
+            self._settle(lane.sent(ticket, 0, self._epoch))
+        else:
+            message = self._call.message()
+            if code == Code.STALE_LEASE:
+                lane.gone = message
+            raise error_for(code, message)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
@@ -88,8 +87,3 @@ class Arena:
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()
-
-
-def bytes_view(rows: NDArray[Any]) -> NDArray[np.uint8]:
-    """The same memory as (rows, bytes of a row) of uint8, which the native gather and scatter take."""
-    return rows.reshape(len(rows), -1).view(np.uint8)

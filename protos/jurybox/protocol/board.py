@@ -79,6 +79,10 @@ COUNTERS = np.dtype(
         ("updates", "<u8"),  # adoptions
         ("adopted", "<i8"),  # ns of CLOCK_MONOTONIC of the last adoption
         ("waiting", "<u8"),  # rows not yet in a batch
+        ("queue_total_ns", "<u8"),  # sums of the histograms' values
+        ("forward_total_ns", "<u8"),
+        ("request_total_ns", "<u8"),
+        ("adopt_total_ns", "<u8"),
         ("batch_rows", "<u8", (BATCH_BUCKETS,)),
         ("queue_ns", "<u8", (TIME_BUCKETS,)),  # submit to batch
         ("forward_ns", "<u8", (TIME_BUCKETS,)),  # stage, forward and scatter of a batch

@@ -24,7 +24,7 @@ from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import ModelNotFound
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.wire import PACK_TICKET
+from jurybox.protocol.wire import PACK_TICKET, TICKET
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
@@ -48,12 +48,11 @@ class InprocDoor:
         self._tickets: deque[bytes] = deque()
         self._answers: list[Answer] = []
 
-    def collect(self, out: NDArray[np.uint8]) -> int:
+    def collect(self, out: NDArray[Any]) -> int:
         """As the engine's Door.collect."""
         n = min(len(self._tickets), len(out))
-        records = out.data.cast("B")
         for i in range(n):
-            records[i * PACK_TICKET.size : (i + 1) * PACK_TICKET.size] = self._tickets.popleft()
+            out[i] = np.frombuffer(self._tickets.popleft(), TICKET)[0]
         return n
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
@@ -73,6 +72,9 @@ class InprocDoor:
         """As the client's Door.exchange."""
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
+
+    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> None:
+        """As the client's Door.caller."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As the client's Door.receive; runs the engine until an answer is there."""

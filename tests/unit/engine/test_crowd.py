@@ -5,50 +5,53 @@ import pytest
 import torch
 from tests.models import VECTOR
 
+from jurybox.native import Crowd
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import Board
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.wire import PACK_TICKET
+from jurybox.protocol.wire import PACK_TICKET, TICKET
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.crowd import BatchCost, Crowd
+from jurybox.server.engine.crowd import QUICK, BatchCost
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
 
 BATCH = 100_000  # ns
 
 
-def lanes(*numbers):
-    return np.array(numbers, np.uint32)
+def tickets(*lanes):
+    records = np.zeros(len(lanes), TICKET)
+    records["lane"] = lanes
+    return records
 
 
 def test_a_client_that_came_back_at_once_is_expected_again():
     crowd = Crowd(8)
-    crowd.answered(lanes(1), 0)
+    crowd.answered(tickets(1), 0)
     assert crowd.away == 0  # never seen to be quick
-    crowd.came(lanes(1), 50_000, BATCH)
-    crowd.answered(lanes(1), 150_000)
+    crowd.came(tickets(1), 50_000, QUICK * BATCH)
+    crowd.answered(tickets(1), 150_000)
     assert crowd.away == 1
-    crowd.came(lanes(1), 200_000, BATCH)
+    crowd.came(tickets(1), 200_000, QUICK * BATCH)
     assert crowd.away == 0
 
 
 def test_a_client_that_thinks_long_is_not_waited_for():
     crowd = Crowd(8)
-    crowd.answered(lanes(1), 0)
-    crowd.came(lanes(1), 50 * BATCH, BATCH)
-    crowd.answered(lanes(1), 51 * BATCH)
+    crowd.answered(tickets(1), 0)
+    crowd.came(tickets(1), 50 * BATCH, QUICK * BATCH)
+    crowd.answered(tickets(1), 51 * BATCH)
     assert crowd.away == 0
 
 
 def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
     crowd = Crowd(8)
-    crowd.came(lanes(1, 2), 0, BATCH)
-    crowd.answered(lanes(1, 2), 10)
+    crowd.came(tickets(1, 2), 0, QUICK * BATCH)
+    crowd.answered(tickets(1, 2), 10)
     crowd.stays_away()
     assert crowd.away == 0
-    crowd.came(lanes(1), 50 * BATCH, BATCH)
-    crowd.answered(lanes(1), 51 * BATCH)
+    crowd.came(tickets(1), 50 * BATCH, QUICK * BATCH)
+    crowd.answered(tickets(1), 51 * BATCH)
     assert crowd.away == 0
 
 
@@ -98,7 +101,7 @@ class World:
         due = sorted(lane for lane, at in self.asks.items() if at <= self.now)
         for i, lane in enumerate(due):
             record = PACK_TICKET.pack(self.asks.pop(lane), lane + 1, 0, self.now, lane, lane, 1, 0, 0, 0, 0)
-            out.data.cast("B")[i * 64 : (i + 1) * 64] = record
+            out[i] = np.frombuffer(record, TICKET)[0]
         return len(due)
 
     def reply(self, tickets, code, version, message):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 
 class Outgoing(NamedTuple):
@@ -30,6 +32,20 @@ class Answer(NamedTuple):
     epoch: int
 
 
+NOT_SENT = -1
+NOT_ANSWERED = -2
+
+
+class Caller(Protocol):
+    """Copies a row in, sends its ticket and waits, while nothing else is in flight on the lane."""
+
+    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> int:
+        """Gives the answer's code; NOT_SENT where the engine serves no more, NOT_ANSWERED where none came in time."""
+
+    def message(self) -> str:
+        """What the last failure said."""
+
+
 class Door(Protocol):
     """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that."""
 
@@ -38,6 +54,15 @@ class Door(Protocol):
 
     def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
         """Send a ticket while no other is in flight and wait for its answer; None when none came in time."""
+
+    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> Caller | None:
+        """What makes whole calls of one row to the only engine there is; None where this door has no such thing.
+
+        Args:
+            place: row `first` of the arena.
+            epoch: of the engine's life.
+            most: seconds that a call waits at most.
+        """
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Answers that came, after at most `timeout` seconds; empty when none did."""

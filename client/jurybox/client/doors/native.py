@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.client.doors.door import Answer, Outgoing
@@ -28,7 +30,7 @@ class NativeDoor:
     """
 
     def __init__(self, board: Board, server_id: str, lane: int, lease: int, spin_us: int) -> None:
-        self._numbers = board.engines["bell"]
+        self._engines = board.engines
         self._server_id = server_id
         self._lane = lane
         self._lease = lease
@@ -63,6 +65,12 @@ class NativeDoor:
             return None
         sequence, code, version = answer
         return Answer(sequence, code, "" if code == 0 else bell.client.message(), version, epoch)
+
+    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> native.BellCaller | None:
+        """As Door.caller."""
+        if len(self._engines) > 1 or (bell := self._bell(0, epoch)) is None:
+            return None
+        return native.BellCaller(bell.client, place, self._engines[0:1], first, epoch, most)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -112,7 +120,7 @@ class NativeDoor:
         if (earlier := self._bells.pop(engine, None)) is not None:
             earlier.memory.close()
             self._unsent = [ticket for ticket in self._unsent if ticket.engine != engine]
-        memory = Bell.attach(segment_name(self._server_id, "bell", int(self._numbers[engine])))
+        memory = Bell.attach(segment_name(self._server_id, "bell", int(self._engines["bell"][engine])))
         client = native.BellClient(
             memory.segment.array(np.uint8, (native.BELL_BYTES,)), self._lane, self._lease, memory.pipe, self._spin_ns
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from jurybox.client.doors.door import Answer, Outgoing
 from jurybox.protocol.errors import ProtocolMismatch
@@ -64,6 +66,9 @@ class ZmqDoor:
             return self._read(socket.recv())  # the socket's own time-out: one call where polling first would be two
         except zmq.Again:
             return None
+
+    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> None:
+        """As Door.caller."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""

@@ -37,8 +37,7 @@ class NativeDoor:
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """As Door.reply. An answer to a client that never reads is dropped."""
-        records = tickets.view(np.uint8).reshape(-1, 64)
-        self._bell.reply(records, len(tickets), code, version, message)
+        self._bell.reply(tickets, code, version, message)
 
     def close(self) -> None:
         self._memory.close()

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
@@ -56,12 +55,13 @@ class ZmqDoor:
         """Whether messages wait. To be asked before sleeping on `fileno`, which signals changes only."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def collect(self, out: NDArray[np.uint8]) -> int:
+    def collect(self, out: NDArray[Any]) -> int:
         """As Door.collect; what is no ticket is answered with what was expected."""
         n = 0
         if not self.pending():
             return 0
-        receive, pack, records = self._socket.recv_multipart, PACK_TICKET.pack_into, out.data.cast("B")
+        receive, pack = self._socket.recv_multipart, PACK_TICKET.pack_into
+        records = out.data
         try:
             while n < len(out):
                 frames = receive(zmq.NOBLOCK)

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.board import LANE, MAX_MODELS, Board
+from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.crowd import BatchCost, Crowd
+from jurybox.server.engine.crowd import QUICK, BatchCost
 from jurybox.server.engine.door import Door
 from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
@@ -67,15 +67,13 @@ class Engine:
         self.slots: dict[int, Slot] = {}
         self._clock = clock
         self._pause = pause
-        self._crowd = Crowd(len(board.lanes))
+        self._crowd = native.Crowd(len(board.lanes))
         self._report = report
-        self._lanes = board.lanes.view(np.uint8).reshape(-1, LANE.itemsize)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._closed: tuple[Code, str] | None = None
         self._shown = board.engines["expected_wait"][index : index + 1]
         self._turn_ns = 0.0  # what a batch takes, smoothed
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
-        self._records = self._arrivals.view(np.uint8).reshape(_ARRIVALS, TICKET.itemsize)
 
     def add_door(self, door: Door) -> None:
         """Take tickets from one more door."""
@@ -88,7 +86,7 @@ class Engine:
 
     def meters(self, model: int) -> Meters:
         """The counters of a model in this engine."""
-        return Meters(self.board.counters[self.index, model])
+        return Meters(self.board.counters[self.index, model : model + 1])
 
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0) -> None:
         """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one."""
@@ -182,7 +180,7 @@ class Engine:
             return
         self._answer(tickets, Code.OK, version or served.version, "")
         ended = self._clock()
-        self._crowd.answered(tickets["lane"], ended)
+        self._crowd.answered(tickets, ended)
         slot.meters.batch(tickets, rows, began, ended)
         self._turn_ns += _SMOOTHING * (ended - began - self._turn_ns)
         slot.cost.observe(rows, ended - began)
@@ -197,17 +195,17 @@ class Engine:
         """Queue what has arrived; gives the number of tickets accepted."""
         accepted = 0
         for door in self.doors:
-            n = door.collect(self._records)
+            n = door.collect(self._arrivals)
             if not n:
                 continue
             tickets = self._arrivals[:n]
-            refused, rows, pinned = native.admit(self._records, n, door.number, self._lanes, self._limits)
+            refused, rows, pinned = native.admit(tickets, door.number, self.board.lanes, self._limits)
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._crowd.came(tickets["lane"], self._clock(), self._turn_ns)
+            self._crowd.came(tickets, self._clock(), int(QUICK * self._turn_ns))
             accepted += len(tickets)
             self._sort(tickets, rows, pinned=pinned)
         return accepted
@@ -237,16 +235,12 @@ class Engine:
         self._shown[0] = int(self._turn_ns * batches)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        if len(self.doors) == 1:
-            self.doors[0].reply(tickets, code, version, message)
-            return
+        only = native.only_door(tickets)
         came_by = tickets["door"]
         for door in self.doors:
-            mine = came_by == door.number
-            if mine.all():
+            if door.number == only:
                 door.reply(tickets, code, version, message)
-                return
-            if mine.any():
+            elif only < 0 and (mine := came_by == door.number).any():
                 door.reply(tickets[mine], code, version, message)
 
     def _refuse(self, tickets: NDArray[Any]) -> NDArray[Any]:

@@ -5,17 +5,13 @@ have filled its batch. So it waits a little, but only for clients that lately ca
 one more ticket is worth waiting for while it comes sooner than its share of what all of the batch's tickets bear in
 common so far, the waiting and the fixed cost of a batch. A model whose cost is all by the row has nothing to share, and
 nobody is waited for. A lone client is never waited for, since nobody is missing when it asks; a client that stays away
-loses its credit and is waited for no more until it shows again that it is quick.
+loses its credit and is waited for no more until it shows again that it is quick. native.Crowd keeps that
+book.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-_QUICK = 4  # batches' time within which a client in closed loop is back
+QUICK = 4  # batches' time within which a client in closed loop is back
 _FORGET = 0.005
 _SPREAD = 0.02  # of the rows' variance over their squared mean
 
@@ -44,36 +40,3 @@ class BatchCost:
             return  # batches of one size say nothing of the slope: what was known before stands
         slope = (self._weight * self._rows_ns - self._rows * self._ns) / spread
         self.fixed = max(0.0, (self._ns - max(slope, 0.0) * self._rows) / self._weight)
-
-
-class Crowd:
-    """Bookkeeping over lanes. Times are ns of one clock.
-
-    Attributes:
-        away: quick clients that have been answered and not asked again yet.
-    """
-
-    def __init__(self, lanes: int) -> None:
-        self.away = 0
-        self._answered = np.zeros(lanes, np.int64)
-        self._quick = np.zeros(lanes, np.bool_)
-        self._away = np.zeros(lanes, np.bool_)
-
-    def came(self, lanes: NDArray[Any], now: int, batch_ns: float) -> None:
-        """Tickets of these lanes have arrived."""
-        self._quick[lanes] = now - self._answered[lanes] <= _QUICK * batch_ns
-        if self.away:
-            self._away[lanes] = False
-            self.away = int(np.count_nonzero(self._away))
-
-    def answered(self, lanes: NDArray[Any], now: int) -> None:
-        """Tickets of these lanes have been answered."""
-        self._answered[lanes] = now
-        self._away[lanes] = self._quick[lanes]
-        self.away = int(np.count_nonzero(self._away))
-
-    def stays_away(self) -> None:
-        """Nobody came in the time that one more ticket was worth."""
-        self._quick[self._away] = False
-        self._away[:] = False
-        self.away = 0

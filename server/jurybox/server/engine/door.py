@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 
@@ -13,8 +12,8 @@ class Door(Protocol):
 
     number: int  # the core writes it into the tickets that came through this door
 
-    def collect(self, out: NDArray[np.uint8]) -> int:
-        """Write tickets that arrived, records of wire.TICKET, to `out` (n, 64); gives how many, at most n."""
+    def collect(self, out: NDArray[Any]) -> int:
+        """Write tickets that arrived to `out`, n records of wire.TICKET; gives how many, at most n."""
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """Answer tickets that came through this door, all with the same code, weights version and message."""

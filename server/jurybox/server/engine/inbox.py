@@ -11,6 +11,7 @@ from jurybox import native
 from jurybox.protocol.wire import TICKET
 
 Tickets = NDArray[Any]  # records of wire.TICKET
+_SIZE = TICKET.itemsize
 
 
 class Queue:
@@ -29,7 +30,7 @@ class Queue:
         self.rows = 0
         self.pinned = False  # whether a waiting ticket may ask for a weights version
         self._tickets = np.zeros(256, TICKET)
-        self._records = _records(self._tickets)
+        self._bytes = self._tickets.view(np.uint8).data
         self._start = 0
         self._end = 0
 
@@ -46,7 +47,7 @@ class Queue:
         if self._end + n > len(self._tickets):
             self._make_room(n)
         # As bytes: field by field, a copy of records takes several times as long.
-        self._records[self._end : self._end + n] = _records(tickets)
+        self._bytes[self._end * _SIZE : (self._end + n) * _SIZE] = tickets.view(np.uint8).data
         self._end += n
         self.rows += int(tickets["rows"].sum()) if rows is None else rows
 
@@ -61,7 +62,7 @@ class Queue:
 
     def expired(self, now: int) -> Tickets | None:
         """Remove and give the tickets whose deadline has passed; None, nearly always, where there is none."""
-        if not native.any_expired(self._records, self._start, self._end, now):
+        if not native.any_expired(self.waiting, now):
             return None
         waiting = self.waiting
         late = (waiting["deadline"] < now) & (waiting["deadline"] != 0)
@@ -112,14 +113,9 @@ class Queue:
         waiting = self.waiting.copy()
         if len(waiting) + n > len(self._tickets):
             self._tickets = np.zeros(2 * (len(waiting) + n), TICKET)
-            self._records = _records(self._tickets)
+            self._bytes = self._tickets.view(np.uint8).data
         self._tickets[: len(waiting)] = waiting
         self._start, self._end = 0, len(waiting)
-
-
-def _records(tickets: Tickets) -> NDArray[np.uint8]:
-    """The same memory as bytes, one row a ticket."""
-    return tickets.view(np.uint8).reshape(len(tickets), TICKET.itemsize)
 
 
 def fair_choice(tickets: Tickets, max_rows: int) -> NDArray[np.bool_]:

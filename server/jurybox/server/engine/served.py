@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.arena import bytes_view
 from jurybox.protocol.errors import ModelFailed, Refused
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.engine.follower import Follower
@@ -82,8 +81,7 @@ class Served:
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
-            records = tickets.view(np.uint8).reshape(len(tickets), -1)
-            staged = {item.name: item.gather(records, rows) for item in self._inputs}
+            staged = {item.name: item.gather(tickets, rows) for item in self._inputs}
         if self._on_gpu:
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
         results = self._forward(staged)
@@ -92,7 +90,7 @@ class Served:
             if contiguous:
                 item.array[first : first + rows] = values
             else:
-                native.scatter(item.table, records, len(tickets), bytes_view(values))
+                native.scatter(item.array, tickets, values)
 
     def free_memory(self) -> None:
         """Hand cached device memory back, so that a smaller batch may find room."""
@@ -148,18 +146,22 @@ class _Input:
     def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
         self.name = name
         self._arena = torch.from_numpy(array)
-        self._table = bytes_view(array)
+        self._rows = array
         # Kept and reused: fresh buffers of a megabyte cost a page fault every 4 KiB.
         staging = np.zeros((max_batch, *array.shape[1:]), array.dtype)
         self._staging = torch.from_numpy(staging)
-        self._staging_table = bytes_view(staging)
+        self._staging_rows = staging
+        self._views: dict[int, torch.Tensor] = {}  # of the staging rows, by length
 
     def rows(self, first: int, rows: int) -> torch.Tensor:
         return self._arena[first : first + rows]
 
-    def gather(self, records: NDArray[np.uint8], rows: int) -> torch.Tensor:
-        native.gather(self._table, records, len(records), self._staging_table)
-        return self._staging[:rows]
+    def gather(self, tickets: NDArray[Any], rows: int) -> torch.Tensor:
+        native.gather(self._rows, tickets, self._staging_rows)
+        view = self._views.get(rows)
+        if view is None:
+            view = self._views[rows] = self._staging[:rows]
+        return view
 
 
 class _Output:
@@ -168,7 +170,6 @@ class _Output:
     def __init__(self, name: str, spec: TensorSpec, array: NDArray[Any]) -> None:
         self.name = name
         self.array = array
-        self.table = bytes_view(array)
         self._shape = spec.shape
         self._dtype = dtype_of(spec)
 
