@@ -50,4 +50,4 @@ class Meters:
         self._record["adopted"] = time.monotonic_ns()
         nanoseconds = max(0, int(seconds * 1e9))
         self._record["adopt_total_ns"] += nanoseconds
-        self._record["adopt_ns"][min(nanoseconds.bit_length(), TIME_BUCKETS - 1)] += 1
+        self._record["adopt_ns"][0, min(nanoseconds.bit_length(), TIME_BUCKETS - 1)] += 1
