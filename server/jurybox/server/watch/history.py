@@ -8,6 +8,8 @@ from jurybox.server.watch.failures import Failures
 from jurybox.server.watch.sample import sample
 from jurybox.server.watch.snapshot import Document, Snapshot
 
+_SHOWN = 30  # events
+
 
 class History:
     """Snapshots of the last `window` seconds; what is shown is what happened within them.
@@ -31,4 +33,4 @@ class History:
             kept.popleft()
         told = self._failures.between(previous, snapshot)
         events = sorted([*snapshot.document["events"], *told], key=lambda event: float(event["at"]))
-        return sample(kept[0] if len(kept) > 1 else None, snapshot, events)
+        return sample(kept[0] if len(kept) > 1 else None, snapshot, events[-_SHOWN:])

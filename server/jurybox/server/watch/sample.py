@@ -54,7 +54,10 @@ def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document]
     return {
         "at": round(later.at, 3),
         "seconds": round(seconds, 3),
-        "server": {key: server[key] for key in ("id", "state", "build", "address", "uptime")},
+        "server": {
+            **{key: server[key] for key in ("id", "state", "build", "address")},
+            "uptime": round(max(0.0, later.at - server["started"]), 1),
+        },
         **_counted(grown, seconds),
         "waiting": int(grown["waiting"].sum()),
         "lanes": {
@@ -131,4 +134,4 @@ def _rate(counts: NDArray[Any], seconds: float) -> float:
 
 def _quantile(counts: NDArray[Any], quantile: float) -> float | None:
     nanoseconds = percentile(counts.reshape(-1, TIME_BUCKETS).sum(axis=0), quantile)
-    return None if nanoseconds is None else nanoseconds / 1e9
+    return None if nanoseconds is None else float(f"{nanoseconds / 1e9:.3g}")  # no figure is better than that

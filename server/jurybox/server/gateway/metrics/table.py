@@ -103,7 +103,7 @@ TABLE = (
     Metric(
         "batch_rows", _HISTOGRAM, _MODEL, "Rows of a batch.",
         "All at `max_batch` with a long queue: raise `max_batch`. All at 1: the crowd is small, or asks in turns.",
-        distributed("batch_rows", "rows", 1.0), "rows", like="vllm:iteration_tokens_total", buckets=_ROWS,
+        distributed("batch_rows", "rows", 1.0), "rows", buckets=_ROWS,
     ),
     Metric(
         "rows_waiting", _GAUGE, _MODEL, "Rows that wait for a batch.",
@@ -113,7 +113,7 @@ TABLE = (
     Metric(
         "lanes_in_use", _GAUGE, _MODEL, "Lanes leased: connected clients of the model.",
         "Falls when a client dies; its rows are free again at once.",
-        by_model(lambda snapshot, at: float(len(snapshot.leased(at)))), like="vllm:num_requests_running",
+        by_model(lambda snapshot, at: float(len(snapshot.leased(at)))),
     ),
     Metric(
         "rows_in_use", _GAUGE, _MODEL, "Rows of the arena that are leased.",
