@@ -121,7 +121,9 @@ class Supervisor:
 
     def _gateway_child(self) -> Child:
         def configure() -> dict[str, Any]:
-            return self._settings.model_dump(mode="json", include={"address", "http", "log_level", "log_format"})
+            settings = self._settings.model_dump(mode="json", include={"address", "log_level", "log_format"})
+            # Where it listened before, though any port was good enough then: whoever watches finds it again.
+            return {**settings, "http": self._reception.http}
 
         return Child("gateway", "jurybox.server.gateway", configure)
 
