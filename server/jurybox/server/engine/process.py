@@ -18,6 +18,7 @@ import zmq
 
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Code
+from jurybox.protocol.timings import Timings
 from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
@@ -47,7 +48,8 @@ class EngineProcess:
         self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._log.warning)
         others = [self._zmq.fileno(), lifeline.fileno(), self._wake]
         self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
-        self._engine = Engine(self._board, index, [self._native, self._zmq], report=self._log.error)
+        self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
+        self._engine = self._new_engine(index)
         self._between_turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._workshop = Workshop(torch.device(orders["device"]), self._tell, self._later, self._engine)
         self._record = self._board.engines[index : index + 1]
@@ -59,6 +61,14 @@ class EngineProcess:
             self._workshop.load(order["model"], order["name"], order["settings"])
         self._draining = False
         self._stopped = False
+
+    def _new_engine(self, index: int) -> Engine:
+        doors = [self._native, self._zmq]
+        if self._timings is None:
+            return Engine(self._board, index, doors, report=self._log.error)
+        from jurybox.server.engine.traced import TracedEngine
+
+        return TracedEngine(self._board, index, doors, self._timings, report=self._log.error)
 
     def serve(self) -> None:
         """Serve until the lifeline ends or says stop."""
