@@ -35,7 +35,7 @@ struct Client {
 };
 // Calls of one row, over and over on the same row of the arena.
 struct Caller {
-    nb::object client, place, engine;  // kept, and with them what the others point to
+    nb::object client, place, engine, outputs;  // kept, and with them what the others point to
     BellClient* bell;
     std::byte* input;
     std::size_t bytes;
@@ -44,7 +44,12 @@ struct Caller {
     std::uint64_t epoch;
     std::int64_t most_ns;
 
-    int call(nb::handle row, std::uint64_t sequence, double seconds) {
+    nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
+        const int code = ask(row, sequence, seconds);
+        return code == 0 ? copied() : nb::int_(code);
+    }
+
+    int ask(nb::handle row, std::uint64_t sequence, double seconds) {
         if (!record->serves(epoch)) return kNotSent;
         {
             const Read given(row);
@@ -55,6 +60,15 @@ struct Caller {
         if (!bell->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {epoch}})) return kNotSent;
         nb::gil_scoped_release release;
         return bell->answer_to(sequence, ns < most_ns ? ns : most_ns);
+    }
+
+    // The only output, or a dict of them.
+    nb::object copied() const {
+        static const nb::object copy = nb::str("copy");
+        if (!PyDict_CheckExact(outputs.ptr())) return outputs.attr(copy)();
+        nb::dict all;
+        for (auto [name, array] : nb::borrow<nb::dict>(outputs)) all[name] = array.attr(copy)();
+        return std::move(all);
     }
 };
 
@@ -163,19 +177,20 @@ void bind_doorbell(nb::module_& m) {
     nb::class_<Caller>(m, "BellCaller", "Whole calls of one row on one lane, while nothing else of it is in flight.")
         .def(
             "__init__",
-            [](Caller* self, nb::object client, nb::object place, nb::object engine, std::uint32_t first,
-               std::uint64_t epoch, double most) {
+            [](Caller* self, nb::object client, nb::object place, nb::object outputs, nb::object engine,
+               std::uint32_t first, std::uint64_t epoch, double most) {
                 Client& of = nb::cast<Client&>(client);
                 const Write to(place), record(engine);
-                new (self) Caller{client, place, engine, &of.bell, to.bytes(), to.size(), record.records<const EngineRecord>(),
+                new (self) Caller{client, place, engine, outputs, &of.bell, to.bytes(), to.size(), record.records<const EngineRecord>(),
                                   first, epoch, static_cast<std::int64_t>(most * 1e9)};
             },
-            nb::arg("client"), nb::arg("place"), nb::arg("engine"), nb::arg("first"), nb::arg("epoch"), nb::arg("most"),
-            "`place` is row `first` of the arena, `engine` the record of board.ENGINE whose life is `epoch`; a call waits "
+            nb::arg("client"), nb::arg("place"), nb::arg("outputs"), nb::arg("engine"), nb::arg("first"), nb::arg("epoch"),
+            nb::arg("most"),
+            "`place` is row `first` of the arena, `outputs` its only output row or a dict of them, `engine` the record of board.ENGINE whose life is `epoch`; a call waits "
             "`most` seconds, then gives the ticket up to its caller.")
         .def("__call__", &Caller::call, nb::arg("row"), nb::arg("sequence"), nb::arg("seconds"),
-             "Copy the row in, post its ticket, due in so many seconds, and wait. Gives the answer's code; NOT_SENT where "
-             "the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")
+             "Copy the row in, post its ticket, due in so many seconds, and wait. Gives a copy of the outputs, or a "
+             "failure's code; NOT_SENT where the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")
         .def("message", [](Caller& self) { return message_of(*self.bell); }, "What the lane's last failure said.");
 }
 

@@ -55,9 +55,16 @@ class BellClient:
 
 class BellCaller:
     def __init__(
-        self, client: BellClient, place: NDArray[Any], engine: NDArray[Any], first: int, epoch: int, most: float
+        self,
+        client: BellClient,
+        place: NDArray[Any],
+        outputs: NDArray[Any] | dict[str, NDArray[Any]],
+        engine: NDArray[Any],
+        first: int,
+        epoch: int,
+        most: float,
     ) -> None: ...
-    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> int: ...
+    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any: ...
     def message(self) -> str: ...
 
 class WeightsClaim:

@@ -10,13 +10,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, Caller, Door, Outgoing
+from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Caller, Door, Outgoing
 from jurybox.client.free_rows import FreeRows
 from jurybox.protocol.arena import Arena
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout
 
-LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
 _NOT_SENT = -1
 _SERVING = int(EngineState.SERVING)
 
@@ -112,8 +111,8 @@ class Lane:
             self.gone = answer.message
         return answer
 
-    def caller(self, place: NDArray[Any], first: int) -> tuple[Caller | None, int]:
-        """What makes whole calls of row `first`, and the engine's life it is for; None where there is no such thing.
+    def caller(self, row: CalledRow) -> tuple[Caller | None, int]:
+        """What makes whole calls of a row, and the engine's life it is for; None where there is no such thing.
 
         Its user counts `sequence` up for every call and makes none while anything is `in_flight`.
         """
@@ -121,7 +120,7 @@ class Lane:
         if engine is None:
             return None, 0
         epoch = self._epochs.item(engine)
-        return self._door.caller(place, first, epoch, LOOK_AFTER), epoch
+        return self._door.caller(row, self._board.engines[engine : engine + 1], epoch), epoch
 
     def sent(self, ticket: Ticket, engine: int, epoch: int) -> Ticket:
         """Keep a ticket that the door has sent to an engine already."""

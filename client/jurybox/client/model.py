@@ -66,7 +66,7 @@ class Model:
             and row.flags.c_contiguous
         ):
             with self.lock:
-                if (held := self._held) is None or held.gone:
+                if (held := self._held) is None or held.lane.gone is not None:
                     held = self._hold()
                 return held.ask(row, self._default_timeout if timeout is None else timeout)
         if isinstance(row, Mapping):

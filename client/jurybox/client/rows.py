@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer
-from jurybox.client.lane import LOOK_AFTER, Lane, Ticket
+from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, CalledRow
+from jurybox.client.lane import Lane, Ticket
 from jurybox.protocol.errors import Busy, Code, Refused, error_for
 
 if TYPE_CHECKING:
@@ -122,65 +122,54 @@ class Rows:
 class CallRow:
     """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
 
-    __slots__ = ("_call", "_epoch", "_input", "_lane", "_outputs", "rows")
+    __slots__ = ("_call", "_epoch", "_row", "lane", "rows")
 
     def __init__(self, rows: Rows, lane: Lane) -> None:
         self.rows = rows
-        self._lane = lane
+        self.lane = lane
         (inputs,) = rows.inputs.values()
-        self._input = inputs.reshape(inputs.shape[1:])  # indexing a row of scalars would give a copy
-        self._outputs = {name: array.reshape(array.shape[1:]) for name, array in rows.outputs.items()}
-        self._call, self._epoch = lane.caller(self._input, rows.first)
-
-    @property
-    def gone(self) -> bool:
-        """Whether another row must be taken."""
-        return self._lane.gone is not None or not self.rows.inputs
+        # Reshaped, since indexing a row of scalars would give a copy.
+        outputs = {name: array.reshape(array.shape[1:]) for name, array in rows.outputs.items()}
+        only = next(iter(outputs.values())) if len(outputs) == 1 else None
+        self._row = CalledRow(rows.first, inputs.reshape(inputs.shape[1:]), outputs if only is None else only)
+        self._call, self._epoch = lane.caller(self._row)
 
     def ask(self, row: NDArray[Any], seconds: float) -> Any:
         """The outputs for one C-contiguous row of the input's dtype and shape: a copy, or a dict of copies."""
-        lane = self._lane
+        lane = self.lane
         if self._call is None or lane.in_flight:
-            code = self._ask(row, seconds)
-        else:
-            lane.sequence += 1
-            code = self._call(row, lane.sequence, seconds)
-        if code:
-            self._failed(code, row, seconds)
-        outputs = self._outputs
-        if len(outputs) == 1:
-            (only,) = outputs.values()
-            return only.copy()
-        return {name: array.copy() for name, array in outputs.items()}
+            return self._ask(row, seconds)
+        lane.sequence += 1
+        result = self._call(row, lane.sequence, seconds)
+        return result if type(result) is not int else self._failed(result, row, seconds)
 
-    def _ask(self, row: NDArray[Any], seconds: float) -> int:
-        """As `ask`, by way of a ticket; gives the answer's code or raises."""
-        rows = self.rows
-        if rows.unanswered:
-            rows.infer(timeout=seconds)  # says what is the matter, or goes on
-        np.copyto(self._input, row)
-        return self._settle(self._lane.ask(rows.first, 1, seconds))
+    def _ask(self, row: NDArray[Any], seconds: float) -> Any:
+        """As `ask`, by way of a ticket."""
+        if self.rows.unanswered:
+            self.rows.infer(timeout=seconds)  # says what is the matter, or goes on
+        np.copyto(self._row.place, row)
+        return self._settled(self.lane.ask(self._row.first, 1, seconds))
 
-    def _settle(self, answer: Answer | Ticket) -> int:
+    def _settled(self, answer: Answer | Ticket) -> Any:
         if not isinstance(answer, Answer):
             (answer,) = self.rows.wait([answer])
         if answer.code:
             raise error_for(answer.code, answer.message)
-        return Code.OK
+        return self._row.copied()
 
-    def _failed(self, code: int, row: NDArray[Any], seconds: float) -> None:
-        """The short way gave no good answer: go the long one, or raise."""
-        lane = self._lane
+    def _failed(self, code: int, row: NDArray[Any], seconds: float) -> Any:
+        """The short way gave no outputs: go the long one, or raise."""
+        lane = self.lane
         assert self._call is not None
         if code == NOT_SENT:
-            self._ask(row, seconds)
-            self._call, self._epoch = lane.caller(self._input, self.rows.first)  # of the engine that serves now
-        elif code == NOT_ANSWERED:
+            outputs = self._ask(row, seconds)
+            self._call, self._epoch = lane.caller(self._row)  # of the engine that serves now
+            return outputs
+        if code == NOT_ANSWERED:
             deadline = time.monotonic_ns() + int((seconds - min(seconds, LOOK_AFTER)) * 1e9)
-            ticket = Ticket(lane, lane.sequence, self.rows.first, 1, deadline, 0)
-            self._settle(lane.sent(ticket, 0, self._epoch))
-        else:
-            message = self._call.message()
-            if code == Code.STALE_LEASE:
-                lane.gone = message
-            raise error_for(code, message)
+            ticket = Ticket(lane, lane.sequence, self._row.first, 1, deadline, 0)
+            return self._settled(lane.sent(ticket, 0, self._epoch))
+        message = self._call.message()
+        if code == Code.STALE_LEASE:
+            lane.gone = message
+        raise error_for(code, message)

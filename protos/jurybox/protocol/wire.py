@@ -1,7 +1,8 @@
-"""What begins every message on a ZeroMQ door, and the records that tickets and replies are inside a process.
+"""What crosses an engine's ZeroMQ door: the prefix that begins every message, and the records behind it.
 
 The prefix is two bytes: "J" and the protocol's version. A peer of another version is told so by name instead of
-having its bytes misread.
+having its bytes misread. Behind it comes one record, little-endian and without padding: TICKET to an engine, and from
+it PACK_REPLY with the message, UTF-8, of a failure. docs/protocol.md has both as tables.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def prefix_error(frame: bytes) -> str | None:
     return f"{len(frame)} bytes came that begin with {frame[:8]!r}: expected a Jurybox message ({PREFIX!r} first)"
 
 
-# A ticket inside an engine, 64 bytes, the same record in native/doorbell.hpp.
+# A ticket, 64 bytes, the same record in native/tickets.hpp.
 TICKET = np.dtype(
     [
         ("sequence", "<u8"),
@@ -47,12 +48,17 @@ TICKET = np.dtype(
         ("rows", "<u4"),
         ("model", "<u4"),
         ("version", "<u8"),  # asked for; 0: the newest
+        # On the way to an engine these eight bytes are its epoch, the life of it that is meant.
         ("door", "<u4"),
         ("code", "<u4"),  # 0, or why it was refused on arrival
     ]
 )
-PACK_TICKET = struct.Struct("<QQqqIIIIQII")
+PACK_TICKET = struct.Struct("<QQqqIIIIQQ")  # the last: epoch
 assert TICKET.itemsize == PACK_TICKET.size == 64
+TICKET_FRAME = len(PREFIX) + PACK_TICKET.size
+
+# sequence, weights version, the engine's epoch, code of errors.py; sequence 0: the message was no ticket.
+PACK_REPLY = struct.Struct("<QQQI")
 
 # ZeroMQ identity of a lane's client: the reply's address follows from the ticket itself.
 IDENTITY = struct.Struct("<cIQ")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, Outgoing
+from jurybox.client.doors.door import Answer, CalledRow, Outgoing
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -64,7 +64,7 @@ class InprocDoor:
         t = ticket
         self._tickets.append(
             PACK_TICKET.pack(
-                t.sequence, self._lease, t.deadline, t.submitted, self.lane, t.first, t.rows, 0, t.version, 0, 0
+                t.sequence, self._lease, t.deadline, t.submitted, self.lane, t.first, t.rows, 0, t.version, 0
             )
         )
 
@@ -73,8 +73,8 @@ class InprocDoor:
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> None:
-        """As the client's Door.caller."""
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> None:
+        """As the client's Door.caller: `exchange` will do."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As the client's Door.receive; runs the engine until an answer is there."""

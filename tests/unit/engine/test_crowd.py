@@ -100,7 +100,7 @@ class World:
     def collect(self, out):
         due = sorted(lane for lane, at in self.asks.items() if at <= self.now)
         for i, lane in enumerate(due):
-            record = PACK_TICKET.pack(self.asks.pop(lane), lane + 1, 0, self.now, lane, lane, 1, 0, 0, 0, 0)
+            record = PACK_TICKET.pack(self.asks.pop(lane), lane + 1, 0, self.now, lane, lane, 1, 0, 0, 0)
             out[i] = np.frombuffer(record, TICKET)[0]
         return len(due)
 

@@ -36,11 +36,30 @@ NOT_SENT = -1
 NOT_ANSWERED = -2
 
 
-class Caller(Protocol):
-    """Copies a row in, sends its ticket and waits, while nothing else is in flight on the lane."""
+LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
 
-    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> int:
-        """Gives the answer's code; NOT_SENT where the engine serves no more, NOT_ANSWERED where none came in time."""
+
+class CalledRow(NamedTuple):
+    """A row of the arena that calls use: where its input goes, and its only output, or all of them by name."""
+
+    first: int
+    place: NDArray[Any]
+    outputs: NDArray[Any] | dict[str, NDArray[Any]]
+
+    def copied(self) -> NDArray[Any] | dict[str, NDArray[Any]]:
+        """The outputs, as they are now."""
+        if isinstance(self.outputs, dict):
+            return {name: array.copy() for name, array in self.outputs.items()}
+        return self.outputs.copy()
+
+
+class Caller(Protocol):
+    """Copies a row in, sends its ticket and waits LOOK_AFTER at most, while nothing else is in flight on the lane."""
+
+    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
+        """Gives a copy of the outputs, an array or a dict of them, or as an int why there are none: a failure's code,
+        NOT_SENT where the engine serves no more, NOT_ANSWERED where no answer came in time.
+        """
 
     def message(self) -> str:
         """What the last failure said."""
@@ -55,13 +74,11 @@ class Door(Protocol):
     def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
         """Send a ticket while no other is in flight and wait for its answer; None when none came in time."""
 
-    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> Caller | None:
-        """What makes whole calls of one row to the only engine there is; None where this door has no such thing.
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> Caller | None:
+        """What makes whole calls of one row to the only engine there is; None where there are several.
 
         Args:
-            place: row `first` of the arena.
-            epoch: of the engine's life.
-            most: seconds that a call waits at most.
+            engine: its record of board.ENGINE, shape (1,); `epoch` is the life of it that is meant.
         """
 
     def receive(self, timeout: float) -> Sequence[Answer]:

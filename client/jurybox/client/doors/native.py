@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.client.doors.door import Answer, Outgoing
+from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Outgoing
 from jurybox.protocol.bell import Bell
 from jurybox.protocol.board import Board
 from jurybox.protocol.errors import Code, SharedMemoryError
@@ -66,11 +66,11 @@ class NativeDoor:
         sequence, code, version = answer
         return Answer(sequence, code, "" if code == 0 else bell.client.message(), version, epoch)
 
-    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> native.BellCaller | None:
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> native.BellCaller | None:
         """As Door.caller."""
         if len(self._engines) > 1 or (bell := self._bell(0, epoch)) is None:
             return None
-        return native.BellCaller(bell.client, place, self._engines[0:1], first, epoch, most)
+        return native.BellCaller(bell.client, row.place, row.outputs, engine, row.first, epoch, LOOK_AFTER)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""

@@ -1,21 +1,27 @@
-"""The ZeroMQ door: tickets as protobuf frames to the engines' ROUTER sockets."""
+"""The ZeroMQ door: tickets as records to the engines' ROUTER sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.client.doors.door import Answer, Outgoing
+from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing
+from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.ticket_pb2 import Reply, Ticket
-from jurybox.protocol.wire import PREFIX, lane_identity, prefix_error
+from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity, prefix_error
 
 _PATIENCE = 0.1  # seconds; callers wait in slices of that
+_NOBLOCK = int(zmq.NOBLOCK)
+_SERVING = int(EngineState.SERVING)
+_HEAD = len(PREFIX) + PACK_REPLY.size
+_SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
+_OK = bytes(4)
 
 
 class ZmqDoor:
@@ -38,20 +44,11 @@ class ZmqDoor:
 
     def send(self, ticket: Outgoing) -> None:
         """As Door.send."""
-        message = Ticket(
-            sequence=ticket.sequence,
-            lane=self._lane,
-            lease=self._lease,
-            first_row=ticket.first,
-            rows=ticket.rows,
-            submitted_ns=ticket.submitted,
-            deadline_ns=ticket.deadline,
-            version=ticket.version,
-            epoch=ticket.epoch,
+        sequence, _, epoch, first, rows, submitted, deadline, version = ticket
+        record = PACK_TICKET.pack(
+            sequence, self._lease, deadline, submitted, self._lane, first, rows, 0, version, epoch
         )
-        known = self._sockets.get(ticket.engine)
-        socket = known[1] if known is not None and known[0] == ticket.epoch else self._open(ticket.engine, ticket.epoch)
-        socket.send(PREFIX + message.SerializeToString())
+        Bare.send(self._socket(ticket.engine, epoch), PREFIX + record)
         if self._watching is not None:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
             self._watching[0].call_soon(self._watching[1])
@@ -63,12 +60,15 @@ class ZmqDoor:
         if timeout < _PATIENCE and not socket.poll(int(timeout * 1000 + 0.999)):
             return None
         try:
-            return self._read(socket.recv())  # the socket's own time-out: one call where polling first would be two
+            return _read(Bare.recv(socket))  # the socket's own time-out: one call where polling first would be two
         except zmq.Again:
             return None
 
-    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> None:
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> _Caller | None:
         """As Door.caller."""
+        if len(self._addresses) > 1:
+            return None
+        return _Caller(self._socket(0, epoch), self._lane, self._lease, row, engine, epoch)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -83,7 +83,7 @@ class ZmqDoor:
         for socket in ready:
             try:
                 while True:
-                    answers.append(self._read(socket.recv(zmq.NOBLOCK)))
+                    answers.append(_read(Bare.recv(socket, _NOBLOCK)))
             except zmq.Again:
                 continue
         return answers
@@ -99,6 +99,10 @@ class ZmqDoor:
         """As Door.close."""
         for engine in list(self._sockets):
             self._drop(engine)
+
+    def _socket(self, engine: int, epoch: int) -> zmq.Socket[bytes]:
+        known = self._sockets.get(engine)
+        return known[1] if known is not None and known[0] == epoch else self._open(engine, epoch)
 
     def _open(self, engine: int, epoch: int) -> zmq.Socket[bytes]:
         self._drop(engine)
@@ -125,14 +129,70 @@ class ZmqDoor:
         self._poller.unregister(socket)
         socket.close()
 
-    def _read(self, frame: bytes) -> Answer:
-        if wrong := prefix_error(frame):
-            raise ProtocolMismatch(f"an engine answered what is no reply: {wrong}")
+
+class _Caller:
+    """As jurybox.client.doors.door.Caller, over the socket of one engine in one of its lives."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        lane: int,
+        lease: int,
+        row: CalledRow,
+        engine: NDArray[Any],
+        epoch: int,
+    ) -> None:
+        self._socket = socket
+        self._lane = lane
+        self._lease = lease
+        self._outputs = row.outputs
+        self._first = row.first
+        self._place = row.place
+        self._states = engine["state"]
+        self._epochs = engine["epoch"]
+        self._epoch = epoch
+        self._message = ""
+
+    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
+        """As Caller."""
+        epoch, socket = self._epoch, self._socket
+        if self._epochs.item(0) != epoch or self._states.item(0) != _SERVING:
+            return NOT_SENT
+        self._place[...] = row
+        now = time.monotonic_ns()
+        deadline = now + int(seconds * 1e9)
+        record = PACK_TICKET.pack(sequence, self._lease, deadline, now, self._lane, self._first, 1, 0, 0, epoch)
+        Bare.send(socket, PREFIX + record)
+        if seconds < _PATIENCE and not socket.poll(int(seconds * 1000 + 0.999)):
+            return NOT_ANSWERED
         try:
-            reply = Reply.FromString(frame[2:])
-        except DecodeError as error:
-            raise ProtocolMismatch(f"an engine answered what is no reply: {error}") from error
-        return Answer(reply.sequence, reply.code, reply.message, reply.version, reply.epoch)
+            frame = Bare.recv(socket)  # the socket's own time-out: one call where polling first would be two
+        except zmq.Again:
+            return NOT_ANSWERED
+        if frame[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or frame[_CODE] != _OK:
+            return self._failure(_read(frame), sequence)
+        outputs = self._outputs
+        if type(outputs) is dict:
+            return {name: array.copy() for name, array in outputs.items()}
+        return outputs.copy()
+
+    def _failure(self, answer: Answer, sequence: int) -> int:
+        if answer.sequence != sequence:
+            raise ProtocolMismatch(f"ticket {sequence} was sent, and answered was {answer.sequence}: {answer.message}")
+        self._message = answer.message
+        return answer.code
+
+    def message(self) -> str:
+        """As Caller."""
+        return self._message
+
+
+def _read(frame: bytes) -> Answer:
+    if len(frame) < _HEAD or frame[: len(PREFIX)] != PREFIX:
+        wrong = prefix_error(frame) or f"{len(frame)} bytes"
+        raise ProtocolMismatch(f"an engine answered what is no reply: {wrong}")
+    sequence, version, epoch, code = PACK_REPLY.unpack_from(frame, len(PREFIX))
+    return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, epoch)
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:
