@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from jurybox.client.doors.door import Answer, Caller, Door, Outgoing
+from jurybox.client.doors.door import Answer, CalledRow, Caller, Door, Outgoing
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.timings import Timings
@@ -73,7 +73,7 @@ class TracedDoor:
             self._end(answer)
         return answer
 
-    def caller(self, place: NDArray[Any], first: int, epoch: int, most: float) -> Caller | None:
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> Caller | None:
         """As Door.caller: none, since every ticket is to be seen here."""
         return None
 
