@@ -103,7 +103,7 @@ class TracedDoor:
             self._open[ticket.sequence] = (span, ticket, offset)
             return
         offset = time.time_ns() - time.monotonic_ns()
-        attributes = {
+        attributes: dict[str, str | int] = {
             "jurybox.model": self._model,
             "jurybox.rows": ticket.rows,
             "jurybox.lane": self._lane,
@@ -127,14 +127,19 @@ class TracedDoor:
         if timing is not None:
             inside = set_span_in_context(span)
             began, ended = int(timing["began"]), int(timing["ended"])
-            about = {
+            about: dict[str, int] = {
                 "jurybox.batch.rows": int(timing["rows"]),
                 "jurybox.batch.tickets": int(timing["tickets"]),
                 "jurybox.engine": int(timing["engine"]),
             }
-            parts = (("queue", ticket.submitted, began, {}), ("batch", began, ended, about), ("reply", ended, now, {}))
-            for name, start, end, attributes in parts:
-                part = self._tracer.start_span(name, inside, attributes=attributes, start_time=start + offset)
+            for name, start, end in (
+                ("queue", ticket.submitted, began),
+                ("batch", began, ended),
+                ("reply", ended, now),
+            ):
+                part = self._tracer.start_span(name, inside, start_time=start + offset)
+                if name == "batch":
+                    part.set_attributes(about)
                 part.end(end + offset)
         span.set_attribute("jurybox.weights.version", answer.version)
         if answer.code != Code.OK:

@@ -23,6 +23,7 @@ from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.device_memory import show_device_memory
 from jurybox.server.engine.workshop import Workshop
 from jurybox.server.lifeline import Lifeline, exact_sleeps
 from jurybox.server.logs import configure
@@ -55,6 +56,7 @@ class EngineProcess:
         self._record = self._board.engines[index : index + 1]
         self._record["epoch"], self._record["pid"] = epoch, os.getpid()
         self._state(EngineState.LOADING)
+        show_device_memory(torch.device(orders["device"]), self._record)
         # Clients are sent here once every model of the configuration is ready, or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
