@@ -24,6 +24,7 @@ from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device_memory import show_device_memory
+from jurybox.server.engine.door import Door
 from jurybox.server.engine.workshop import Workshop
 from jurybox.server.lifeline import Lifeline, exact_sleeps
 from jurybox.server.logs import configure
@@ -65,7 +66,7 @@ class EngineProcess:
         self._stopped = False
 
     def _new_engine(self, index: int) -> Engine:
-        doors = [self._native, self._zmq]
+        doors: list[Door] = [self._native, self._zmq]
         if self._timings is None:
             return Engine(self._board, index, doors, report=self._log.error)
         from jurybox.server.engine.traced import TracedEngine
