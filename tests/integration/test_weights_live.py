@@ -10,6 +10,7 @@ import pytest
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, ServerGone, SpecMismatch
+from jurybox.client.weights_reader import WeightsReader
 
 X = np.ones((3, 4), np.float32)
 
@@ -22,7 +23,7 @@ def affine(version):
 @pytest.fixture(scope="module", params=["double_buffer", "snapshot"])
 def server(request, tmp_path_factory):
     models = {
-        "policy": {"factory": "tests.models:affine", "publish": request.param, "keep_versions": 3},
+        "policy": {"factory": "tests.models:affine", "publish": request.param, "keep_versions": 3, "max_lag": 2},
         "half": {"factory": "tests.models:affine", "publish": request.param, "dtype": "bfloat16"},
         "fixed": {"factory": "tests.models:affine"},
     }
@@ -108,9 +109,34 @@ def test_status_shows_how_far_the_engine_is_behind(server, client):
         for _ in range(3):
             publisher.publish(affine(publisher.version + 1))
         assert in_use(client)["lag"] == 3
+        wait_until(lambda: in_use(client)["published_per_second"] > 0, 5, "a rate")
     finally:
         os.kill(engine, signal.SIGCONT)
     wait_until(lambda: in_use(client)["lag"] == 0, 10, "catching up")
+    status = next(model for model in client.status()["models"] if model["name"] == "policy")
+    assert status["updates"] and status["latency"]["adopt"]["p50"] > 0
+
+
+def test_collectors_are_held_back_while_answers_are_further_behind_than_the_model_allows(server, client):
+    publisher, weights = client.publisher("policy"), client.weights("policy")
+    publisher.publish(affine(publisher.version + 1))
+    assert weights.max_lag == in_use(client)["max_lag"] == 2
+    assert weights.wait_until_fresh(max_lag=0)
+    held_back = weights.held_back
+    engine = server.pids()["engine-0"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        for lag in (1, 2, 3):
+            assert weights.wait_until_fresh(timeout=0), f"{lag - 1} behind, and 2 are allowed"
+            publisher.publish(affine(publisher.version + 1))
+            assert weights.lag() == lag and weights.lag(publisher.version) == 0
+        assert not weights.wait_until_fresh(timeout=0.1)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert weights.wait_until_fresh(max_lag=0)
+    assert weights.held_back - held_back in (1, 2) and weights.held_back_seconds >= 0.1
+    with pytest.raises(Refused, match="opened without a server"):
+        WeightsReader(weights.channel).wait_until_fresh(max_lag=0)
 
 
 def test_actors_read_what_was_published_without_asking_the_server(client):

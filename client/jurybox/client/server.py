@@ -20,7 +20,7 @@ from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.address import default_address
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import LANE_LOCK, Board
+from jurybox.protocol.board import LANE_LOCK, Board, EngineState
 from jurybox.protocol.control_pb2 import (
     ControlReply,
     Hello,
@@ -143,7 +143,7 @@ class Server:
         Raises:
             ModelNotFound; Refused: the model takes no publications, or has a living publisher.
         """
-        publisher = Publisher(self._channel(name))
+        publisher = Publisher(self._channel(name)[0])
         self._ends.append(publisher)
         return publisher
 
@@ -153,7 +153,8 @@ class Server:
         Raises:
             ModelNotFound; Refused: the model takes no publications.
         """
-        return WeightsReader(self._channel(name))
+        channel, message = self._channel(name)
+        return WeightsReader(channel, message.max_lag, lambda: self._version_in_use(message.index))
 
     def close(self) -> None:
         """Give back every lane and close every socket. Harmless when done already."""
@@ -199,7 +200,15 @@ class Server:
         if self._context.closed:
             raise Refused("this connection was closed: connect again")
 
-    def _channel(self, name: str) -> WeightsChannel:
+    def _version_in_use(self, model: int) -> int:
+        """Of the weights that engines answer with; of the one furthest behind where there are several."""
+        board = self._board
+        if board is None:
+            raise Refused("this connection was closed: connect again")
+        versions = board.counters["version"][board.engines["state"] == EngineState.SERVING, model]
+        return int(versions.min()) if len(versions) else 0
+
+    def _channel(self, name: str) -> tuple[WeightsChannel, ModelMessage]:
         deadline = time.monotonic() + self.timeout
         while (message := self.describe(name)).state == "loading" and time.monotonic() < deadline:
             time.sleep(_POLL)
@@ -212,7 +221,7 @@ class Server:
             raise Refused(f"model {name!r} is {message.state} and {why or 'has no weights channel yet'}")
         channel = WeightsChannel.attach(message.weights)
         self._channels.append(channel)
-        return channel
+        return channel, message
 
     def _lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """Lease a lane, lock it, and map its arena; from a new server where the old one is gone."""

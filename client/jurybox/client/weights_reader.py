@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.errors import SpecMismatch, Timeout
+from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.extra import decode
 
 # Native waits are cut into slices, so that Ctrl-C is heard.
 _SLICE_SECONDS = 0.1
+_LOOK_SECONDS = 0.001  # between two looks whether the engines have caught up
 
 State = dict[str, npt.NDArray[Any]]
 
@@ -32,14 +33,21 @@ class WeightsReader:
 
     Args:
         channel: to read from. It stays the caller's to close.
+        max_lag: versions that answers may be behind, as the model's settings say; 0: any number.
+        in_use: gives the version that the engine answers with which is furthest behind; None for a bare channel.
 
     Attributes:
+        held_back: how often `wait_until_fresh` had to wait; `held_back_seconds`: for how long in all.
         tries: copies that the last `read` needed; more than one where a publisher overtook it.
         age_seconds: how old the last publication read was when it was read.
     """
 
-    def __init__(self, channel: WeightsChannel) -> None:
+    def __init__(self, channel: WeightsChannel, max_lag: int = 0, in_use: Callable[[], int] | None = None) -> None:
         self.channel = channel
+        self.max_lag = max_lag
+        self.held_back = 0
+        self.held_back_seconds = 0.0
+        self._in_use = in_use
         self.layout = channel.layout
         self.tries = 0
         self.age_seconds = 0.0
@@ -63,6 +71,48 @@ class WeightsReader:
             if time.monotonic() >= end:
                 return False
         return True
+
+    def lag(self, version: int | None = None) -> int:
+        """How many versions a row is behind that was computed with `version`; without one: what engines answer with.
+
+        Raises:
+            Refused: no version, and the reader is of a bare channel, which knows no engines.
+        """
+        if version is None:
+            if self._in_use is None:
+                raise Refused(
+                    f"weights channel {self.channel.name} was opened without a server, so which version engines answer "
+                    "with is not known: take the reader from server.weights(name), or say the version"
+                )
+            version = self._in_use()
+        return max(0, self.channel.newest - version)
+
+    def wait_until_fresh(self, timeout: float = 10.0, *, max_lag: int | None = None) -> bool:
+        """Hold a collector back while the engines' answers are too far behind what has been published.
+
+        Costs two loads from shared memory where nothing has to be waited for.
+
+        Args:
+            timeout: seconds.
+            max_lag: versions they may be behind; the model's `max_lag` without it, where 0 means any number.
+
+        Returns:
+            False when they still were too far behind after `timeout`.
+
+        Raises:
+            Refused: the reader is of a bare channel.
+        """
+        most = self.max_lag if max_lag is None else max_lag
+        if (max_lag is None and most == 0) or self.lag() <= most:
+            return True
+        self.held_back += 1
+        began = time.monotonic()
+        try:
+            while (fresh := self.lag() <= most) is False and time.monotonic() - began < timeout:
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            self.held_back_seconds += time.monotonic() - began
+        return fresh
 
     def buffers(self) -> State:
         """Arrays for `read(out=...)`, one per tensor, in one block of memory; their contents are arbitrary."""

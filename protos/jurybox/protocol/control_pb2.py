@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejurybox/protocol/control.proto\x12\x10jurybox.protocol\"?\n\x11TensorSpecMessage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"\x9d\x02\n\x0cModelMessage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x33\n\x06inputs\x18\x03 \x03(\x0b\x32#.jurybox.protocol.TensorSpecMessage\x12\x34\n\x07outputs\x18\x04 \x03(\x0b\x32#.jurybox.protocol.TensorSpecMessage\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x11\n\tmax_batch\x18\x07 \x01(\r\x12\r\n\x05\x61rena\x18\x08 \x01(\t\x12\x12\n\narena_rows\x18\t \x01(\r\x12\x0f\n\x07weights\x18\n \x01(\t\x12\x0e\n\x06\x64igest\x18\x0b \x01(\t\x12\x0f\n\x07settled\x18\x0c \x01(\x08\"$\n\x05Hello\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\"a\n\rServerMessage\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\r\n\x05\x62oard\x18\x03 \x01(\t\x12\x0f\n\x07\x65ngines\x18\x04 \x03(\t\x12\x0e\n\x06models\x18\x05 \x03(\t\"+\n\x0cLeaseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\r\"t\n\x05Lease\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.jurybox.protocol.ModelMessage\x12\x0c\n\x04lane\x18\x02 \x01(\r\x12\r\n\x05lease\x18\x03 \x01(\x04\x12\x11\n\tfirst_row\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\"-\n\x0eReleaseRequest\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05lease\x18\x02 \x01(\x04\"\x1d\n\x0cModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rsettings_json\x18\x02 \x01(\t\"\x1e\n\rUnloadRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x0f\n\rStatusRequest\"-\n\x0c\x45rrorMessage\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x06\n\x04\x44one\"\x1d\n\rStatusMessage\x12\x0c\n\x04json\x18\x01 \x01(\t\"\xf1\x02\n\x0e\x43ontrolRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.jurybox.protocol.HelloH\x00\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x1e.jurybox.protocol.LeaseRequestH\x00\x12\x33\n\x07release\x18\x03 \x01(\x0b\x32 .jurybox.protocol.ReleaseRequestH\x00\x12\x31\n\x06status\x18\x04 \x01(\x0b\x32\x1f.jurybox.protocol.StatusRequestH\x00\x12/\n\x05model\x18\x05 \x01(\x0b\x32\x1e.jurybox.protocol.ModelRequestH\x00\x12-\n\x04load\x18\x06 \x01(\x0b\x32\x1d.jurybox.protocol.LoadRequestH\x00\x12\x31\n\x06unload\x18\x07 \x01(\x0b\x32\x1f.jurybox.protocol.UnloadRequestH\x00\x42\t\n\x07request\"\xb1\x02\n\x0c\x43ontrolReply\x12/\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1e.jurybox.protocol.ErrorMessageH\x00\x12\x31\n\x06server\x18\x02 \x01(\x0b\x32\x1f.jurybox.protocol.ServerMessageH\x00\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x17.jurybox.protocol.LeaseH\x00\x12\x31\n\x06status\x18\x04 \x01(\x0b\x32\x1f.jurybox.protocol.StatusMessageH\x00\x12/\n\x05model\x18\x05 \x01(\x0b\x32\x1e.jurybox.protocol.ModelMessageH\x00\x12&\n\x04\x64one\x18\x06 \x01(\x0b\x32\x16.jurybox.protocol.DoneH\x00\x42\x07\n\x05replyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejurybox/protocol/control.proto\x12\x10jurybox.protocol\"?\n\x11TensorSpecMessage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"\xae\x02\n\x0cModelMessage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x33\n\x06inputs\x18\x03 \x03(\x0b\x32#.jurybox.protocol.TensorSpecMessage\x12\x34\n\x07outputs\x18\x04 \x03(\x0b\x32#.jurybox.protocol.TensorSpecMessage\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x11\n\tmax_batch\x18\x07 \x01(\r\x12\r\n\x05\x61rena\x18\x08 \x01(\t\x12\x12\n\narena_rows\x18\t \x01(\r\x12\x0f\n\x07weights\x18\n \x01(\t\x12\x0e\n\x06\x64igest\x18\x0b \x01(\t\x12\x0f\n\x07settled\x18\x0c \x01(\x08\x12\x0f\n\x07max_lag\x18\r \x01(\r\"$\n\x05Hello\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\"a\n\rServerMessage\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\r\n\x05\x62oard\x18\x03 \x01(\t\x12\x0f\n\x07\x65ngines\x18\x04 \x03(\t\x12\x0e\n\x06models\x18\x05 \x03(\t\"+\n\x0cLeaseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\r\"t\n\x05Lease\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.jurybox.protocol.ModelMessage\x12\x0c\n\x04lane\x18\x02 \x01(\r\x12\r\n\x05lease\x18\x03 \x01(\x04\x12\x11\n\tfirst_row\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\"-\n\x0eReleaseRequest\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\r\n\x05lease\x18\x02 \x01(\x04\"\x1d\n\x0cModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rsettings_json\x18\x02 \x01(\t\"\x1e\n\rUnloadRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x0f\n\rStatusRequest\"-\n\x0c\x45rrorMessage\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x06\n\x04\x44one\"\x1d\n\rStatusMessage\x12\x0c\n\x04json\x18\x01 \x01(\t\"\xf1\x02\n\x0e\x43ontrolRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.jurybox.protocol.HelloH\x00\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x1e.jurybox.protocol.LeaseRequestH\x00\x12\x33\n\x07release\x18\x03 \x01(\x0b\x32 .jurybox.protocol.ReleaseRequestH\x00\x12\x31\n\x06status\x18\x04 \x01(\x0b\x32\x1f.jurybox.protocol.StatusRequestH\x00\x12/\n\x05model\x18\x05 \x01(\x0b\x32\x1e.jurybox.protocol.ModelRequestH\x00\x12-\n\x04load\x18\x06 \x01(\x0b\x32\x1d.jurybox.protocol.LoadRequestH\x00\x12\x31\n\x06unload\x18\x07 \x01(\x0b\x32\x1f.jurybox.protocol.UnloadRequestH\x00\x42\t\n\x07request\"\xb1\x02\n\x0c\x43ontrolReply\x12/\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1e.jurybox.protocol.ErrorMessageH\x00\x12\x31\n\x06server\x18\x02 \x01(\x0b\x32\x1f.jurybox.protocol.ServerMessageH\x00\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x17.jurybox.protocol.LeaseH\x00\x12\x31\n\x06status\x18\x04 \x01(\x0b\x32\x1f.jurybox.protocol.StatusMessageH\x00\x12/\n\x05model\x18\x05 \x01(\x0b\x32\x1e.jurybox.protocol.ModelMessageH\x00\x12&\n\x04\x64one\x18\x06 \x01(\x0b\x32\x16.jurybox.protocol.DoneH\x00\x42\x07\n\x05replyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORSPECMESSAGE']._serialized_start=52
   _globals['_TENSORSPECMESSAGE']._serialized_end=115
   _globals['_MODELMESSAGE']._serialized_start=118
-  _globals['_MODELMESSAGE']._serialized_end=403
-  _globals['_HELLO']._serialized_start=405
-  _globals['_HELLO']._serialized_end=441
-  _globals['_SERVERMESSAGE']._serialized_start=443
-  _globals['_SERVERMESSAGE']._serialized_end=540
-  _globals['_LEASEREQUEST']._serialized_start=542
-  _globals['_LEASEREQUEST']._serialized_end=585
-  _globals['_LEASE']._serialized_start=587
-  _globals['_LEASE']._serialized_end=703
-  _globals['_RELEASEREQUEST']._serialized_start=705
-  _globals['_RELEASEREQUEST']._serialized_end=750
-  _globals['_MODELREQUEST']._serialized_start=752
-  _globals['_MODELREQUEST']._serialized_end=781
-  _globals['_LOADREQUEST']._serialized_start=783
-  _globals['_LOADREQUEST']._serialized_end=834
-  _globals['_UNLOADREQUEST']._serialized_start=836
-  _globals['_UNLOADREQUEST']._serialized_end=866
-  _globals['_STATUSREQUEST']._serialized_start=868
-  _globals['_STATUSREQUEST']._serialized_end=883
-  _globals['_ERRORMESSAGE']._serialized_start=885
-  _globals['_ERRORMESSAGE']._serialized_end=930
-  _globals['_DONE']._serialized_start=932
-  _globals['_DONE']._serialized_end=938
-  _globals['_STATUSMESSAGE']._serialized_start=940
-  _globals['_STATUSMESSAGE']._serialized_end=969
-  _globals['_CONTROLREQUEST']._serialized_start=972
-  _globals['_CONTROLREQUEST']._serialized_end=1341
-  _globals['_CONTROLREPLY']._serialized_start=1344
-  _globals['_CONTROLREPLY']._serialized_end=1649
+  _globals['_MODELMESSAGE']._serialized_end=420
+  _globals['_HELLO']._serialized_start=422
+  _globals['_HELLO']._serialized_end=458
+  _globals['_SERVERMESSAGE']._serialized_start=460
+  _globals['_SERVERMESSAGE']._serialized_end=557
+  _globals['_LEASEREQUEST']._serialized_start=559
+  _globals['_LEASEREQUEST']._serialized_end=602
+  _globals['_LEASE']._serialized_start=604
+  _globals['_LEASE']._serialized_end=720
+  _globals['_RELEASEREQUEST']._serialized_start=722
+  _globals['_RELEASEREQUEST']._serialized_end=767
+  _globals['_MODELREQUEST']._serialized_start=769
+  _globals['_MODELREQUEST']._serialized_end=798
+  _globals['_LOADREQUEST']._serialized_start=800
+  _globals['_LOADREQUEST']._serialized_end=851
+  _globals['_UNLOADREQUEST']._serialized_start=853
+  _globals['_UNLOADREQUEST']._serialized_end=883
+  _globals['_STATUSREQUEST']._serialized_start=885
+  _globals['_STATUSREQUEST']._serialized_end=900
+  _globals['_ERRORMESSAGE']._serialized_start=902
+  _globals['_ERRORMESSAGE']._serialized_end=947
+  _globals['_DONE']._serialized_start=949
+  _globals['_DONE']._serialized_end=955
+  _globals['_STATUSMESSAGE']._serialized_start=957
+  _globals['_STATUSMESSAGE']._serialized_end=986
+  _globals['_CONTROLREQUEST']._serialized_start=989
+  _globals['_CONTROLREQUEST']._serialized_end=1358
+  _globals['_CONTROLREPLY']._serialized_start=1361
+  _globals['_CONTROLREPLY']._serialized_end=1666
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,7 @@ class TensorSpecMessage(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ModelMessage(_message.Message):
-    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled")
+    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "max_lag")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class ModelMessage(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    MAX_LAG_FIELD_NUMBER: _ClassVar[int]
     name: str
     index: int
     inputs: _containers.RepeatedCompositeFieldContainer[TensorSpecMessage]
@@ -42,7 +43,8 @@ class ModelMessage(_message.Message):
     weights: str
     digest: str
     settled: bool
-    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ...) -> None: ...
+    max_lag: int
+    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., max_lag: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("client", "pid")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -35,6 +36,7 @@ _AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
 _AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
 _FILES = ("exported", "weights")  # settings of a model that name files
+_PATHS = (*_FILES, "save_dir")  # those that name a place on disk, there or not
 
 _EXAMPLE = """\
 [models.photo]
@@ -160,8 +162,13 @@ class ModelSettings(_Strict):
     max_wait_us: int = Field(default=0, ge=0, le=1_000_000)
     rows: int = Field(default=0, ge=0, le=1 << 24)
     lane_rows: int = Field(default=0, ge=0, le=1 << 24)
+    group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     publish: Literal["double_buffer", "snapshot"] | None = None
     keep_versions: int = Field(default=0, ge=0, le=1000)
+    max_lag: int = Field(default=0, ge=0, le=1_000_000)
+    save_dir: Annotated[str, Field(min_length=1)] | None = None
+    save_every: int = Field(default=1, ge=1, le=1_000_000_000)
+    save_keep: int = Field(default=3, ge=1, le=100_000)
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     channels_last: bool = False
     compile: bool = False
@@ -181,9 +188,24 @@ class ModelSettings(_Strict):
             raise ValueError(f"min_batch = {self.min_batch}, expected at most max_batch = {self.max_batch}")
         if self.min_batch > 1 and self.max_wait_us == 0:
             raise ValueError(f"min_batch = {self.min_batch} is never waited for, expected max_wait_us above 0 with it")
+        if self.group is not None and (alone := self._only_alone()):
+            raise ValueError(f"{alone} is for models that are served by themselves, expected none with group")
+        if self.publish is None and (self.save_dir is not None or self.max_lag):
+            setting = "save_dir" if self.save_dir is not None else "max_lag"
+            raise ValueError(f"{setting} is for models that take publications, expected publish with it")
         if self.rows and self.lane_rows > self.rows:
             raise ValueError(f"lane_rows = {self.lane_rows}, expected at most rows = {self.rows}")
         return self
+
+    def _only_alone(self) -> str:
+        """The setting that does not go with a group, if there is one."""
+        given = {
+            "exported": self.exported is not None,
+            "compile": self.compile,
+            "keep_versions": self.keep_versions > 0,
+            "min_batch": self.min_batch > 1,
+        }
+        return next((name for name, there in given.items() if there), "")
 
     def resolve_rows(self, row_bytes: int) -> int:
         """Rows of the arena for a model of `row_bytes` a row (ModelSpec.row_bytes)."""
@@ -201,13 +223,32 @@ def _check_model_name(name: str) -> str:
     return name
 
 
+def _numbered(models: Any) -> Any:
+    """[models."NAME*"] with count = N as N models, the star replaced by 0 to N - 1."""
+    if not isinstance(models, dict):
+        return models
+    result = {}
+    for name, settings in models.items():
+        count = settings.get("count") if isinstance(settings, dict) else None
+        if ("*" in name) != (count is not None) or name.count("*") > 1:
+            raise ValueError(f"expected count with a star in the name and the other way round, got {name!r}")
+        if count is None:
+            result[name] = settings
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_MODELS:
+            raise ValueError(f"count = {count!r} of {name!r}, expected 1 to {MAX_MODELS}")
+        one = {key: value for key, value in settings.items() if key != "count"}
+        result |= {name.replace("*", str(number)): dict(one) for number in range(count)}
+    return result
+
+
 class Settings(_Strict):
     """Everything a server is told."""
 
     server: ServerSettings = Field(default_factory=ServerSettings)
-    models: dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings] = Field(
-        default_factory=dict, max_length=MAX_MODELS
-    )
+    models: Annotated[
+        dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings], BeforeValidator(_numbered)
+    ] = Field(default_factory=dict, max_length=MAX_MODELS)
 
 
 def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
@@ -221,10 +262,10 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
     Raises:
         ConfigError: names every wrong setting with its place and what was expected there.
     """
-    server_keys, model_keys = list(ServerSettings.model_fields), list(ModelSettings.model_fields)
+    server_keys, model_keys = list(ServerSettings.model_fields), [*ModelSettings.model_fields, "count"]
     sources = Sources()
     if path is not None:
-        sources.add_file(path, _FILES)
+        sources.add_file(path, _PATHS)
     flags = parse_flags(sets, server_keys)
     from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
     sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)

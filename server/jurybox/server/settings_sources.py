@@ -100,7 +100,7 @@ class Sources:
         """Read a TOML file.
 
         Args:
-            path_keys: settings of a model that are files; a relative one is relative to this file's folder.
+            path_keys: settings of a model that are paths; a relative one is relative to this file's folder.
         """
         try:
             self._text = path.read_text(encoding="utf-8")

@@ -198,6 +198,9 @@ def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict
         "newest": max(newest, version),
         "lag": max(0, newest - version),
         "age": max(0.0, (monotonic_ns - int(adopted.min())) / 1e9) if len(adopted) else None,
+        "max_lag": held.settings.max_lag or None,
+        "published_per_second": held.published.per_second,
+        "saved": held.saved or None,
     }
 
 

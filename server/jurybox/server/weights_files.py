@@ -1,78 +1,97 @@
 """Publications on disk: every Kth as a safetensors file, and the channel filled from the last one after a restart.
 
 A folder holds ``weights-<version>.safetensors`` and ``manifest.json``, which names them with their checksums. Both are
-written aside, synced and renamed, the manifest last: what the manifest names is whole, whenever the power went.
+written aside, synced and renamed, the manifest last: what the manifest names is whole, whenever the power went. One
+process at a time has a folder; the kernel drops its lock when that process ends, however it ends.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+import numpy as np
 
 from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.protocol.errors import Error, SpecMismatch
-from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.errors import Error, Refused, SpecMismatch
+from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.extra import decode, encode
+from jurybox.server import safetensors_file
+from jurybox.server.safetensors_file import DamagedFile
 
 log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
-_UNSAVEABLE = "complex128"  # the one dtype of the channel that safetensors has not
+_LOCK = ".lock"
+_ASIDE = ".aside"
+_Written = TypeVar("_Written")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """One row of the manifest. `saved_at` is seconds since the epoch."""
+    """One row of the manifest.
+
+    Attributes:
+        saved_at: seconds since 1970.
+        extra: what was published with the weights, for people; arrays by dtype and shape (the file has all of them).
+    """
 
     version: int
     file: str
     sha256: str
     layout_hash: str
     saved_at: float
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class WeightsFiles:
-    """Keeps publications of one channel in a folder.
+    """Keeps publications of one channel in a folder; close it, so that another may.
 
     Args:
         channel: whose publications.
-        folder: made where it is missing.
+        folder: made where it is missing. What a killed writer left half done in it is removed.
         every: save the first publication that is this many versions after the last one saved.
         keep: so many files stay; older ones are removed.
 
     Raises:
         SpecMismatch: the channel has a dtype that safetensors cannot hold (complex128).
+        Refused: another process, or another object of this one, keeps files there.
         ValueError: `every` or `keep` below 1.
     """
 
     def __init__(self, channel: WeightsChannel, folder: Path, *, every: int = 1, keep: int = 3) -> None:
         if every < 1 or keep < 1:
             raise ValueError(f"expected every >= 1 and keep >= 1, got every={every}, keep={keep}")
-        if unsaveable := [name for name, place in channel.layout.places.items() if place.dtype == _UNSAVEABLE]:
+        if name := safetensors_file.unsaveable(channel.layout):
             raise SpecMismatch(
-                f"tensor {unsaveable[0]!r} is {_UNSAVEABLE}, which safetensors cannot hold: don't save these"
+                f"tensor {name!r} is {channel.layout.places[name].dtype}, which safetensors cannot hold: "
+                "don't save these"
             )
         self.channel, self.folder, self.every, self.keep = channel, Path(folder), every, keep
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._reader = WeightsReader(channel)
-        self._flat: torch.Tensor | None = None
-        self.saved = self._manifest()
+        self._lock = _hold(self.folder)
+        try:
+            self.saved = self._manifest()
+            self._remove_leftovers()
+        except BaseException:
+            self.close()
+            raise
         self.last_version = self.saved[-1].version if self.saved else 0
+        self._reader = WeightsReader(channel)
+        self._flat: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
     def due(self) -> bool:
-        """Whether `every` versions have been published since the last one saved; cheap to ask after each batch."""
+        """Whether `every` versions have been published since the last one saved; one load from memory."""
         newest = self.channel.newest
         return newest >= self.last_version + self.every or (newest > 0 and not self.saved)
 
@@ -87,55 +106,83 @@ class WeightsFiles:
 
     def save(self, timeout: float = 1.0) -> int:
         """Save the newest publication now; gives its version."""
+        layout = self.channel.layout
         if self._flat is None:
-            self._flat = torch.empty(self.channel.layout.nbytes, dtype=torch.uint8)
+            self._flat = np.empty(layout.nbytes, np.uint8)
         flat = self._flat
-        version, extra = self._reader.read_flat(flat.numpy(), timeout=timeout)
-        tensors = {
-            name: flat[place.offset : place.offset + place.nbytes].view(getattr(torch, place.dtype)).view(place.shape)
-            for name, place in self.channel.layout.places.items()
-        }
+        version, extra = self._reader.read_flat(flat, timeout=timeout)
         metadata = {
             "jurybox.version": str(version),
-            "jurybox.layout": self.channel.layout.to_json().decode(),
+            "jurybox.layout": layout.to_json().decode(),
             "jurybox.extra": base64.b64encode(encode(extra)).decode(),
         }
-        data = save(tensors, metadata)
         name = f"weights-{version:012d}.safetensors"
-        _write_whole(self.folder / name, data)
-        row = SavedWeights(version, name, hashlib.sha256(data).hexdigest(), self.channel.layout.hash, time.time())
+        sha256 = _write_whole(self.folder / name, lambda file: safetensors_file.write(file, layout, flat, metadata))
+        row = SavedWeights(version, name, sha256, layout.hash, time.time(), _described(extra))
         rows = [saved for saved in self.saved if saved.file != name] + [row]
-        old, self.saved = rows[: -self.keep], rows[-self.keep :]
-        _write_whole(
-            self.folder / _MANIFEST, json.dumps({"files": [asdict(saved) for saved in self.saved]}, indent=1).encode()
-        )
+        old, kept = rows[: -self.keep], rows[-self.keep :]
+        manifest = json.dumps({"files": [asdict(saved) for saved in kept]}, indent=1).encode()
+        _write_whole(self.folder / _MANIFEST, lambda file: file.write(manifest))
+        self.saved, self.last_version = kept, version
         for saved in old:
             (self.folder / saved.file).unlink(missing_ok=True)
-        self.last_version = version
         return version
 
     def restore(self, publisher: Publisher) -> int | None:
         """Publish the last saved weights under their own version; None where nothing was saved.
 
         A file that is damaged is passed over, with a warning, for the one before it. Versions go on from the restored
-        one, so that readers who have seen the former server's see new ones as newer.
+        one.
 
         Raises:
             SpecMismatch: the saved weights are of another layout; the message names the difference.
+            Error: there are files and all are damaged; to begin anew in their place must be somebody's decision.
         """
+        damaged: list[Path] = []
         for saved in reversed(self.saved):
+            path = self.folder / saved.file
             try:
-                state, extra = load_weights(self.folder / saved.file, saved.sha256)
-            except (OSError, Error, SafetensorError) as error:
-                log.warning("weights file %s is passed over: %s", self.folder / saved.file, error)
+                layout, state, metadata = safetensors_file.read(path, saved.sha256)
+                extra = decode(base64.b64decode(metadata.get("jurybox.extra", "")))
+            except (OSError, Error, ValueError) as error:
+                log.warning("weights file %s is passed over: %s", path, error)
+                damaged.append(path)
                 continue
-            if difference := self.channel.layout.difference(WeightsLayout.of(state)):
+            if difference := self.channel.layout.difference(layout):
                 raise SpecMismatch(
-                    f"{self.folder / saved.file} doesn't fit weights channel {self.channel.name}: {difference}; "
+                    f"{path} doesn't fit weights channel {self.channel.name}: {difference}; "
                     "restore it into the model it was saved from, or begin with an empty folder"
                 )
-            return publisher.publish(state, extra, version=max(saved.version, self.channel.newest + 1))
+            version = publisher.publish(state, extra, version=max(saved.version, self.channel.newest + 1))
+            self._set_aside(damaged, saved)
+            return version
+        if self.saved:
+            raise DamagedFile(
+                f"every weights file in {self.folder} is damaged (the log names them); move the folder away to "
+                "begin with the weights the model is loaded with"
+            )
         return None
+
+    def _set_aside(self, damaged: list[Path], restored: SavedWeights) -> None:
+        """Count on from what was restored: what takes a damaged file's version is saved as any other."""
+        for path in damaged:
+            with contextlib.suppress(FileNotFoundError):
+                path.replace(path.with_name(f"{path.name}.damaged"))
+        self.saved = [saved for saved in self.saved if saved.version <= restored.version]
+        self.last_version = restored.version
+
+    def close(self) -> None:
+        """Let go of the folder. Harmless when done already."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _remove_leftovers(self) -> None:
+        """What a killed writer had begun, or had not come round to removing; the lock says that nobody is at it."""
+        named = {saved.file for saved in self.saved}
+        for path in [*self.folder.glob(f".*{_ASIDE}"), *self.folder.glob("weights-*.safetensors")]:
+            if path.name not in named:
+                path.unlink(missing_ok=True)
 
     def _manifest(self) -> list[SavedWeights]:
         path = self.folder / _MANIFEST
@@ -148,35 +195,54 @@ class WeightsFiles:
         return sorted(rows, key=lambda row: row.version)
 
 
-def load_weights(path: Path, sha256: str | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A saved file as tensors on the CPU, and the extra saved with them.
-
-    Raises:
-        Error: the file is not what `sha256` says.
-        SafetensorError: it is no safetensors file.
-    """
-    data = path.read_bytes()
-    if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
-        raise Error(f"{path} is damaged: expected SHA-256 {sha256[:12]}..., got {found[:12]}...")
-    state: dict[str, torch.Tensor] = load(data)
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return state, decode(base64.b64decode(header.get("__metadata__", {}).get("jurybox.extra", "")))
+def _hold(folder: Path) -> int:
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise Refused(
+            f"{folder} is where another server keeps weights: stop that one, or give this one another save_dir"
+        ) from error
+    return fd
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _described(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else _plain(value)
+        for key, value in extra.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return f"{type(value).__name__} of {len(value)}"  # a list or dict with arrays in it
+    return value
+
+
+def _write_whole(path: Path, fill: Callable[[IO[bytes]], _Written]) -> _Written:
     """Write aside, sync, rename, sync the folder: `path` is the old file or the whole new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}{_ASIDE}")
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            written = fill(file)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _opened(path.parent) as folder:
         os.fsync(folder)
+    return written
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
     finally:
-        os.close(folder)
+        os.close(fd)

@@ -147,6 +147,8 @@ def test_status_shows_what_matters(run, server, document):
         "40.0",
         "100 us / 300 ms",
         "3 expired",
+        "1 of 4",
+        "2.5",
     ):
         assert part in result.output
     assert "policy/[red]agent: out of memory" in result.output

@@ -9,10 +9,14 @@ import pytest
 
 from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.protocol.errors import Error, SpecMismatch
+from jurybox.protocol.errors import Error, Refused, SpecMismatch
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+import safetensors.torch  # noqa: E402
 
+from jurybox.server import safetensors_file  # noqa: E402
+from jurybox.server.safetensors_file import DamagedFile  # noqa: E402
 from jurybox.server.weights_files import WeightsFiles  # noqa: E402
 from jurybox.training.torch_weights import TorchWeights  # noqa: E402
 
@@ -20,6 +24,12 @@ from jurybox.training.torch_weights import TorchWeights  # noqa: E402
 @pytest.fixture
 def state():
     return {"w": torch.rand(5, 3), "b": torch.rand(3).bfloat16(), "n": torch.tensor(3), "e": torch.zeros(0, 2)}
+
+
+def save(channel, folder):
+    files = WeightsFiles(channel, folder)
+    files.save()
+    files.close()
 
 
 def test_every_kth_publication_is_saved_and_the_oldest_go(make, state, tmp_path):
@@ -31,6 +41,7 @@ def test_every_kth_publication_is_saved_and_the_oldest_go(make, state, tmp_path)
         saved.append(files.save_if_due())
     assert [version for version in saved if version] == [1, 4, 7, 10]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
         "manifest.json",
         "weights-000000000007.safetensors",
         "weights-000000000010.safetensors",
@@ -42,12 +53,13 @@ def test_a_restart_goes_on_from_the_last_saved_version(make, state, tmp_path):
     publisher = Publisher(old)
     for _ in range(41):
         publisher.publish(state, extra={"epsilon": 0.5, "mean": np.arange(3.0)})
-    WeightsFiles(old, tmp_path).save()
+    save(old, tmp_path)
     fresh = make(state)
     files = WeightsFiles(fresh, tmp_path)
     with Publisher(fresh) as successor:
         assert files.restore(successor) == 41 and successor.publish(state) == 42 and files.due()
         assert WeightsFiles(make(state), tmp_path / "empty").restore(successor) is None
+    files.close()
     other = make(state)
     WeightsFiles(other, tmp_path).restore(Publisher(other))
     read, version, extra = WeightsReader(other).read()
@@ -64,9 +76,50 @@ def test_a_damaged_file_is_passed_over_for_the_one_before_it(make, state, tmp_pa
         files.save()
     (tmp_path / "weights-000000000003.safetensors").write_bytes(b"half a fi")
     (tmp_path / "weights-000000000002.safetensors").unlink()
+    files.close()
     fresh = make(state)
-    assert WeightsFiles(fresh, tmp_path).restore(Publisher(fresh)) == 1
+    files = WeightsFiles(fresh, tmp_path)
+    assert files.restore(Publisher(fresh)) == 1
     assert caplog.text.count("passed over") == 2
+    (tmp_path / "weights-000000000001.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedFile, match="every weights file .* move the folder away"):
+        files.restore(Publisher(make(state)))
+
+
+def test_a_folder_belongs_to_one_at_a_time(make, state, tmp_path):
+    first = WeightsFiles(make(state), tmp_path)
+    with pytest.raises(Refused, match="another server keeps weights"):
+        WeightsFiles(make(state), tmp_path)
+    first.close()
+    WeightsFiles(make(state), tmp_path).close()
+
+
+def test_what_a_killed_writer_left_is_removed_and_the_rest_stays(make, state, tmp_path):
+    channel = make(state)
+    Publisher(channel).publish(state)
+    save(channel, tmp_path)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / ".weights-000000000002.safetensors.aside").write_bytes(b"half")
+    (tmp_path / "weights-000000000002.safetensors").write_bytes(b"renamed, never named in the manifest")
+    (tmp_path / "notes.txt").write_text("somebody's")
+    WeightsFiles(channel, tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "notes.txt"])
+
+
+def test_other_programs_read_the_files_and_we_read_theirs(make, state, tmp_path):
+    state = {**state, "mask": torch.tensor([True, False, True]), "half": torch.rand(7).half(), "z": torch.rand(2) * 1j}
+    channel = make(state)
+    Publisher(channel).publish(state, extra={"mean": np.arange(2.0), "epsilon": 0.5})
+    save(channel, tmp_path)
+    loaded = safetensors.torch.load_file(tmp_path / "weights-000000000001.safetensors")
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    (row,) = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    assert row["version"] == 1 and row["extra"] == {"mean": "float64[2]", "epsilon": 0.5}
+    safetensors.torch.save_file(state, tmp_path / "theirs.safetensors")
+    layout, arrays, _ = safetensors_file.read(tmp_path / "theirs.safetensors")
+    assert not channel.layout.difference(layout)
+    assert (arrays["w"] == state["w"].numpy()).all() and (arrays["half"] == state["half"].numpy()).all()
 
 
 def test_a_save_that_fails_leaves_the_one_before_it(make, state, tmp_path, monkeypatch):
@@ -92,10 +145,12 @@ def test_a_save_that_fails_leaves_the_one_before_it(make, state, tmp_path, monke
 def test_weights_of_another_layout_and_broken_manifests_are_refused(make, state, tmp_path):
     channel = make(state)
     Publisher(channel).publish(state)
-    WeightsFiles(channel, tmp_path).save()
+    save(channel, tmp_path)
     other = make({**state, "w": torch.zeros(2)})
+    files = WeightsFiles(other, tmp_path)
     with pytest.raises(SpecMismatch, match=r"'w': expected float32\[2\], got float32\[5, 3\]"):
-        WeightsFiles(other, tmp_path).restore(Publisher(other))
+        files.restore(Publisher(other))
+    files.close()
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(Error, match="no manifest"):
         WeightsFiles(channel, tmp_path)

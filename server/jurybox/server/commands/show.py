@@ -53,7 +53,7 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
     console.print(
         _table(
             ["model", "state", "requests", "rows", "batch", "queue p50/p99", "forward p50/p99", "request p50/p99",
-             "version", "lag", "lanes", "errors"],
+             "version", "lag", "publ/s", "adopt p50/p99", "lanes", "errors"],
             [_status_row(model) for model in document["models"]],
         )
     )  # fmt: skip
@@ -135,10 +135,17 @@ def _status_row(model: dict[str, Any]) -> list[str]:
         latency["forward"],
         latency["request"],
         str(model["weights"]["version"]),
-        str(model["weights"]["lag"]),
+        _lag(model["weights"]),
+        f"{model['weights']['published_per_second']:.1f}" if model["weights"]["newest"] else "-",
+        latency["adopt"],
         str(model["lanes"]["in_use"]),
         ", ".join(errors) or "-",
     ]
+
+
+def _lag(weights: dict[str, Any]) -> str:
+    """Versions behind, beside the most there should be."""
+    return f"{weights['lag']} of {weights['max_lag']}" if weights["max_lag"] else str(weights["lag"])
 
 
 def _specs(specs: dict[str, Any]) -> str:

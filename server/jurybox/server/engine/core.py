@@ -7,7 +7,7 @@ caller (jurybox.server.inproc), and tests drive it turn by turn.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.crowd import QUICK, BatchCost
 from jurybox.server.engine.door import Door
+from jurybox.server.engine.group import Grouped
 from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
 from jurybox.server.engine.served import Served
@@ -29,13 +30,30 @@ _ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its door
 
 
 class Slot:
-    """A model in this engine: its queue, its module, its counters."""
+    """A model in this engine: its queue, its module, its counters. Models of a group share one (group_slot.py)."""
 
-    def __init__(self, served: Served, queue: Queue, meters: Meters) -> None:
+    def __init__(self, served: Served | Grouped, queue: Queue, meters: Meters) -> None:
         self.served = served
         self.queue = queue
         self.meters = meters
         self.cost = BatchCost()
+
+    def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
+        """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""
+        return ((tickets, version or self.served.version),)
+
+    def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        """What of a batch may fail without the rest."""
+        return (tickets,)
+
+    def name(self, tickets: NDArray[Any]) -> str:
+        """Of the model whose tickets these are."""
+        return self.served.spec.name
+
+    def release(self) -> None:
+        """A model is served by this slot no longer."""
+        if self.served.follower is not None:
+            self.served.follower.stop()
 
 
 class Engine:
@@ -65,6 +83,7 @@ class Engine:
         for door in doors:
             self.add_door(door)
         self.slots: dict[int, Slot] = {}
+        self._queues: list[Slot] = []  # each slot once, however many models share it
         self._clock = clock
         self._pause = pause
         self._crowd = native.Crowd(len(board.lanes))
@@ -90,32 +109,51 @@ class Engine:
 
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0) -> None:
         """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one."""
-        queue = Queue(served.max_batch, min_batch, max_wait_ns)
-        meters = self.meters(model)
-        if earlier := self.slots.get(model):
-            if len(earlier.queue):
-                queue.push(earlier.queue.waiting)
-                queue.pinned = earlier.queue.pinned
-            if earlier.served.follower is not None:
-                earlier.served.follower.stop()
-        self.slots[model] = Slot(served, queue, meters)
-        self._limits[model] = served.max_batch
+        self.put(
+            model, Slot(served, Queue(served.max_batch, min_batch, max_wait_ns), self.meters(model)), served.max_batch
+        )
+
+    def put(self, model: int, slot: Slot, max_batch: int) -> None:
+        """As `install`, into a slot that models may share. `max_batch`: rows of this model's largest batch."""
+        earlier = self.slots.get(model)
+        if earlier is not None and earlier is not slot:
+            if len(waiting := earlier.queue.withdraw(model)):
+                slot.queue.push(waiting)
+                slot.queue.pinned |= earlier.queue.pinned
+            earlier.release()
+        self._hold(model, slot)
+        self._limits[model] = max_batch
 
     def remove(self, model: int) -> None:
         """Serve a model no longer; what waits for it is refused."""
-        slot = self.slots.pop(model)
+        slot = self.slots[model]
         self._limits[model] = 0
-        if slot.served.follower is not None:
-            slot.served.follower.stop()
-        if len(slot.queue):
-            self._answer(slot.queue.take(), Code.MODEL_NOT_FOUND, 0, f"model {slot.served.spec.name!r} was unloaded")
+        if len(waiting := slot.queue.withdraw(model)):
+            self._answer(waiting, Code.MODEL_NOT_FOUND, 0, f"model {slot.name(waiting)!r} was unloaded")
+        slot.release()
+        self._hold(model, None)
+
+    def _hold(self, model: int, slot: Slot | None) -> None:
+        if slot is None:
+            del self.slots[model]
+        else:
+            self.slots[model] = slot
+        self._queues = list(dict.fromkeys(self.slots.values()))
+
+    def stop_following(self) -> None:
+        """End the threads that follow weights channels: one that outlives the interpreter brings the process down."""
+        followers = [slot.served.follower for slot in self._queues if slot.served.follower is not None]
+        for follower in followers:
+            follower.stop()
+        for follower in followers:
+            follower.join()
 
     def retire(self, lane: int) -> None:
         """Forget what a lane has waiting that was taken back. Between two turns nothing else touches its rows.
 
         Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
         """
-        for slot in self.slots.values():
+        for slot in self._queues:
             if len(dropped := slot.queue.drop(lane)):
                 self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
 
@@ -136,7 +174,7 @@ class Engine:
         if self._crowd.away and self._pause is not None:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
-            slot.meters.expired(len(late))
+            slot.meters.expired(late)
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
             if not len(queue):
                 return True
@@ -145,7 +183,7 @@ class Engine:
         tickets = queue.take()
         rows = waiting - queue.rows
         slot.meters.waiting(queue.rows)
-        self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self.slots.values()))
+        self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues))
         self._compute(slot, tickets, rows, version)
         return True
 
@@ -176,9 +214,14 @@ class Engine:
                 self._compute(slot, part, int(part["rows"].sum()), version)
             return
         except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
-            self._fail(slot, tickets, error)
+            if len(parts := slot.parts(tickets)) == 1:
+                self._fail(slot, tickets, error)
+            else:
+                for part in parts:
+                    self._compute(slot, part, int(part["rows"].sum()), version)
             return
-        self._answer(tickets, Code.OK, version or served.version, "")
+        for answered, used in slot.answers(tickets, version):
+            self._answer(answered, Code.OK, used, "")
         ended = self._clock()
         self._crowd.answered(tickets, ended)
         slot.meters.batch(tickets, rows, began, ended)
@@ -188,7 +231,7 @@ class Engine:
     def ready_in(self) -> int | None:
         """Nanoseconds until a held-back batch is due; None when nothing waits."""
         now = self._clock()
-        due = [wait for slot in self.slots.values() if (wait := slot.queue.ready_in(now)) is not None]
+        due = [wait for slot in self._queues if (wait := slot.queue.ready_in(now)) is not None]
         return min(due, default=None)
 
     def _take_in(self) -> int:
@@ -215,7 +258,7 @@ class Engine:
             model = int(tickets["model"][0])
             queue = self.slots[model].queue
             queue.pinned |= pinned
-            if len(self.slots) == 1:
+            if len(self._queues) == 1:
                 queue.push(tickets, rows)
                 return
             same = tickets["model"] == model
@@ -224,10 +267,10 @@ class Engine:
 
     def _next(self, now: int) -> Slot | None:
         """The slot whose oldest ticket has waited longest, of those that are due."""
-        if len(self.slots) == 1:
-            (slot,) = self.slots.values()
+        if len(self._queues) == 1:
+            (slot,) = self._queues
             return slot if slot.queue.ready_in(now) == 0 else None
-        due = [slot for slot in self.slots.values() if slot.queue.ready_in(now) == 0]
+        due = [slot for slot in self._queues if slot.queue.ready_in(now) == 0]
         return min(due, key=lambda slot: int(slot.queue.waiting["submitted"][0]), default=None)
 
     def _show_wait(self, batches: int) -> None:
@@ -249,14 +292,14 @@ class Engine:
             if (those := refused["code"] == code).any():
                 self._answer(refused[those], code, 0, message)
         for model in np.unique(refused["model"][refused["code"] == Code.REFUSED]):
-            self.slots[int(model)].meters.refused(int((refused["model"] == model).sum()))
+            self.meters(int(model)).refused(int((refused["model"] == model).sum()))
         accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
         return accepted
 
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: Exception) -> None:
-        name = slot.served.spec.name
+        name = slot.name(tickets)
         message = str(error) if isinstance(error, Error) else f"model {name!r} raised {type(error).__name__}: {error}"
-        slot.meters.failed(len(tickets))
+        slot.meters.failed(tickets)
         self._report("model failed", model=name, error=message, tickets=len(tickets))
         code = error.code if isinstance(error, Error) else Code.MODEL_FAILED
         self._answer(tickets, code, slot.served.version, message)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,27 @@ from jurybox.protocol.weights import WeightsChannel
 
 _SLICE = 0.25  # seconds between two looks whether to stop
 _NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
+
+
+class Following(Protocol):
+    """Where a served model has its weights from."""
+
+    @property
+    def version(self) -> int:
+        """In use; 0 while the model computes with what it was loaded with."""
+        ...
+
+    def use(self, version: int) -> None:
+        """Compute with a version until told otherwise; 0: the newest. Raises Refused where it is not held."""
+        ...
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        ...
+
+    def join(self) -> None:
+        """Wait for the end of the thread that was told to stop."""
+        ...
 
 
 class Copy:
@@ -110,6 +132,11 @@ class Follower:
     def stop(self) -> None:
         """Follow no longer."""
         self._stopped.set()
+
+    def join(self) -> None:
+        """Wait for the end of the thread that was told to stop."""
+        if self._thread.is_alive():
+            self._thread.join(4 * _SLICE)
 
     def _follow(self) -> None:
         while not self._stopped.is_set():

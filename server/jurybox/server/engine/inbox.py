@@ -97,10 +97,16 @@ class Queue:
     def drop(self, lane: int) -> Tickets:
         """Remove and give the tickets of a lane that was taken back."""
         waiting = self.waiting
-        of_lane = waiting["lane"] == lane
-        dropped: Tickets = waiting[of_lane].copy()
+        return self._drop(waiting["lane"] == lane)
+
+    def withdraw(self, model: int) -> Tickets:
+        """Remove and give the tickets of one model, of those whose tickets wait here."""
+        return self._drop(self.waiting["model"] == model)
+
+    def _drop(self, those: NDArray[np.bool_]) -> Tickets:
+        dropped: Tickets = self.waiting[those].copy()
         if len(dropped):
-            self._keep(~of_lane)
+            self._keep(~those)
         return dropped
 
     def _keep(self, keep: NDArray[np.bool_]) -> None:

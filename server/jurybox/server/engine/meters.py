@@ -26,13 +26,13 @@ class Meters:
         """Count one answered batch; `began` and `ended` are ns of CLOCK_MONOTONIC."""
         native.count_batch(self._record, tickets, rows, began, ended)
 
-    def failed(self, n: int) -> None:
-        """Count n tickets that the model could not answer."""
-        self._record["failed"] += n
+    def failed(self, tickets: NDArray[Any]) -> None:
+        """Count tickets that the model could not answer."""
+        self._record["failed"] += len(tickets)
 
-    def expired(self, n: int) -> None:
-        """Count n tickets whose deadline had passed."""
-        self._record["expired"] += n
+    def expired(self, tickets: NDArray[Any]) -> None:
+        """Count tickets whose deadline had passed."""
+        self._record["expired"] += len(tickets)
 
     def refused(self, n: int) -> None:
         """Count n tickets refused on arrival."""

@@ -78,6 +78,7 @@ class EngineProcess:
         exact_sleeps()
         with torch.inference_mode():
             self._loop()
+        self._engine.stop_following()
         self._state(EngineState.STOPPED)
         self._zmq.close()
         self._native.close()
@@ -123,8 +124,11 @@ class EngineProcess:
                 self._workshop.load(order["model"], order["name"], order["settings"])
             case "arena":
                 self._workshop.arena(order["model"], order["segment"], order["rows"], order["weights"])
+            case "abandon":
+                self._workshop.abandon(order["model"], order["reason"])
             case "unload":
                 self._engine.remove(order["model"])
+                self._workshop.left(order["model"])
                 self._tell("unloaded", model=order["model"])
             case "retire":
                 self._engine.retire(order["lane"])

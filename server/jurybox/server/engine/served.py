@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jurybox import native
 from jurybox.protocol.errors import ModelFailed, Refused
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.engine.follower import Follower
+from jurybox.server.engine.follower import Following
 from jurybox.server.models import ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
@@ -45,7 +45,7 @@ class Served:
         self.device = torch.device(device)
         self._on_gpu = self.device.type != "cpu"
         self.module = model.module.to(self.device).eval()
-        self.follower: Follower | None = None
+        self.follower: Following | None = None
         self._compute = compute
         self._inputs = [_Input(key, inputs[key], max_batch) for key in self.spec.inputs]
         self._outputs = [_Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items()]

@@ -22,6 +22,8 @@ from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.config import ModelSettings
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.follower import Follower
+from jurybox.server.engine.group import Member
+from jurybox.server.engine.groups import Groups
 from jurybox.server.engine.loader import load
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
@@ -57,6 +59,7 @@ class Workshop:
         self._tell = tell
         self._later = later
         self._engine = engine
+        self._groups = Groups(engine, device, later)
         self._halves: dict[int, _Half] = {}
         self._arenas: dict[int, Arena] = {}  # of the models in service; the loop's thread alone touches it
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -72,6 +75,10 @@ class Workshop:
         Ends in a message "ready" or "failed".
         """
         self._jobs.put(lambda: self._finish(model, segment, rows, weights))
+
+    def abandon(self, model: int, reason: str) -> None:
+        """Let go of a loaded model that the supervisor has no arena or weights channel for; ends in "failed"."""
+        self._jobs.put(lambda: self._abandon(model, reason))
 
     def _work(self) -> None:
         while True:
@@ -105,13 +112,21 @@ class Workshop:
                 half.name, half.model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute
             )
             served.warm_up(half.model.example)
-            if weights:
+            channel = WeightsChannel.attach(weights) if weights else None
+            meters = self._engine.meters(model)
+            if settings.group:
+                member = Member(model, served, arena.inputs, arena.outputs, channel, meters)
+                self._groups.join(
+                    settings.group, member, compute, lambda: self._ready(model, arena), half.model.example
+                )
+                return
+            if channel is not None:
                 served.follower = Follower(
-                    WeightsChannel.attach(weights),
+                    channel,
                     getattr(half.model.module, "_orig_mod", half.model.module),  # behind torch.compile's wrapper
                     settings.keep_versions,
                     self._later,
-                    self._engine.meters(model).adopted,
+                    meters.adopted,
                 )
                 served.follower.start()
         except Exception as error:  # noqa: BLE001
@@ -120,12 +135,25 @@ class Workshop:
 
         def install() -> None:
             self._engine.install(model, served, settings.min_batch, settings.max_wait_us * 1000)
-            if earlier := self._arenas.pop(model, None):
-                earlier.close()
-            self._arenas[model] = arena
-            self._tell("ready", model=model)
+            self._ready(model, arena)
+            self.left(model)
 
         self._later(install)
+
+    def left(self, model: int) -> None:
+        """A model was unloaded, or is served by itself: the group it may have been in goes on without it."""
+        self._jobs.put(lambda: self._groups.leave(model))
+
+    def _ready(self, model: int, arena: Arena) -> None:
+        """In the loop's thread: a model is in service."""
+        if earlier := self._arenas.pop(model, None):
+            earlier.close()
+        self._arenas[model] = arena
+        self._tell("ready", model=model)
+
+    def _abandon(self, model: int, reason: str) -> None:
+        self._halves.pop(model, None)
+        self._tell("failed", model=model, reason=reason)
 
     def _failed(self, model: int, error: Exception) -> None:
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"

@@ -14,11 +14,16 @@ from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import mode_named
 from jurybox.server.config import ModelSettings
+from jurybox.server.supervisor.publications import PublicationRate
 
 
 @dataclass(slots=True)
 class HeldModel:
-    """One model across all engines."""
+    """One model across all engines.
+
+    Attributes:
+        saved: the newest version that is on disk; 0: none.
+    """
 
     index: int
     name: str
@@ -26,6 +31,8 @@ class HeldModel:
     spec: ModelSpec | None = None
     arena: Arena | None = None
     channel: WeightsChannel | None = None
+    published: PublicationRate = field(default_factory=PublicationRate)
+    saved: int = 0
     digest: str = ""
     engines: dict[int, str] = field(default_factory=dict)  # engine -> loading, ready, reloading, failed
     reasons: dict[int, str] = field(default_factory=dict)
@@ -83,6 +90,7 @@ class HeldModel:
             message.arena_rows = self.arena.rows
         if self.channel is not None:
             message.weights = self.channel.name
+            message.max_lag = self.settings.max_lag
         return message
 
 
@@ -160,6 +168,12 @@ class Models:
             self._channels_made += 1
             name = segment_name(self._server_id, "weights", self._channels_made)
             held.channel = WeightsChannel.create(name, layout, mode_named(str(held.settings.publish)))
+
+    def look(self, now: float) -> None:
+        """Notice what has been published; `now` in seconds of a steady clock."""
+        for held in self._by_name.values():
+            if held.channel is not None:
+                held.published.look(held.channel.newest, now)
 
     def replaced(self, held: HeldModel) -> None:
         """The model's arena is in use no longer, but for lanes that are being taken back."""

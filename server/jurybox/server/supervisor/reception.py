@@ -24,6 +24,7 @@ from jurybox.server.config import Settings, model_settings_from_json
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
+from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import LeasedLane, Leases
 from jurybox.server.supervisor.models import Models
 
@@ -39,6 +40,7 @@ class Reception:
         models: Models,
         leases: Leases,
         fleet: Fleet,
+        keeper: Keeper,
         events: Events,
     ) -> None:
         self._settings = settings
@@ -47,6 +49,7 @@ class Reception:
         self._models = models
         self._leases = leases
         self._fleet = fleet
+        self._keeper = keeper
         self._events = events
         self.draining = False
         self.http = settings.server.http  # where the gateway really listens, once it has said so
@@ -131,4 +134,5 @@ class Reception:
             self.forget(lane)
         self._fleet.order("unload", model=held.index)
         self._models.replaced(held)
+        self._keeper.drop(held)
         self._models.adopt_layout(held, None)

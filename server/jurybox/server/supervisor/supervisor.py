@@ -22,8 +22,9 @@ from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.desk import Desk
 from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
+from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import Leases
-from jurybox.server.supervisor.models import Models
+from jurybox.server.supervisor.models import HeldModel, Models
 from jurybox.server.supervisor.reception import Reception
 
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
@@ -47,8 +48,11 @@ class Supervisor:
         self._models = Models(server_id, board)
         for name, model in settings.models.items():
             self._models.add(name, model)
+        self._keeper = Keeper(log.error)
         self._fleet = Fleet(settings.server, server_id, board, self._models)
-        self._reception = Reception(settings, server_id, board, self._models, self._leases, self._fleet, events)
+        self._reception = Reception(
+            settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events
+        )
         self._gateway = self._gateway_child() if settings.server.http else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -109,6 +113,7 @@ class Supervisor:
         elif now > self._drain_until:
             self._log.warning("draining took too long, stopping")
             self._exit = _STOPPED
+        self._models.look(now)
         for lane in self._leases.reclaim(self._fleet.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._reception.forget(lane)
@@ -193,9 +198,9 @@ class Supervisor:
             spec = ModelSpec(held.name, specs_from_plain(message["inputs"]), specs_from_plain(message["outputs"]))
             replaces = self._models.adopt_spec(held, spec, message["digest"])
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
-            self._models.adopt_layout(held, WeightsLayout(weights) if weights else None)
-        except Error as error:
-            self._on_settled(index, held.index, str(error))
+            self._adopt_layout(held, WeightsLayout(weights) if weights else None)
+        except (Error, OSError) as error:
+            self._fleet.engines[index].send("abandon", model=held.index, reason=str(error))
             return
         if replaces:
             for lane in self._leases.revoke(held.index, self._fleet.living()):
@@ -208,6 +213,19 @@ class Supervisor:
             rows=held.arena.rows,
             weights=held.channel.name if held.channel else "",
         )
+
+    def _adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
+        """Make the model's weights channel, and fill it with what was saved last."""
+        before = held.channel
+        self._models.adopt_layout(held, layout)
+        try:
+            restored = self._keeper.keep(held)
+        except (Error, OSError):
+            if held.channel is not before:
+                self._models.adopt_layout(held, None)  # nobody shall publish where nothing would be saved
+            raise
+        if restored is not None:
+            self._log.info("weights restored", model=held.name, version=restored, folder=str(held.settings.save_dir))
 
     def _on_settled(self, index: int, model: int, reason: str) -> None:
         held = self._models.numbered(model)
@@ -274,6 +292,7 @@ class Supervisor:
             child.stop(max(0.0, deadline - time.monotonic()))
         self._desk.close()
         self._context.term()
+        self._keeper.close()
         self._models.close()
         self._fleet.close()
         self._board.close()

@@ -1,0 +1,97 @@
+"""safetensors files of weights, straight from and to the bytes of a channel's slot, without torch.
+
+The format (github.com/huggingface/safetensors, "Format"): eight bytes that give the header's length, the header as JSON
+(name, dtype, shape and place of every tensor, and strings under ``__metadata__``), then the tensors without gaps. The
+library's own writers want arrays of torch or of NumPy, and NumPy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Error
+from jurybox.protocol.weights import WeightsLayout
+
+# The format's names by torch's; it has none for complex128.
+_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_METADATA = "__metadata__"
+
+
+class DamagedFile(Error):
+    """These bytes are no whole safetensors file, or not the one that was meant."""
+
+
+def unsaveable(layout: WeightsLayout) -> str:
+    """The name of a tensor that the format cannot hold; empty where it can hold all."""
+    return next((name for name, place in layout.places.items() if place.dtype not in _NAMES), "")
+
+
+def write(file: IO[bytes], layout: WeightsLayout, flat: NDArray[np.uint8], metadata: Mapping[str, str]) -> str:
+    """Write the tensors of a slot.
+
+    Args:
+        layout: where they lie; none of them `unsaveable`.
+        flat: the slot's ``layout.nbytes`` bytes.
+        metadata: strings for the header.
+
+    Returns:
+        SHA-256 of the file, as 64 hexadecimal digits.
+    """
+    sha = hashlib.sha256()
+    for part in _parts(layout, flat, metadata):
+        file.write(part)
+        sha.update(part)
+    return sha.hexdigest()
+
+
+def _parts(layout: WeightsLayout, flat: NDArray[np.uint8], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    at = 0
+    for name, place in layout.places.items():
+        end = at + place.nbytes
+        header[name] = {"dtype": _NAMES[place.dtype], "shape": list(place.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for place in layout.places.values():
+        yield flat[place.offset : place.offset + place.nbytes].data
+
+
+def read(path: Path, sha256: str | None = None) -> tuple[WeightsLayout, dict[str, NDArray[Any]], dict[str, str]]:
+    """The tensors of a file: their layout, arrays in the layout's stored dtypes, and the header's strings.
+
+    Args:
+        sha256: what the file must hash to.
+
+    Raises:
+        DamagedFile: it does not, or is no safetensors file.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise DamagedFile(f"{path} is damaged: expected SHA-256 {sha256[:12]}..., got {found[:12]}...")
+    try:
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header: dict[str, Any] = json.loads(data[8:begin])
+        metadata = header.pop(_METADATA, {})
+        layout = WeightsLayout((name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items())
+        arrays = {
+            name: np.ndarray(place.shape, place.stored, data, begin + header[name]["data_offsets"][0])
+            for name, place in layout.places.items()
+        }
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DamagedFile(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
+    return layout, arrays, metadata

@@ -1,0 +1,80 @@
+"""Publications on disk: what a server saved, the next one serves, whatever ended the first."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+from tests.serving import serving, wait_until
+
+X = np.ones((2, 4), np.float32)
+
+
+def affine(version):
+    return {"scale": np.array(version, np.float32), "offset": np.array(1000 * version, np.float32)}
+
+
+def models(**settings):
+    return {"policy": {"factory": "tests.models:affine", "publish": "double_buffer", "save_dir": "kept", **settings}}
+
+
+def weights(client):
+    return client.status()["models"][0]["weights"]
+
+
+def answered_by(client, version):
+    reply = client.model("policy").infer_reply(X)
+    assert (reply.outputs == np.float32(reply.version) * X + np.float32(1000 * reply.version)).all()
+    return reply.version == version
+
+
+def newest_file(folder: Path) -> Path:
+    return sorted((folder / "kept" / "policy").glob("weights-*.safetensors"))[-1]
+
+
+def test_a_killed_servers_weights_are_served_by_the_next_under_their_version(tmp_path):
+    """kill -9, a damaged newest file, and an orderly stop, one after the other: each start goes on where it should."""
+    with serving(tmp_path, models(save_every=3, save_keep=2)) as server, server.connect() as client:
+        publisher = client.publisher("policy")
+        for version in range(1, 8):
+            publisher.publish(affine(version), extra={"epsilon": 1 / version})
+            wait_until(lambda: version not in (1, 4, 7) or weights(client)["saved"] == version)  # noqa: B023
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    saved = sorted(path.name for path in (tmp_path / "kept" / "policy").glob("weights-*"))
+    assert saved == ["weights-000000000004.safetensors", "weights-000000000007.safetensors"]
+
+    damaged = newest_file(tmp_path)
+    damaged.write_bytes(damaged.read_bytes()[:-1])  # the disk lost a byte
+    with serving(tmp_path, models(save_every=3)) as server, server.connect() as client:
+        assert f"{damaged} is passed over" in server.text()
+        assert "weights restored" in server.text()
+        assert answered_by(client, 4)
+        state, version, extra = client.weights("policy").read()
+        assert (version, extra, float(state["scale"])) == (4, {"epsilon": 0.25}, 4.0)
+        assert client.publisher("policy").publish(affine(5)) == 5
+        wait_until(lambda: weights(client)["version"] == 5)
+        assert server.stop() == 0
+    assert newest_file(tmp_path).name == "weights-000000000005.safetensors", "an orderly stop saves the newest"
+
+    with serving(tmp_path, models(save_every=3)) as server, server.connect() as client:
+        assert answered_by(client, 5)
+        assert weights(client)["saved"] == 5
+
+
+def test_a_model_whose_saved_weights_do_not_fit_fails_and_says_why(tmp_path):
+    other = {"other": {"factory": "tests.models:affine"}}
+    with serving(tmp_path, models()) as server, server.connect() as client:
+        client.publisher("policy").publish(affine(1))
+        wait_until(lambda: weights(client)["saved"] == 1)
+        with serving(tmp_path, models() | other, address=f"ipc://{tmp_path}/second") as second:
+            assert "is where another server keeps weights" in second.text()
+    manifest = tmp_path / "kept" / "policy" / "manifest.json"
+    rows = json.loads(manifest.read_text())
+    with serving(tmp_path, models() | other) as server:
+        assert "weights restored" in server.text()
+    newest_file(tmp_path).write_bytes(b"")
+    with serving(tmp_path, models() | other) as server, server.connect() as client:
+        assert "every weights file" in client.describe("policy").reason
+        assert not client.describe("policy").weights
+    assert json.loads(manifest.read_text()) == rows

@@ -1,0 +1,308 @@
+"""Models of one architecture as a group: one forward, and each still its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.models import VECTOR  # noqa: E402
+from tests.serving import wait_until  # noqa: E402
+
+from jurybox.client import ModelFailed, ModelNotFound, Refused  # noqa: E402
+from jurybox.client.publisher import Publisher  # noqa: E402
+from jurybox.protocol import TensorSpec  # noqa: E402
+from jurybox.protocol.segment import segment_name  # noqa: E402
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
+from jurybox.server.engine.group import Member, plan  # noqa: E402
+from jurybox.server.engine.group_check import CannotGroup, check_groupable, require_alike  # noqa: E402
+from jurybox.server.engine.groups import Groups  # noqa: E402
+from jurybox.server.inproc import InprocServer  # noqa: E402
+from jurybox.server.models import ServedModel  # noqa: E402
+
+OUTPUTS = {"logits": TensorSpec("float32", (3,)), "value": TensorSpec("float32")}
+FORWARDS: list[int] = []
+
+
+class Policy(torch.nn.Module):
+    """Two heads, a buffer, and no more than four rows at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.LayerNorm(8))
+        self.logits, self.value = torch.nn.Linear(8, 3), torch.nn.Linear(8, 1)
+        self.register_buffer("mean", torch.randn(4))
+
+    def forward(self, observation):
+        FORWARDS.append(len(observation))
+        if len(observation) > 4:
+            raise RuntimeError("too many rows at once")
+        x = self.body(observation - self.mean)
+        return {"value": self.value(x)[:, 0], "logits": self.logits(x)}
+
+
+class Grouped:
+    """An engine in this thread with `n` grouped models, their modules and the channels they follow."""
+
+    def __init__(self, n: int, max_batch: int = 4) -> None:
+        torch.manual_seed(0)
+        self.modules = [Policy().eval() for _ in range(n)]
+        self.own = [{key: value.clone() for key, value in module.state_dict().items()} for module in self.modules]
+        models = {f"agent{i}": ServedModel(module, VECTOR, OUTPUTS) for i, module in enumerate(self.modules)}
+        self.server = InprocServer(models, max_batch=max_batch)
+        self.actions: queue.SimpleQueue = queue.SimpleQueue()
+        self.groups = Groups(self.server.engine, torch.device("cpu"), self._later)
+        name = segment_name(f"group{uuid.uuid4().hex[:8]}", "weights")
+        self.channels = [WeightsChannel.create(f"{name}{i}", WeightsLayout.of(self.own[i])) for i in range(n)]
+        for i in range(n):
+            self.join(i)
+
+    def _later(self, action) -> None:
+        """The loop's thread is the test's: what comes from another waits for `between_turns`."""
+        action() if threading.current_thread() is threading.main_thread() else self.actions.put(action)
+
+    def join(self, i: int) -> None:
+        engine, arena = self.server.engine, self.server._arenas[f"agent{i}"]
+        served = engine.slots[i].served
+        self.groups.join(
+            "agents", Member(i, served, arena.inputs, arena.outputs, self.channels[i], engine.meters(i)), None, int
+        )
+
+    def between_turns(self) -> None:
+        while not self.actions.empty():
+            self.actions.get()()
+
+    def ask(self, rows: dict[int, np.ndarray]) -> dict[int, object]:
+        """Replies by member, all asked before the engine takes its turn."""
+        self.between_turns()
+        models = {i: self.server.model(f"agent{i}") for i in rows}
+        tickets = {i: models[i].submit(x) for i, x in rows.items()}
+        return {i: models[i].result(ticket) for i, ticket in tickets.items()}
+
+    def wait_for(self, i: int, version: int) -> None:
+        def adopted() -> bool:
+            self.between_turns()
+            return self.server.engine.board.counters["version"][0, i] == version
+
+        wait_until(adopted, 10, f"version {version} of agent{i}")
+
+    def close(self) -> None:
+        self.server.engine.stop_following()
+        self.server.close()
+        for channel in self.channels:
+            channel.close()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def grouped(n=5, **more):
+        made.append(Grouped(n, **more))
+        return made[-1]
+
+    yield grouped
+    for one in made:
+        one.close()
+
+
+def assert_its_own(reply, state, x):
+    module = Policy()
+    module.load_state_dict(state)
+    expected = module(torch.from_numpy(x))
+    for key, value in expected.items():
+        np.testing.assert_allclose(reply.outputs[key], value.detach().numpy(), atol=1e-5)
+
+
+def rows(n, seed=0):
+    return np.random.default_rng(seed).normal(size=(n, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("counts", [(1, 3, 2, 4, 1), (2, 0, 0, 2, 1), (0, 0, 3, 0, 0), (1, 1, 0, 1, 1)])
+def test_every_member_answers_with_its_own_weights(make, counts):
+    grouped = make()
+    asked = {i: rows(n, i) for i, n in enumerate(counts) if n}
+    for i, reply in grouped.ask(asked).items():
+        assert_its_own(reply, grouped.own[i], asked[i])
+
+
+def test_members_asked_together_are_one_forward(make):
+    grouped = make()
+    FORWARDS.clear()
+    grouped.ask({i: rows(1 + i % 3) for i in range(5)})
+    assert FORWARDS == [3]
+    counters = grouped.server.engine.board.counters[0]
+    assert counters["rows"][:5].tolist() == [1, 2, 3, 1, 2] and counters["batches"][:5].tolist() == [1] * 5
+
+
+def test_what_one_learner_publishes_reaches_its_member_alone(make):
+    grouped = make()
+    publisher = Publisher(grouped.channels[2])
+    x = {i: rows(2, i) for i in range(5)}
+    for version in (1, 2, 3):
+        new = {key: value + version for key, value in grouped.own[2].items()}
+        assert publisher.publish(new) == version
+        grouped.wait_for(2, version)
+        replies = grouped.ask(x)
+        assert [replies[i].version for i in range(5)] == [0, 0, version, 0, 0]
+        assert_its_own(replies[2], new, x[2])
+        assert_its_own(replies[1], grouped.own[1], x[1])
+        alone = grouped.ask({2: x[2]})[2]
+        assert alone.version == version
+        assert_its_own(alone, new, x[2])
+    with Publisher(grouped.channels[0]) as other:
+        other.publish(grouped.own[4])
+        grouped.wait_for(0, 1)
+    replies = grouped.ask(x)
+    assert [replies[i].version for i in range(5)] == [1, 0, 3, 0, 0]
+    assert_its_own(replies[0], grouped.own[4], x[0])
+    assert_its_own(replies[2], new, x[2])
+
+
+def test_weights_do_not_change_while_a_batch_is_not_between_two_turns(make):
+    grouped = make()
+    Publisher(grouped.channels[0]).publish({key: value + 1 for key, value in grouped.own[0].items()})
+    wait_until(lambda: not grouped.actions.empty(), 10, "a finished copy")
+    model = grouped.server.model("agent0")
+    assert model.infer_reply(rows(1)).version == 0
+    grouped.between_turns()
+    assert model.infer_reply(rows(1)).version == 1
+
+
+def test_a_version_that_is_named_must_be_the_members_newest(make):
+    grouped = make()
+    publishers = [Publisher(channel) for channel in grouped.channels]
+    publishers[1].publish(grouped.own[1])
+    grouped.wait_for(1, 1)
+    models = [grouped.server.model(f"agent{i}") for i in range(3)]
+    tickets = [model.submit(rows(1), version=version) for model, version in zip(models, (1, 1, 0), strict=True)]
+    with pytest.raises(Refused, match="version 1 is not held, 0 is"):
+        models[0].result(tickets[0])
+    assert [models[i].result(tickets[i]).version for i in (1, 2)] == [1, 0]
+
+
+def test_a_member_that_fails_does_not_fail_the_others(make):
+    grouped = make(max_batch=6)
+    grouped_models = {i: grouped.server.model(f"agent{i}") for i in range(4)}
+    tickets = {i: model.submit(rows(6 if i == 2 else 2, i)) for i, model in grouped_models.items()}
+    with pytest.raises(ModelFailed, match="'agent2' raised RuntimeError: too many rows"):
+        grouped_models[2].result(tickets[2])
+    for i in (0, 1, 3):
+        assert_its_own(grouped_models[i].result(tickets[i]), grouped.own[i], rows(2, i))
+    assert grouped.server.engine.board.counters["failed"][0, :4].tolist() == [0, 0, 1, 0]
+
+
+def test_more_rows_than_a_members_batch_holds_are_more_forwards(make):
+    grouped = make(3)
+    models = [grouped.server.model(f"agent{i}") for i in range(3)]
+    x = rows(4, 7)
+    tickets = [(models[0], models[0].submit(x)) for _ in range(3)] + [(models[1], models[1].submit(x))]
+    replies = [model.result(ticket) for model, ticket in tickets]
+    for reply in replies[:3]:
+        assert_its_own(reply, grouped.own[0], x)
+    assert_its_own(replies[3], grouped.own[1], x)
+
+
+def test_a_member_leaves_and_comes_back_and_the_others_keep_what_they_adopted(make):
+    grouped = make(3)
+    Publisher(grouped.channels[2]).publish(grouped.own[0])
+    grouped.wait_for(2, 1)
+    engine, waiting = grouped.server.engine, grouped.server.model("agent1")
+    served = engine.slots[0]
+    ticket = waiting.submit(rows(1))
+    engine._take_in()
+    engine.remove(1)
+    grouped.groups.leave(1)
+    with pytest.raises(ModelNotFound, match="'agent1' was unloaded"):
+        waiting.result(ticket)
+    x = rows(2)
+    replies = grouped.ask({0: x, 2: x})
+    assert [replies[i].version for i in (0, 2)] == [0, 1]
+    assert_its_own(replies[2], grouped.own[0], x)
+    assert engine.slots[0] is served and 1 not in engine.slots
+
+
+class Doing(torch.nn.Module):
+    """Does one thing in forward that a group cannot have."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.layer, self.what = torch.nn.Linear(4, 4), what
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, observation):
+        return self.what(self, self.layer(observation))
+
+
+def counting(self, x):
+    self.calls += 1
+    return x
+
+
+def branching(self, x):
+    return x if x.sum() > 0 else -x
+
+
+def keeping(self, x):
+    self.last = x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (branching, "several sets of weights at once.*data-dependent control flow"),
+        (lambda self, x: x * x.mean().item(), "several sets of weights at once"),
+        (lambda self, x: x + torch.randn_like(x), "several sets of weights at once"),
+        (counting, "writes into 'calls'"),
+        (keeping, "keeps a tensor in the attribute 'last'"),
+        (lambda self, x: x - x.mean(dim=0), "answered otherwise than by itself"),
+    ],
+)
+def test_a_module_that_cannot_be_grouped_is_refused_and_the_reason_named(what, reason):
+    with pytest.raises(CannotGroup, match=f"model 'a' cannot be in group 'g': .*{reason}"), torch.inference_mode():
+        check_groupable("a", "g", Doing(what).eval(), VECTOR)
+
+
+def test_normalisation_over_the_batch_is_refused_by_name():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+    module[1].train()
+    with pytest.raises(CannotGroup, match="1 is a BatchNorm1d in training mode"):
+        check_groupable("a", "g", module, VECTOR)
+
+
+def test_only_models_that_differ_in_nothing_but_weights_share_a_group():
+    def net(width=8, slope=0.1):
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.LeakyReLU(slope))
+
+    require_alike("b", "g", net(), net())
+    with pytest.raises(CannotGroup, match="built otherwise"):
+        require_alike("b", "g", net(), net(width=9))
+    one, other = Policy(), Policy()
+    other.temperature = one.temperature = 0.5
+    require_alike("b", "g", one, other)
+    other.temperature = 0.7
+    with pytest.raises(CannotGroup, match="its temperature is 0.7, the group's first model has 0.5"):
+        require_alike("b", "g", one, other)
+    one, other = Policy(), Policy()
+    other.mean = torch.zeros(5)
+    with pytest.raises(CannotGroup, match=r"its 'mean' is torch.float32\[5\], the group's first model has .*\[4\]"):
+        require_alike("b", "g", one, other)
+
+
+@pytest.mark.parametrize(
+    ("parts", "runs"),
+    [
+        ([(0, 4), (1, 4), (2, 4)], [(0, 3)]),
+        ([(0, 4), (2, 4), (5, 4)], [(0, 2), (2, 3)]),
+        ([(7, 1)], [(0, 1)]),
+        ([(0, 1), (1, 1), (2, 64), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1)], [(0, 2), (2, 3), (3, 8)]),
+    ],
+)
+def test_neighbours_are_computed_together_and_what_is_far_or_large_by_itself(parts, runs):
+    assert [(run.start, run.stop) for run in plan(parts, hole=1)] == runs
