@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from jurybox.protocol.board import Board
 from jurybox.protocol.errors import Code
 from jurybox.protocol.timings import Timings
-from jurybox.server.engine.core import Engine
+from jurybox.server.engine.core import Engine, Slot
 from jurybox.server.engine.door import Door
+from jurybox.server.engine.group import Grouped
 from jurybox.server.engine.served import Served
 
 _COMPUTED = (Code.OK, Code.MODEL_FAILED)  # answers to tickets that were in a batch
@@ -31,9 +32,9 @@ class Stopwatch:
 
 
 class TimedServed:
-    """A served model that says when a batch begins; in all else the model itself."""
+    """A served model, or a group of them, that says when a batch begins; in all else the model itself."""
 
-    def __init__(self, served: Served, watch: Stopwatch) -> None:
+    def __init__(self, served: Served | Grouped, watch: Stopwatch) -> None:
         self._served = served
         self._watch = watch
 
@@ -85,6 +86,8 @@ class TracedEngine(Engine):
         self._watch = Stopwatch()
         super().__init__(board, index, [TimedDoor(door, timings, index, self._watch) for door in doors], **options)
 
-    def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0) -> None:
-        """As Engine.install."""
-        super().install(model, cast(Served, TimedServed(served, self._watch)), min_batch, max_wait_ns)
+    def put(self, model: int, slot: Slot, max_batch: int) -> None:
+        """As Engine.put."""
+        if not isinstance(slot.served, TimedServed):
+            slot.served = cast(Served, TimedServed(slot.served, self._watch))
+        super().put(model, slot, max_batch)
