@@ -3,8 +3,8 @@
 Two clients ask one row at a time on the native door, without a break (`full`) or with a pause after each answer
 (`paced`). Windows with watchers and without take turns; with them, /metrics is scraped every 100 ms and the live page's
 stream is read. What counts is the clients' 99th percentile: the median over windows of either kind, and of ratios of
-neighbours. The watchers run on the same cores as all else, so their own work is in the figures too; a browser's
-drawing is not, since it is not where the server is.
+neighbours. The gateway's work for the watchers is in the figures; the watchers themselves, who are seldom where the
+server is, yield to everybody else (nice 19).
 
     python -m benchmarks.gateway.watchers --seconds 100 --out benchmarks/gateway/results
 """
@@ -58,6 +58,7 @@ def ask(address: str, pause: float, until: float, answers: Any) -> None:
 
 def watch(host: str, on: Any, until: float, done: Any) -> None:
     """While `on` is set: a scrape every SCRAPE seconds and one reader of the stream. Sends back how many of each."""
+    os.nice(19)  # Prometheus and a browser are seldom where the server is
     counts = {"scrapes": 0, "samples": 0}
 
     def scrape() -> None:

@@ -16,7 +16,7 @@ from jurybox.server.status import percentile
 from jurybox.server.watch.snapshot import Document, Snapshot
 
 _STAGES = {"request": "request_ns", "queue": "queue_ns", "forward": "forward_ns"}
-_GAUGES = ("version", "newest", "adopted", "waiting")
+_COUNTS = [name for name in COUNTERS.names or () if name not in ("version", "newest", "adopted", "waiting")]
 FAILURES = ("failed", "expired", "refused")
 
 
@@ -30,14 +30,16 @@ def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
     if earlier is None or earlier.server_id != later.server_id:
         return grown
     columns = {(model["name"], model["index"]): at for at, model in enumerate(earlier.models)}
-    for at, model in enumerate(later.models):
-        before = columns.get((model["name"], model["index"]))
-        if before is None:
-            continue
-        for name in COUNTERS.fields or ():
-            if name not in _GAUGES:
-                old, new = earlier.counters[name][:, before], later.counters[name][:, at]
-                grown[name][:, at] = np.where(new >= old, new - old, new)
+    pairs = [
+        (at, before)
+        for at, model in enumerate(later.models)
+        if (before := columns.get((model["name"], model["index"]))) is not None
+    ]
+    if pairs:
+        now, then = ([pair[i] for pair in pairs] for i in (0, 1))
+        for name in _COUNTS:
+            old, new = earlier.counters[name][:, then], later.counters[name][:, now]
+            grown[name][:, now] = np.where(new >= old, new - old, new)
     return grown
 
 
