@@ -106,7 +106,10 @@ def test_a_failed_ticket_is_a_span_in_error(traced):
     found = spans(traced.address, "native", "moody", "fail")
     (outer,) = [span for span in found if span["name"] == "infer moody"]
     assert outer["error"]
-    assert {span["name"] for span in found} == {"step", "infer moody", "queue", "batch", "reply"}
+    assert {span["name"] for span in found} == {
+        "step",
+        "infer moody",
+    }  # of a batch that was not computed nothing is left
 
 
 def test_what_the_sampler_leaves_out_is_not_traced(traced):

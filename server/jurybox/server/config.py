@@ -172,6 +172,7 @@ class ModelSettings(_Strict):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     channels_last: bool = False
     compile: bool = False
+    cuda_graphs: bool = True
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
 

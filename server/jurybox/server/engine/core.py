@@ -7,53 +7,25 @@ caller (jurybox.server.inproc), and tests drive it turn by turn.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.board import MAX_MODELS, Board
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import Code
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.crowd import QUICK, BatchCost
+from jurybox.server.engine.batches import Batches
+from jurybox.server.engine.crowd import QUICK
 from jurybox.server.engine.door import Door
-from jurybox.server.engine.group import Grouped
 from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
 from jurybox.server.engine.served import Served
+from jurybox.server.engine.slot import Slot
 
-_SMOOTHING = 0.1
 _ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its door
-
-
-class Slot:
-    """A model in this engine: its queue, its module, its counters. Models of a group share one (group_slot.py)."""
-
-    def __init__(self, served: Served | Grouped, queue: Queue, meters: Meters) -> None:
-        self.served = served
-        self.queue = queue
-        self.meters = meters
-        self.cost = BatchCost()
-
-    def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
-        """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""
-        return ((tickets, version or self.served.version),)
-
-    def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
-        """What of a batch may fail without the rest."""
-        return (tickets,)
-
-    def name(self, tickets: NDArray[Any]) -> str:
-        """Of the model whose tickets these are."""
-        return self.served.spec.name
-
-    def release(self) -> None:
-        """A model is served by this slot no longer."""
-        if self.served.follower is not None:
-            self.served.follower.stop()
 
 
 class Engine:
@@ -87,11 +59,10 @@ class Engine:
         self._clock = clock
         self._pause = pause
         self._crowd = native.Crowd(len(board.lanes))
-        self._report = report
+        self._batches = Batches(self._answer, self._crowd, clock, report)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._closed: tuple[Code, str] | None = None
         self._shown = board.engines["expected_wait"][index : index + 1]
-        self._turn_ns = 0.0  # what a batch takes, smoothed
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
 
     def add_door(self, door: Door) -> None:
@@ -115,6 +86,7 @@ class Engine:
 
     def put(self, model: int, slot: Slot, max_batch: int) -> None:
         """As `install`, into a slot that models may share. `max_batch`: rows of this model's largest batch."""
+        self._batches.land_all()
         earlier = self.slots.get(model)
         if earlier is not None and earlier is not slot:
             if len(waiting := earlier.queue.withdraw(model)):
@@ -126,6 +98,7 @@ class Engine:
 
     def remove(self, model: int) -> None:
         """Serve a model no longer; what waits for it is refused."""
+        self._batches.land_all()
         slot = self.slots[model]
         self._limits[model] = 0
         if len(waiting := slot.queue.withdraw(model)):
@@ -153,6 +126,7 @@ class Engine:
 
         Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
         """
+        self._batches.land_all()
         for slot in self._queues:
             if len(dropped := slot.queue.drop(lane)):
                 self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
@@ -163,15 +137,15 @@ class Engine:
         self._closed = (code, message)
 
     def turn(self) -> bool:
-        """Take in what arrived, answer one batch; False when there was nothing to compute."""
+        """Take in what arrived, answer one batch, or begin one; False when there was nothing to compute."""
         self._take_in()
         now = self._clock()
         slot = self._next(now)
         if slot is None:
-            self._show_wait(batches=1)
-            return False
+            self._show_wait(batches=1 + self._batches.under_way)
+            return self._batches.land()
         queue, served = slot.queue, slot.served
-        if self._crowd.away and self._pause is not None:
+        if self._crowd.away and self._pause is not None and not self._batches.under_way:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
             slot.meters.expired(late)
@@ -183,8 +157,9 @@ class Engine:
         tickets = queue.take()
         rows = waiting - queue.rows
         slot.meters.waiting(queue.rows)
-        self._show_wait(batches=2 + sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues))
-        self._compute(slot, tickets, rows, version)
+        later = sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues)
+        self._show_wait(batches=2 + self._batches.under_way + later)
+        self._batches.run(slot, tickets, rows, version)
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
@@ -196,37 +171,6 @@ class Engine:
             self._pause(shared / len(queue) / 1e9)
             if not self._take_in():
                 self._crowd.stays_away()
-
-    def _compute(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
-        """Answer one batch. One that the device has no memory for is halved, and so is every later one."""
-        served, began = slot.served, self._clock()
-        try:
-            served.run(tickets, rows, version)
-        except torch.OutOfMemoryError as error:
-            if len(tickets) == 1:
-                self._fail(slot, tickets, error)
-                return
-            slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
-            self._report("out of memory, batches halved", model=served.spec.name, max_batch=slot.queue.max_batch)
-            served.free_memory()
-            half = len(tickets) // 2
-            for part in (tickets[:half].copy(), tickets[half:].copy()):
-                self._compute(slot, part, int(part["rows"].sum()), version)
-            return
-        except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
-            if len(parts := slot.parts(tickets)) == 1:
-                self._fail(slot, tickets, error)
-            else:
-                for part in parts:
-                    self._compute(slot, part, int(part["rows"].sum()), version)
-            return
-        for answered, used in slot.answers(tickets, version):
-            self._answer(answered, Code.OK, used, "")
-        ended = self._clock()
-        self._crowd.answered(tickets, ended)
-        slot.meters.batch(tickets, rows, began, ended)
-        self._turn_ns += _SMOOTHING * (ended - began - self._turn_ns)
-        slot.cost.observe(rows, ended - began)
 
     def ready_in(self) -> int | None:
         """Nanoseconds until a held-back batch is due; None when nothing waits."""
@@ -248,7 +192,7 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._crowd.came(tickets, self._clock(), int(QUICK * self._turn_ns))
+            self._crowd.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns))
             accepted += len(tickets)
             self._sort(tickets, rows, pinned=pinned)
         return accepted
@@ -275,7 +219,7 @@ class Engine:
 
     def _show_wait(self, batches: int) -> None:
         """Tell clients with a choice of engines what they would wait here: so many batches, this one included."""
-        self._shown[0] = int(self._turn_ns * batches)
+        self._shown[0] = int(self._batches.mean_ns * batches)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         only = native.only_door(tickets)
@@ -295,14 +239,6 @@ class Engine:
             self.meters(int(model)).refused(int((refused["model"] == model).sum()))
         accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
         return accepted
-
-    def _fail(self, slot: Slot, tickets: NDArray[Any], error: Exception) -> None:
-        name = slot.name(tickets)
-        message = str(error) if isinstance(error, Error) else f"model {name!r} raised {type(error).__name__}: {error}"
-        slot.meters.failed(tickets)
-        self._report("model failed", model=name, error=message, tickets=len(tickets))
-        code = error.code if isinstance(error, Error) else Code.MODEL_FAILED
-        self._answer(tickets, code, slot.served.version, message)
 
 
 _REFUSALS = {

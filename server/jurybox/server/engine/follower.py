@@ -14,6 +14,8 @@ import torch
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.server.engine.page_lock import staging
+from jurybox.server.engine.streams import Mark, Stream
 
 _SLICE = 0.25  # seconds between two looks whether to stop
 _NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
@@ -43,11 +45,13 @@ class Following(Protocol):
 class Copy:
     """One version of a model's weights, where and as the module computes with them."""
 
-    def __init__(self, reader: WeightsReader, module: torch.nn.Module) -> None:
+    def __init__(self, reader: WeightsReader, module: torch.nn.Module, stream: Stream, device: torch.device) -> None:
         self.version = 0
+        self.used = Mark(None)  # the last work that reads it
+        self._stream = stream
         self._reader = reader
-        self._flat = np.zeros(reader.layout.nbytes, np.uint8)
-        memory = torch.from_numpy(self._flat)
+        memory = staging(reader.layout.nbytes, (), np.dtype(np.uint8), device)
+        self._flat = memory.numpy()
         self._host: dict[str, torch.Tensor] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         for name, target in module.state_dict(keep_vars=True).items():
@@ -61,11 +65,12 @@ class Copy:
     def fill(self, timeout: float) -> float:
         """Take the newest publication; gives its age in seconds. Raises Timeout."""
         version, _ = self._reader.read_flat(self._flat, timeout=timeout)
-        for name, tensor in self.tensors.items():
-            if tensor is not self._host[name]:
-                tensor.copy_(self._host[name], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        self._stream.after(self.used)
+        with self._stream.running():
+            for name, tensor in self.tensors.items():
+                if tensor is not self._host[name]:
+                    tensor.copy_(self._host[name], non_blocking=True)
+        self._stream.mark().wait()
         self.version = version
         return self._reader.age_seconds
 
@@ -77,23 +82,31 @@ class Follower:
 
     Args:
         module: as it is served; its parameters and buffers are pointed at the copies.
+        device: where the module is.
         keep: how many earlier versions stay usable.
         later: runs an action between two batches of the engine's loop.
         adopted: told (version, seconds from publication to use) after every switch.
+        forwards: the stream that the module computes on. Its weights are then copied over between two forwards and stay
+            where they are, which CUDA graphs need; without it the module is pointed at another copy.
     """
 
     def __init__(
         self,
         channel: WeightsChannel,
         module: torch.nn.Module,
+        device: torch.device,
         keep: int,
         later: Callable[[Callable[[], None]], None],
         adopted: Callable[[int, float], None],
+        forwards: Stream | None = None,
     ) -> None:
         self.channel = channel
         self._reader = WeightsReader(channel)
         self._targets = dict(module.state_dict(keep_vars=True).items())
-        self._copies = deque(Copy(self._reader, module) for _ in range(keep + 2))  # the oldest first
+        stream = Stream(device)
+        copies = (Copy(self._reader, module, stream, device) for _ in range(keep + 2))
+        self._copies = deque(copies)  # the oldest first
+        self._forwards = forwards
         self._later = later
         self._adopted = adopted
         self._used = 0
@@ -161,11 +174,15 @@ class Follower:
 
     def _switch(self, age: float) -> None:
         copy = self._copies.popleft()
-        self._copies.append(copy)
-        self._point(copy)
+        self._copies.append(copy)  # the next batch uses it
         self._adopted(copy.version, age)
 
     def _point(self, copy: Copy) -> None:
         for name, tensor in copy.tensors.items():
-            self._targets[name].data = tensor
+            if self._forwards is not None:
+                self._targets[name].data.copy_(tensor, non_blocking=True)
+            else:
+                self._targets[name].data = tensor
+        if self._forwards is not None:
+            copy.used = self._forwards.mark()
         self._used = copy.version

@@ -65,9 +65,9 @@ def check_groupable(
         ) from error
     if changed := [key for key, tensor in stack.tensors.items() if not _same(tensor, before[key])]:
         raise CannotGroup(f"{where}: its forward writes into {changed[0]!r}; weights of a group must stay as published")
-    if changed := sorted(_attributes(module).items() - kept.items()):
+    if attributes := sorted(key for key, tensor in _attributes(module).items() if kept.get(key) != tensor):
         raise CannotGroup(
-            f"{where}: its forward keeps a tensor in the attribute {changed[0][0]!r}; it must keep nothing"
+            f"{where}: its forward keeps a tensor in the attribute {attributes[0]!r}; it must keep nothing"
         )
     for member in (0, 1):
         alone = _listed(module(**{key: value[member, :1] for key, value in asked.items()}))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.server.engine.core import Slot
 from jurybox.server.engine.group import Grouped
 from jurybox.server.engine.inbox import Queue
 from jurybox.server.engine.meters import Meters
+from jurybox.server.engine.slot import Slot
 
 
 class GroupSlot(Slot):

@@ -53,7 +53,9 @@ class EngineProcess:
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
         self._between_turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._workshop = Workshop(torch.device(orders["device"]), self._tell, self._later, self._engine)
+        self._workshop = Workshop(
+            torch.device(orders["device"]), self._tell, self._later, self._engine, self._log.warning
+        )
         self._record = self._board.engines[index : index + 1]
         self._record["epoch"], self._record["pid"] = epoch, os.getpid()
         self._state(EngineState.LOADING)

@@ -20,7 +20,7 @@ _LARGE_ROW = 4096
 
 
 class Served:
-    """One model with its arena's arrays, on one device.
+    """One model with its arena's arrays, computing batch by batch; device_served.py has the one that overlaps them.
 
     Args:
         name: the served name.
@@ -43,7 +43,6 @@ class Served:
         self.spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
         self.max_batch = max_batch
         self.device = torch.device(device)
-        self._on_gpu = self.device.type != "cpu"
         self.module = model.module.to(self.device).eval()
         self.follower: Following | None = None
         self._compute = compute
@@ -70,21 +69,16 @@ class Served:
             Refused: the version asked for is not held.
             Exception: whatever the model raises.
         """
-        if self.follower is not None:
-            self.follower.use(version)
-        elif version:
-            raise Refused(
-                f"model {self.spec.name!r} takes no publications (models.{self.spec.name}.publish), so no version"
-            )
+        self._use(version)
         contiguous = len(tickets) == 1 or (self._large and _is_one_run(tickets))
         if contiguous:
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
             staged = {item.name: item.gather(tickets, rows) for item in self._inputs}
-        if self._on_gpu:
+        if self.device.type != "cpu":
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
-        results = self._forward(staged)
+        results = self.forward(staged)
         for item in self._outputs:
             values = item.checked(results, rows)
             if contiguous:
@@ -92,9 +86,14 @@ class Served:
             else:
                 native.scatter(item.array, tickets, values)
 
+    def close(self) -> None:
+        """It is served no longer."""
+        if self.follower is not None:
+            self.follower.stop()
+
     def free_memory(self) -> None:
         """Hand cached device memory back, so that a smaller batch may find room."""
-        if self._on_gpu:
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
@@ -116,11 +115,20 @@ class Served:
                 for key, spec in self.spec.inputs.items()
             }
             with torch.inference_mode():
-                results = self._forward({key: value.to(self.device) for key, value in staged.items()})
+                results = self.forward({key: value.to(self.device) for key, value in staged.items()})
                 for item in self._outputs:
                     item.checked(results, rows)
 
-    def _forward(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _use(self, version: int) -> None:
+        if self.follower is not None:
+            self.follower.use(version)
+        elif version:
+            raise Refused(
+                f"model {self.spec.name!r} takes no publications (models.{self.spec.name}.publish), so no version"
+            )
+
+    def forward(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The outputs by name of inputs on the device, (n, *row shape) each."""
         if self._compute is not None:
             staged = {
                 key: value.to(self._compute) if value.is_floating_point() else value for key, value in staged.items()

@@ -1,78 +1,47 @@
 """An engine that leaves for traces when the batch of a ticket began and ended (jurybox.protocol.timings).
 
-All of it stands around the core and the doors, so that an engine without traces runs not one instruction more.
+It stands around the core, so that an engine without traces runs not one instruction more.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from numpy.typing import NDArray
 
 from jurybox.protocol.board import Board
-from jurybox.protocol.errors import Code
 from jurybox.protocol.timings import Timings
-from jurybox.server.engine.core import Engine, Slot
+from jurybox.server.engine.batches import Batches
+from jurybox.server.engine.core import Engine
 from jurybox.server.engine.door import Door
-from jurybox.server.engine.group import Grouped
-from jurybox.server.engine.served import Served
-
-_COMPUTED = (Code.OK, Code.MODEL_FAILED)  # answers to tickets that were in a batch
+from jurybox.server.engine.slot import Slot
 
 
-class Stopwatch:
-    """The batch that is computed now, or was last."""
+class TracedBatches(Batches):
+    """As Batches; leaves a batch's times before it answers, so that who has the answer finds them.
 
-    def __init__(self) -> None:
-        self.began = 0
-        self.rows = 0
-        self.tickets = 0
+    Args:
+        timings: where to leave them.
+        engine: number to leave with them.
+        parts: of Batches.
+    """
 
-
-class TimedServed:
-    """A served model, or a group of them, that says when a batch begins; in all else the model itself."""
-
-    def __init__(self, served: Served | Grouped, watch: Stopwatch) -> None:
-        self._served = served
-        self._watch = watch
-
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
-        """As Served.run."""
-        watch = self._watch
-        watch.began, watch.rows, watch.tickets = time.monotonic_ns(), rows, len(tickets)
-        self._served.run(tickets, rows, version)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._served, name)
-
-
-class TimedDoor:
-    """A door that leaves a ticket's times before it answers it: who has the answer finds them."""
-
-    number = 0
-
-    def __init__(self, door: Door, timings: Timings, engine: int, watch: Stopwatch) -> None:
-        self._door = door
+    def __init__(self, timings: Timings, engine: int, *parts: Any) -> None:
+        super().__init__(*parts)
         self._timings = timings
         self._engine = engine
-        self._watch = watch
-        self.collect = door.collect
 
-    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Door.reply."""
-        watch = self._watch
-        if code in _COMPUTED:
-            self._timings.write(
-                tickets,
-                began=watch.began,
-                ended=time.monotonic_ns(),
-                engine=self._engine,
-                batch_rows=watch.rows,
-                batch_tickets=watch.tickets,
-            )
-        self._door.reply(tickets, code, version, message)
+    def _computed(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int) -> None:
+        self._timings.write(
+            tickets,
+            began=began,
+            ended=self._clock(),
+            engine=self._engine,
+            batch_rows=rows,
+            batch_tickets=len(tickets),
+        )
+        super()._computed(slot, tickets, rows, version, began)
 
 
 class TracedEngine(Engine):
@@ -83,11 +52,5 @@ class TracedEngine(Engine):
     """
 
     def __init__(self, board: Board, index: int, doors: Sequence[Door], timings: Timings, **options: Any) -> None:
-        self._watch = Stopwatch()
-        super().__init__(board, index, [TimedDoor(door, timings, index, self._watch) for door in doors], **options)
-
-    def put(self, model: int, slot: Slot, max_batch: int) -> None:
-        """As Engine.put."""
-        if not isinstance(slot.served, TimedServed):
-            slot.served = cast(Served, TimedServed(slot.served, self._watch))
-        super().put(model, slot, max_batch)
+        super().__init__(board, index, doors, **options)
+        self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, self._report)

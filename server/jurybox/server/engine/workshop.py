@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -21,6 +22,7 @@ from jurybox.protocol.spec import ModelSpec, plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.config import ModelSettings
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.device_served import DeviceServed
 from jurybox.server.engine.follower import Follower
 from jurybox.server.engine.group import Member
 from jurybox.server.engine.groups import Groups
@@ -46,6 +48,7 @@ class Workshop:
         tell: sends a message to the supervisor; thread-safe.
         later: runs an action in the loop's thread between two turns.
         engine: the core into which finished models are installed.
+        report: called with (event, fields) for what should be logged.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class Workshop:
         tell: Callable[..., None],
         later: Callable[[Callable[[], None]], None],
         engine: Engine,
+        report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
+        self._report = report
         self._device = device
         self._tell = tell
         self._later = later
@@ -108,9 +113,7 @@ class Workshop:
             spec = ModelSpec(half.name, dict(half.model.inputs), dict(half.model.outputs))
             arena = Arena.attach(segment, ArenaLayout(spec, rows))
             compute = getattr(torch, settings.dtype) if settings.dtype else None
-            served = Served(
-                half.name, half.model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute
-            )
+            served = self._served(half, arena, compute)
             served.warm_up(half.model.example)
             channel = WeightsChannel.attach(weights) if weights else None
             meters = self._engine.meters(model)
@@ -124,9 +127,11 @@ class Workshop:
                 served.follower = Follower(
                     channel,
                     getattr(half.model.module, "_orig_mod", half.model.module),  # behind torch.compile's wrapper
+                    self._device,
                     settings.keep_versions,
                     self._later,
                     meters.adopted,
+                    served.forwards if isinstance(served, DeviceServed) else None,
                 )
                 served.follower.start()
         except Exception as error:  # noqa: BLE001
@@ -139,6 +144,24 @@ class Workshop:
             self.left(model)
 
         self._later(install)
+
+    def _served(self, half: _Half, arena: Arena, compute: torch.dtype | None) -> Served:
+        name, model, settings = half.name, half.model, half.settings
+        # A group stacks its members' batches itself.
+        if self._device.type == "cpu" or settings.group:
+            return Served(name, model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute)
+        return DeviceServed(
+            name,
+            model,
+            arena.inputs,
+            arena.outputs,
+            arena.segment.array(np.uint8, (arena.segment.size,)),
+            settings.max_batch,
+            self._device,
+            compute,
+            graphs=settings.cuda_graphs,
+            report=self._report,
+        )
 
     def left(self, model: int) -> None:
         """A model was unloaded, or is served by itself: the group it may have been in goes on without it."""

@@ -1,0 +1,203 @@
+"""Batches on a device of its own: begun, overlapped, finished. On the CPU, where every stream is done at once."""
+
+import numpy as np
+import pytest
+import torch
+from tests.models import VECTOR
+from tests.serving import wait_until
+
+from jurybox import native
+from jurybox.client.publisher import Publisher
+from jurybox.protocol import TensorSpec
+from jurybox.protocol.board import COUNTERS
+from jurybox.protocol.errors import Code, ModelFailed
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.wire import TICKET
+from jurybox.server.engine.batches import Batches
+from jurybox.server.engine.device_served import DeviceServed, neighbours, pays
+from jurybox.server.engine.follower import Follower
+from jurybox.server.engine.graphs import ladder, rung
+from jurybox.server.engine.inbox import Queue
+from jurybox.server.engine.meters import Meters
+from jurybox.server.engine.slot import Slot
+from jurybox.server.engine.streams import Mark, Stream
+from jurybox.server.models import ServedModel
+
+ROWS = 16
+CPU = torch.device("cpu")
+
+
+class Plus(torch.nn.Module):
+    def __init__(self, most=ROWS):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.ones(1))
+        self.most = most
+
+    def forward(self, observation):
+        if len(observation) > self.most:
+            raise torch.OutOfMemoryError("too much")
+        if bool((observation < 0).any()):
+            raise ValueError("negative")
+        return observation + self.bias
+
+
+class Arena:
+    def __init__(self):
+        self.memory = np.zeros(ROWS * 32, np.uint8)
+        self.inputs = {"observation": self.memory[: ROWS * 16].view(np.float32).reshape(ROWS, 4)}
+        self.outputs = {"action": self.memory[ROWS * 16 :].view(np.float32).reshape(ROWS, 4)}
+        self.inputs["observation"][:] = np.arange(ROWS * 4).reshape(ROWS, 4)
+
+
+def tickets(*firsts_and_rows):
+    records = np.zeros(len(firsts_and_rows), TICKET)
+    records["first"] = [first for first, _ in firsts_and_rows]
+    records["rows"] = [rows for _, rows in firsts_and_rows]
+    records["sequence"] = np.arange(1, len(records) + 1)
+    return records
+
+
+@pytest.fixture
+def arena():
+    return Arena()
+
+
+def served(arena, module=None):
+    model = ServedModel(module or Plus(), VECTOR, {"action": TensorSpec("float32", (4,))})
+    return DeviceServed("m", model, arena.inputs, arena.outputs, arena.memory, ROWS, CPU)
+
+
+@pytest.fixture
+def crew(arena):
+    """Batches over a slot, and what they answered."""
+    answers = []
+    batches = Batches(
+        lambda records, code, version, message: answers.append((records["sequence"].tolist(), code, message)),
+        native.Crowd(8),
+        lambda: 0,
+        lambda event, **fields: None,
+    )
+
+    def slot(module=None):
+        return Slot(served(arena, module), Queue(ROWS), Meters(np.zeros(1, COUNTERS)))
+
+    return batches, slot, answers
+
+
+def test_two_batches_are_under_way_and_answered_in_order(arena, crew):
+    batches, slot, answers = crew
+    slot = slot()
+    with torch.inference_mode():
+        batches.run(slot, tickets((0, 2), (5, 1)), 3, 0)
+        assert batches.under_way == 1 and answers == []
+        batches.run(slot, tickets((8, 4)), 4, 0)
+    assert batches.under_way == 1  # the oldest was answered, the other may still compute
+    assert answers == [([1, 2], Code.OK, "")]
+    np.testing.assert_array_equal(arena.outputs["action"][[0, 1, 5]], arena.inputs["observation"][[0, 1, 5]] + 1)
+    assert batches.land() and not batches.land()
+    np.testing.assert_array_equal(arena.outputs["action"][8:12], arena.inputs["observation"][8:12] + 1)
+    assert not arena.outputs["action"][[2, 3, 4, 6, 7, 12]].any()
+
+
+def test_a_batch_under_way_is_waited_for_only_on_demand(arena, crew, monkeypatch):
+    batches, slot, answers = crew
+    busy = type("Busy", (), {"query": lambda self: False, "synchronize": lambda self: None})()
+    monkeypatch.setattr(Stream, "mark", lambda self: Mark(busy))
+    with torch.inference_mode():
+        batches.run(slot(), tickets((0, 2)), 2, 0)
+    assert batches.land() and batches.under_way == 1 and not answers  # not done: come again
+    batches.land_all()
+    assert batches.under_way == 0 and answers
+
+
+def test_a_batch_too_large_for_the_device_is_halved_after_the_others_are_answered(arena, crew):
+    batches, slot, answers = crew
+    slot = slot(Plus(most=4))
+    with torch.inference_mode():
+        batches.run(slot, tickets((12, 1)), 1, 0)
+        batches.run(slot, tickets((0, 2), (2, 2), (4, 2), (6, 2)), 8, 0)
+    assert [numbers for numbers, code, _ in answers if code == Code.OK] == [[1], [1, 2], [3, 4]]
+    assert slot.queue.max_batch == 4
+    np.testing.assert_array_equal(arena.outputs["action"][:8], arena.inputs["observation"][:8] + 1)
+
+
+def test_a_batch_that_fails_fails_alone(arena, crew):
+    batches, slot, answers = crew
+    slot = slot()
+    arena.inputs["observation"][3] = -1
+    with torch.inference_mode():
+        batches.run(slot, tickets((0, 2)), 2, 0)
+        batches.run(slot, tickets((3, 1)), 1, 0)
+        batches.run(slot, tickets((6, 1)), 1, 0)
+    batches.land_all()
+    assert [code for _, code, _ in answers] == [Code.OK, Code.MODEL_FAILED, Code.OK]
+    assert "negative" in answers[1][2]
+
+
+def test_a_broken_promise_is_named(arena):
+    class Wrong(torch.nn.Module):
+        def forward(self, observation):
+            return observation[:, :2]
+
+    with torch.inference_mode(), pytest.raises(ModelFailed, match=r"shape \[2, 2\], the spec promises \[2, 4\]"):
+        served(arena, Wrong()).run(tickets((0, 2)), 2)
+
+
+def test_rows_beside_each_other_are_one_run():
+    assert neighbours(tickets((4, 2), (6, 1), (9, 3), (12, 1), (0, 1))) == [(4, 3), (9, 4), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "row_bytes", "direct"),
+    [([(0, 1)], 208, True), ([(0, 1), (5, 1)], 208, False), ([(0, 1), (5, 1)], 442_368, True)],
+)
+def test_large_rows_are_copied_by_the_device_itself(runs, row_bytes, direct):
+    assert pays(runs, row_bytes) is direct
+
+
+def test_copying_straight_from_the_arena_gives_the_same(arena):
+    model = served(arena)
+    model._lock.held = True
+    with torch.inference_mode():
+        model.run(tickets((3, 4)), 4)
+    np.testing.assert_array_equal(arena.outputs["action"][3:7], arena.inputs["observation"][3:7] + 1)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 3, 64, 100])
+def test_the_ladder_holds_every_batch_in_its_smallest_rung(max_batch):
+    rungs = ladder(max_batch)
+    assert rungs == sorted(set(rungs)) and rungs[-1] == max_batch
+    for rows in range(1, max_batch + 1):
+        chosen = rung(rungs, rows)
+        assert chosen >= rows and not any(rows <= other < chosen for other in rungs)
+
+
+def test_weights_are_adopted_where_the_module_has_them(arena):
+    module = Plus()
+    layout = WeightsLayout.of(module.state_dict())
+    owner = WeightsChannel.create(segment_name("adopttest", "weights"), layout)
+    model, adopted = served(arena, module), []
+    follower = Follower(
+        owner, module, CPU, 1, lambda action: action(), lambda version, _: adopted.append(version), model.forwards
+    )
+    model.follower = follower
+    address = module.bias.data_ptr()
+    publisher = Publisher(owner)
+    try:
+        follower.start()
+        for version in (1, 2, 3):
+            publisher.publish({"bias": np.full(1, 100 * version, np.float32)})
+            wait_until(lambda version=version: adopted[-1:] == [version], 10, "adoption")
+            with torch.inference_mode():
+                model.run(tickets((0, 1)), 1)
+            np.testing.assert_array_equal(arena.outputs["action"][0], arena.inputs["observation"][0] + 100 * version)
+        with torch.inference_mode():
+            model.run(tickets((0, 1)), 1, 2)  # an earlier one that is still held
+        np.testing.assert_array_equal(arena.outputs["action"][0], arena.inputs["observation"][0] + 200)
+        assert module.bias.data_ptr() == address  # where a captured graph looks for it
+    finally:
+        model.close()
+        follower.join()
+        publisher.close()
+        owner.close()
