@@ -109,7 +109,7 @@ def test_a_failed_ticket_is_a_span_in_error(traced):
     assert {span["name"] for span in found} == {
         "step",
         "infer moody",
-    }  # of a batch that was not computed nothing is left
+    }  # no batch was computed
 
 
 def test_what_the_sampler_leaves_out_is_not_traced(traced):

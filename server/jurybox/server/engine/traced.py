@@ -5,7 +5,7 @@ It stands around the core, so that an engine without traces runs not one instruc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -51,6 +51,8 @@ class TracedEngine(Engine):
         timings: where to leave it; the engine does not close it.
     """
 
-    def __init__(self, board: Board, index: int, doors: Sequence[Door], timings: Timings, **options: Any) -> None:
-        super().__init__(board, index, doors, **options)
-        self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, self._report)
+    def __init__(
+        self, board: Board, index: int, doors: Sequence[Door], timings: Timings, report: Callable[..., None]
+    ) -> None:
+        super().__init__(board, index, doors, report=report)
+        self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, report)
