@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100.0, help="of each load")
     parser.add_argument("--window", type=float, default=2.0, help="seconds")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--out", type=Path, help="folder for a file watchers-DATE.json")
+    parser.add_argument("--out", type=Path, help="folder for a file watchers-DATE-TIME.json")
     options = parser.parse_args()
     result: dict[str, Any] = {
         "when": datetime.now().isoformat(timespec="minutes"),
@@ -184,7 +184,7 @@ def main() -> None:
     text = json.dumps(result, indent=2) + "\n"
     sys.stdout.write(text)
     if options.out:
-        (options.out / f"watchers-{result['when'][:10]}.json").write_text(text)
+        (options.out / f"watchers-{result['when'].replace('T', '-').replace(':', '')}.json").write_text(text)
 
 
 def _cpu() -> str:
