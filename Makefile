@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native soak lint format bench proto clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native soak lint format bench monitoring proto clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -57,6 +57,9 @@ format: setup  ## let ruff rewrite
 
 bench: setup  ## the serving benchmark; results land in benchmarks/results/
 	$(BIN)/python -m benchmarks.serving
+
+monitoring: setup  ## generate docs/metrics.md, the Grafana dashboard and Prometheus's rules
+	$(BIN)/python docker/monitoring/generate.py
 
 proto: setup  ## generate the protobuf and gRPC code from protos/
 	$(BIN)/python protos/generate.py

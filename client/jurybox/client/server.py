@@ -71,6 +71,7 @@ class Server:
         self.timeout = timeout
         self._door = door
         self._spin_us = _spin_us()
+        self._traces = _wants_traces()
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._models: list[Model] = []
@@ -259,6 +260,8 @@ class Server:
             unlock(board.segment.fd, LANE_LOCK + lease.lane)
             raise
         door = self._open_door(board, lease)
+        if self._traces:
+            door = _traced(door, name, self._info.server_id, lease.lane)
 
         def give_back() -> None:
             if board.segment.fd >= 0 and board.server_lives():
@@ -300,6 +303,25 @@ def _spin_us() -> int:
     if not text.isdigit():
         raise ValueError(f"JURYBOX_SPIN_US={text!r}: expected microseconds, a whole number of 0 or more")
     return int(text)
+
+
+def _wants_traces() -> bool:
+    text = os.environ.get("JURYBOX_TRACES", "false")
+    if text not in ("true", "false"):
+        raise ValueError(f"JURYBOX_TRACES={text!r}: expected true or false")
+    return text == "true"
+
+
+def _traced(door: Door, model: str, server_id: str, lane: int) -> Door:
+    """The door with traces around it; OpenTelemetry is imported here, and nowhere where it is not wanted."""
+    try:
+        from jurybox.client.tracing import traced
+    except ImportError as error:
+        raise Refused(
+            f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
+            "pip install 'jurybox[otel]', or unset the variable"
+        ) from error
+    return traced(door, model, server_id, lane)
 
 
 def _specs(messages: Any) -> dict[str, TensorSpec]:

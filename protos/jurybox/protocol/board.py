@@ -125,9 +125,9 @@ class Board:
         return board
 
     @classmethod
-    def attach(cls, name: str) -> Board:
-        """Map the board of a running server."""
-        segment = Segment.attach(name)
+    def attach(cls, name: str, *, writable: bool = True) -> Board:
+        """Map the board of a running server; who only watches maps it with `writable` False."""
+        segment = Segment.attach(name, writable=writable)
         header = segment.array(_HEADER, (1,))[0]
         if header["magic"] != _MAGIC.rstrip(b"\0") or header["protocol"] != PROTOCOL_VERSION:
             raise ProtocolMismatch(

@@ -49,16 +49,17 @@ class Segment:
         owned: whether this object is the owner, who unlinks it.
     """
 
-    def __init__(self, name: str, fd: int, size: int, *, owned: bool) -> None:
+    def __init__(self, name: str, fd: int, size: int, *, owned: bool, writable: bool = True) -> None:
         self.name = name
         self.size = size
         self.owned = owned
         self._fd = fd
         # Python's mmap keeps a duplicate of its descriptor, and with it every lock, for as long as an array looks at
         # the memory. So it gets an open file of its own, and locks on `fd` end when `fd` is closed.
-        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        own = os.open(f"/proc/self/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
-            self._map: mmap.mmap | None = mmap.mmap(own, size)
+            self._map: mmap.mmap | None = mmap.mmap(own, size, access=access)
         finally:
             os.close(own)
 
@@ -95,19 +96,20 @@ class Segment:
             raise
 
     @classmethod
-    def attach(cls, name: str, *, keep_alive: bool = False) -> Segment:
+    def attach(cls, name: str, *, keep_alive: bool = False, writable: bool = True) -> Segment:
         """Map an existing segment, to read and to write.
 
         Args:
             name: what the owner called it.
             keep_alive: hold the segment as the owner does: it is not swept while this object is open.
+            writable: False maps it for reading alone; its arrays refuse to be written to.
 
         Raises:
             SharedMemoryError: there is none of that name.
         """
         path = directory() / name
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise SharedMemoryError(
                 f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be "
@@ -117,7 +119,7 @@ class Segment:
             # Between our open and our lock its last holder went and a sweep took it away.
             os.close(fd)
             raise SharedMemoryError(f"shared memory {name} was just removed: its owner is gone; make it anew")
-        return cls(name, fd, os.fstat(fd).st_size, owned=False)
+        return cls(name, fd, os.fstat(fd).st_size, owned=False, writable=writable)
 
     @property
     def buffer(self) -> memoryview:
@@ -132,7 +134,7 @@ class Segment:
         return self._fd
 
     def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0) -> npt.NDArray[Any]:
-        """A writable array over the bytes from `offset` on."""
+        """An array over the bytes from `offset` on, writable unless the segment is mapped for reading alone."""
         return np.ndarray(shape, dtype, self.buffer, offset)
 
     def populate(self) -> None:

@@ -93,6 +93,7 @@ class ServerSettings(_Strict):
     drain_timeout: Seconds = 10.0
     engine_timeout: Seconds = 60.0
     max_restarts: int = Field(default=5, ge=0, le=1_000_000)
+    traces: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 

@@ -21,7 +21,13 @@ Log = FilteringBoundLogger
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def configure(role: str, level: str, format: str, stream: TextIO | None = None) -> Log:
+def configure(
+    role: str,
+    level: str,
+    format: str,
+    stream: TextIO | None = None,
+    keep: Callable[[EventDict], None] | None = None,
+) -> Log:
     """Set up logging of this process and give its logger.
 
     Args:
@@ -29,6 +35,7 @@ def configure(role: str, level: str, format: str, stream: TextIO | None = None) 
         level: debug, info, warning or error.
         format: text or json.
         stream: where lines go; standard error without it.
+        keep: also given every line that is logged, as its fields.
     """
     processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -36,6 +43,7 @@ def configure(role: str, level: str, format: str, stream: TextIO | None = None) 
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _add_process(role),
         structlog.processors.format_exc_info,
+        *([_keep_with(keep)] if keep else []),
         _as_json if format == "json" else _as_text,
     ]
     structlog.configure(
@@ -56,6 +64,14 @@ def _add_process(role: str) -> Callable[[WrappedLogger, str, EventDict], EventDi
         return event
 
     return add
+
+
+def _keep_with(keep: Callable[[EventDict], None]) -> Callable[[WrappedLogger, str, EventDict], EventDict]:
+    def pass_on(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        keep({**event})
+        return event
+
+    return pass_on
 
 
 def _as_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:

@@ -44,6 +44,7 @@ def status_document(
     http: str = "",
     draining: bool = False,
     engine_timeout: float = 60.0,
+    events: Sequence[dict[str, Any]] = (),
     now: float | None = None,
     monotonic_ns: int | None = None,
 ) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def status_document(
         models: those it holds.
         lanes: those leased, or about to be free.
         engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
+        events: of jurybox.server.supervisor.events.
         now: seconds since 1970 instead of the clock's.
         monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.
     """
@@ -86,6 +88,7 @@ def status_document(
             "device_bytes": sum(engine["device_bytes"] for engine in engines),
             "segments": segments,
         },
+        "events": list(events),
     }
 
 

@@ -289,8 +289,8 @@ def test_a_group_of_commands_is_found_by_its_entry_point(plugin):
 
 
 def test_a_function_is_a_command(plugin):
-    app = plugin("import typer\ndef top(n: int = 1): typer.echo(f'top {n}')\n", "top", name="top")
-    assert CliRunner().invoke(app, ["top", "--n", "3"]).output == "top 3\n"
+    app = plugin("import typer\ndef peek(n: int = 1): typer.echo(f'peek {n}')\n", "peek", name="peek")
+    assert CliRunner().invoke(app, ["peek", "--n", "3"]).output == "peek 3\n"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jurybox.server.commands.doctor import doctor
 from jurybox.server.commands.plugins import PluginGroup
 from jurybox.server.commands.serve import serve
 from jurybox.server.commands.show import models, status
+from jurybox.server.commands.top import top
 from jurybox.server.revision import source_revision
 
 app = typer.Typer(
@@ -37,5 +38,5 @@ def _options(
     """A long-running inference service for reinforcement learning."""
 
 
-for command in (serve, status, models, doctor):
+for command in (serve, status, models, top, doctor):
     app.command()(command)

@@ -16,10 +16,13 @@ import zmq
 
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Code
+from jurybox.protocol.timings import Timings
 from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.doors.native import NativeDoor
 from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.device_memory import show_device_memory
+from jurybox.server.engine.door import Door
 from jurybox.server.engine.errands import Errands
 from jurybox.server.engine.workshop import Workshop
 from jurybox.server.lifeline import Lifeline, exact_sleeps
@@ -46,19 +49,29 @@ class EngineProcess:
         self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._log.warning)
         others = [self._zmq.fileno(), lifeline.fileno(), self._errands.fileno()]
         self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
-        self._engine = Engine(self._board, index, [self._native, self._zmq], report=self._log.error)
+        self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
+        self._engine = self._new_engine(index)
         self._workshop = Workshop(
             torch.device(orders["device"]), self._tell, self._errands.put, self._engine, self._log.warning
         )
         self._record = self._board.engines[index : index + 1]
         self._record["epoch"], self._record["pid"] = epoch, os.getpid()
         self._state(EngineState.LOADING)
+        show_device_memory(torch.device(orders["device"]), self._record)
         # Clients are sent here once every model of the configuration is ready, or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
             self._workshop.load(order["model"], order["name"], order["settings"])
         self._draining = False
         self._stopped = False
+
+    def _new_engine(self, index: int) -> Engine:
+        doors: list[Door] = [self._native, self._zmq]
+        if self._timings is None:
+            return Engine(self._board, index, doors, report=self._log.error)
+        from jurybox.server.engine.traced import TracedEngine
+
+        return TracedEngine(self._board, index, doors, self._timings, report=self._log.error)
 
     def serve(self) -> None:
         """Serve until the lifeline ends or says stop."""

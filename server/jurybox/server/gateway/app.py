@@ -17,6 +17,7 @@ from jurybox.protocol.errors import TABLE
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.health import not_ready
 from jurybox.server.gateway.source import StatusSource
+from jurybox.server.gateway.watching import Watching
 from jurybox.server.revision import source_revision
 
 _UNAVAILABLE = 503
@@ -123,6 +124,8 @@ def create_app(source: StatusSource) -> FastAPI:
         """The status document, as `jurybox status --json` prints it."""
         return await source.status()
 
+    app.state.watching = Watching(source)
+    app.include_router(app.state.watching.router)
     return app
 
 

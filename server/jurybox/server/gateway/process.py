@@ -68,9 +68,10 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
         lifeline.send("failed", reason=str(error))
         return COULD_NOT_START
     source = ClientSource(orders["address"])
+    app = create_app(source)
     http = _Http(
         uvicorn.Config(
-            create_app(source),
+            app,
             log_config=None,  # its records go where ours go
             access_log=False,
             lifespan="off",
@@ -79,16 +80,20 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
         )
     )
 
+    def stop() -> None:
+        http.should_exit = True
+        app.state.watching.close()
+
     def heard() -> None:
         try:
             while (message := lifeline.receive(0)) is not None:
                 if message["kind"] == "stop":
-                    http.should_exit = True
+                    stop()
                 else:
                     log.warning("unknown order", order=message["kind"])
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(lifeline.fileno())
-            http.should_exit = True
+            stop()
 
     asyncio.get_running_loop().add_reader(lifeline.fileno(), heard)
     host, port = listener.getsockname()[:2]

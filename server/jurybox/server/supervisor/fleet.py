@@ -10,6 +10,7 @@ from jurybox.protocol.address import engine_address
 from jurybox.protocol.bell import Bell
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.segment import segment_name
+from jurybox.protocol.timings import Timings
 from jurybox.server.config import ServerSettings
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.models import Models
@@ -26,6 +27,7 @@ class Fleet:
         self._models = models
         self._bells: dict[int, Bell] = {}
         self._bells_made = 0
+        self._timings = Timings.create(segment_name(server_id, "timings")) if settings.traces else None
         self.engines = [self._child(index) for index in range(len(self.devices))]
 
     @property
@@ -49,10 +51,12 @@ class Fleet:
         record["restarts"] += 1
 
     def close(self) -> None:
-        """Remove every bell; the children are stopped before."""
+        """Remove every bell, and the timings; the children are stopped before."""
         for bell in self._bells.values():
             bell.close()
         self._bells.clear()
+        if self._timings is not None:
+            self._timings.close()
 
     def _child(self, index: int) -> Child:
         settings, threads = self._settings, self._settings.engine_threads()
@@ -67,6 +71,7 @@ class Fleet:
                 "epoch": secrets.randbits(62) | 1,
                 "board": self._board.segment.name,
                 "bell": self._new_bell(index),
+                "timings": self._timings.segment.name if self._timings else "",
                 "spin_us": settings.spin_us,
                 "address": engine_address(settings.address, index),
                 "device": self.devices[index],

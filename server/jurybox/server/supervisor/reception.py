@@ -22,6 +22,7 @@ from jurybox.protocol.errors import Code, ModelFailed, Refused
 from jurybox.protocol.wire import build_version
 from jurybox.server.config import Settings, model_settings_from_json
 from jurybox.server.status import status_json
+from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
 from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import LeasedLane, Leases
@@ -40,6 +41,7 @@ class Reception:
         leases: Leases,
         fleet: Fleet,
         keeper: Keeper,
+        events: Events,
     ) -> None:
         self._settings = settings
         self._server_id = server_id
@@ -48,6 +50,7 @@ class Reception:
         self._leases = leases
         self._fleet = fleet
         self._keeper = keeper
+        self._events = events
         self.draining = False
         self.http = settings.server.http  # where the gateway really listens, once it has said so
         self.handlers: dict[str, Any] = {
@@ -106,6 +109,7 @@ class Reception:
                 http=self.http,
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
+                events=self._events.last(),
             )
         )
 

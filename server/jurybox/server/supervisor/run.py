@@ -13,6 +13,7 @@ from jurybox.protocol.errors import Error
 from jurybox.protocol.segment import sweep
 from jurybox.server.config import Settings
 from jurybox.server.logs import configure
+from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.supervisor import Supervisor
 
 STOPPED, FAILED, COULD_NOT_START, ENGINE_LOST = 0, 1, 3, 4
@@ -28,7 +29,8 @@ def run(settings: Settings, *, dry_run: bool = False) -> int:
     With `dry_run`, load and warm up every model, log what would be used, and stop.
     """
     server = settings.server
-    log = configure("supervisor", server.log_level, server.log_format)
+    events = Events()
+    log = configure("supervisor", server.log_level, server.log_format, keep=events.keep)
     try:
         lock = _hold_address(server.address)
     except (Error, OSError) as error:
@@ -39,7 +41,7 @@ def run(settings: Settings, *, dry_run: bool = False) -> int:
             log.warning("removed shared memory of dead owners", segments=len(stale))
         with _Signals() as signals:
             try:
-                supervisor = Supervisor(settings, signals.socket, log)
+                supervisor = Supervisor(settings, signals.socket, log, events)
             except (Error, OSError) as error:
                 log.error("could not start", error=str(error))
                 return COULD_NOT_START

@@ -20,6 +20,7 @@ from jurybox.server.config import Settings
 from jurybox.server.logs import Log
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.desk import Desk
+from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
 from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import Leases
@@ -35,7 +36,7 @@ _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 class Supervisor:
     """Owns everything a server shares; runs until a signal, or until a child is lost for good."""
 
-    def __init__(self, settings: Settings, signals: socket.socket, log: Log) -> None:
+    def __init__(self, settings: Settings, signals: socket.socket, log: Log, events: Events) -> None:
         self._settings = settings.server
         self._signals = signals
         self._log = log
@@ -49,7 +50,9 @@ class Supervisor:
             self._models.add(name, model)
         self._keeper = Keeper(log.error)
         self._fleet = Fleet(settings.server, server_id, board, self._models)
-        self._reception = Reception(settings, server_id, board, self._models, self._leases, self._fleet, self._keeper)
+        self._reception = Reception(
+            settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events
+        )
         self._gateway = self._gateway_child() if settings.server.http else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -123,7 +126,9 @@ class Supervisor:
 
     def _gateway_child(self) -> Child:
         def configure() -> dict[str, Any]:
-            return self._settings.model_dump(mode="json", include={"address", "http", "log_level", "log_format"})
+            settings = self._settings.model_dump(mode="json", include={"address", "log_level", "log_format"})
+            # Where it listened before, though any port was good enough then: whoever watches finds it again.
+            return {**settings, "http": self._reception.http}
 
         return Child("gateway", "jurybox.server.gateway", configure)
 

@@ -1,0 +1,165 @@
+"""Traces of tickets with OpenTelemetry, from the client to the reply. Imported only where JURYBOX_TRACES is true.
+
+    infer photo          client: from sending the ticket to having its answer; a child of the caller's current span
+    |- queue             until its batch began
+    |- batch             gather, forward, scatter; with the batch's rows and tickets, and the engine
+    `- reply             until the client had the answer
+
+The children are made here too, from what the engine leaves in jurybox.protocol.timings: the engine's loop exports
+nothing and knows no span. Where the server leaves nothing (server.traces is false) there is the outer span alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+from opentelemetry import trace
+from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+
+from jurybox.client.doors.door import Answer, CalledRow, Caller, Door, Outgoing
+from jurybox.protocol.errors import Code, SharedMemoryError
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.timings import Timings
+from jurybox.protocol.wire import build_version
+
+_MOST_OPEN = 4096  # spans; the oldest is ended when there are more: nobody waits for its answer any more
+
+
+def traced(door: Door, model: str, server_id: str, lane: int) -> Door:
+    """A door whose tickets are traced; spans go where the process's tracer provider says.
+
+    Where the process has none, one is set up that exports by OTLP over HTTP, as the OTEL_ variables tell it.
+    """
+    if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
+        _export()
+    try:
+        timings: Timings | None = Timings.attach(segment_name(server_id, "timings"))
+    except SharedMemoryError:
+        timings = None
+    return TracedDoor(door, model, lane, timings, trace.get_tracer("jurybox", build_version()))
+
+
+class TracedDoor:
+    """A door around a door.
+
+    Args:
+        model: name for the spans.
+        lane: whose tickets these are.
+        timings: what the engines leave; None where they leave nothing.
+    """
+
+    def __init__(self, door: Door, model: str, lane: int, timings: Timings | None, tracer: Tracer) -> None:
+        self._door = door
+        self._model = model
+        self._lane = lane
+        self._timings = timings
+        self._tracer = tracer
+        self._open: dict[int, tuple[Span, Outgoing, int]] = {}  # by sequence; with the offset to seconds since 1970
+
+    def send(self, ticket: Outgoing) -> None:
+        """As Door.send."""
+        self._begin(ticket)
+        self._door.send(ticket)
+
+    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+        """As Door.exchange."""
+        self._begin(ticket)
+        answer = self._door.exchange(ticket, timeout)
+        if answer is not None:
+            self._end(answer)
+        return answer
+
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> Caller | None:
+        """As Door.caller: none, since every ticket is to be seen here."""
+        return None
+
+    def receive(self, timeout: float) -> Sequence[Answer]:
+        """As Door.receive."""
+        answers = self._door.receive(timeout)
+        for answer in answers:
+            self._end(answer)
+        return answers
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """As Door.watch."""
+        self._door.watch(loop, arrived)
+
+    def close(self) -> None:
+        """As Door.close."""
+        for sequence in list(self._open):
+            self._give_up(sequence)
+        if self._timings is not None:
+            self._timings.close()
+        self._door.close()
+
+    def _begin(self, ticket: Outgoing) -> None:
+        if (known := self._open.get(ticket.sequence)) is not None:
+            span, _, offset = known
+            span.add_event("sent again", {"jurybox.engine": ticket.engine}, ticket.submitted + offset)
+            self._open[ticket.sequence] = (span, ticket, offset)
+            return
+        offset = time.time_ns() - time.monotonic_ns()
+        attributes: dict[str, str | int] = {
+            "jurybox.model": self._model,
+            "jurybox.rows": ticket.rows,
+            "jurybox.lane": self._lane,
+            "jurybox.sequence": str(ticket.sequence),  # 64 bits, which attributes of type int do not hold
+        }
+        began = ticket.submitted + offset
+        span = self._tracer.start_span(f"infer {self._model}", kind=SpanKind.CLIENT, attributes=attributes,
+                                       start_time=began)  # fmt: skip
+        if not span.is_recording():
+            return  # not sampled
+        if len(self._open) >= _MOST_OPEN:
+            self._give_up(next(iter(self._open)))
+        self._open[ticket.sequence] = (span, ticket, offset)
+
+    def _end(self, answer: Answer) -> None:
+        if (known := self._open.pop(answer.sequence, None)) is None:
+            return
+        span, ticket, offset = known
+        now = time.monotonic_ns()
+        timing = self._timings.read(self._lane, answer.sequence) if self._timings is not None else None
+        if timing is not None:
+            inside = set_span_in_context(span)
+            began, ended = int(timing["began"]), int(timing["ended"])
+            about: dict[str, int] = {
+                "jurybox.batch.rows": int(timing["rows"]),
+                "jurybox.batch.tickets": int(timing["tickets"]),
+                "jurybox.engine": int(timing["engine"]),
+            }
+            for name, start, end in (
+                ("queue", ticket.submitted, began),
+                ("batch", began, ended),
+                ("reply", ended, now),
+            ):
+                part = self._tracer.start_span(name, inside, start_time=start + offset)
+                if name == "batch":
+                    part.set_attributes(about)
+                part.end(end + offset)
+        span.set_attribute("jurybox.weights.version", answer.version)
+        if answer.code != Code.OK:
+            span.set_status(Status(StatusCode.ERROR, answer.message))
+        span.end(now + offset)
+
+    def _give_up(self, sequence: int) -> None:
+        span, _, _ = self._open.pop(sequence)
+        span.set_status(Status(StatusCode.ERROR, "no answer came"))
+        span.end()
+
+
+def _export() -> None:
+    """Set up a provider of our own. Its last spans are exported when the process ends."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource({SERVICE_NAME: "jurybox-client"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)

@@ -1,0 +1,70 @@
+"""What engines tell of a ticket beside its answer: when its batch began and ended, and with whom it was computed.
+
+A ticket's record has no room for it, and answers stay as they are. So this is a page set of its own, which exists only
+where a server was told to help with traces: engines write it, and a client that traces reads it once it has its answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.board import MAX_LANES
+from jurybox.protocol.segment import Segment
+
+PLACES = 16  # tickets of a lane that are remembered; a client with more in flight may find that one was overwritten
+
+TIMING = np.dtype(
+    [
+        ("sequence", "<u8"),  # of the ticket; written last, so that what stands beside it is its own
+        ("began", "<i8"),  # ns of CLOCK_MONOTONIC: its batch left the queue
+        ("ended", "<i8"),  # its answer was ready
+        ("engine", "<u4"),
+        ("rows", "<u4"),  # of the batch
+        ("tickets", "<u4"),  # of the batch
+        ("pad", "V28"),
+    ]
+)
+assert TIMING.itemsize == 64
+
+
+class Timings:
+    """The array `records` (lanes, PLACES); a ticket's place is its sequence number modulo PLACES."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.records: NDArray[Any] = segment.array(TIMING, (MAX_LANES, PLACES))
+
+    @classmethod
+    def create(cls, name: str) -> Timings:
+        """Make the segment; raises SharedMemoryError when there is no room."""
+        return cls(Segment.create(name, TIMING.itemsize * MAX_LANES * PLACES))
+
+    @classmethod
+    def attach(cls, name: str, *, writable: bool = False) -> Timings:
+        """Map a server's; raises SharedMemoryError where it has none."""
+        return cls(Segment.attach(name, writable=writable))
+
+    def write(
+        self, tickets: NDArray[Any], *, began: int, ended: int, engine: int, batch_rows: int, batch_tickets: int
+    ) -> None:
+        """Remember some tickets of one batch: records of wire.TICKET, of lanes that have been checked."""
+        where = tickets["lane"], tickets["sequence"] % PLACES
+        records = np.zeros(len(tickets), TIMING)
+        records["began"], records["ended"], records["engine"] = began, ended, engine
+        records["rows"], records["tickets"] = batch_rows, batch_tickets
+        self.records[where] = records
+        self.records["sequence"][where] = tickets["sequence"]
+
+    def read(self, lane: int, sequence: int) -> Any:
+        """A ticket's record; None when it is not (or no longer) remembered."""
+        record = self.records[lane, sequence % PLACES].copy()
+        return record if int(record["sequence"]) == sequence else None
+
+    def close(self) -> None:
+        """Let go of the segment; the owner also removes it."""
+        self.segment.close()
+        if self.segment.owned:
+            self.segment.unlink()

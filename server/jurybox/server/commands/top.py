@@ -1,0 +1,201 @@
+"""`jurybox top`: the live page's numbers in a terminal."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from jurybox.server.commands.show import Address, duration
+
+_FAILED, _USAGE = 1, 2
+_TIMEOUT = 2.0  # seconds
+_EVENTS = 6  # lines
+_BLOCKS = "·▁▂▃▄▅▆▇█"
+_TONES = {"serving": "green", "ready": "green", "failed": "red", "hung": "red", "down": "red", "gone": "red"}
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Watch for one interval, print what happened, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
+    address: Address = None,
+) -> None:
+    """Watch a server: throughput, latencies, batches, queue, models, engines, events; Ctrl-C ends it."""
+    from zmq import ZMQError
+
+    from jurybox.client import Error
+    from jurybox.protocol.address import default_address
+
+    where = address or default_address()
+    console = Console(highlight=False)
+    if once and not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    looker = _Looker(where, window=max(2.0, interval))
+    try:
+        if once:
+            looker.look()
+            time.sleep(interval)
+            console.print(screen(looker.look()))
+        else:
+            _watch(looker, console, interval)
+    except Error as error:
+        typer.echo(f"jurybox: {error}", err=True)
+        raise typer.Exit(_FAILED) from error
+    except (ZMQError, ValueError) as error:
+        typer.echo(f"jurybox: {where!r} is no address ({error}): expected such as ipc:///run/jurybox/engine", err=True)
+        raise typer.Exit(_USAGE) from error
+    except KeyboardInterrupt:
+        return
+    finally:
+        looker.close()
+
+
+class _Looker:
+    """Looks at one address: asks for names, reads numbers from the board; connects again where a server is gone."""
+
+    def __init__(self, address: str, window: float) -> None:
+        from jurybox.server.watch.history import History
+        from jurybox.server.watch.snapshot import BoardReader
+
+        self._address = address
+        self._server: Any = None
+        self._reader = BoardReader()
+        self._history = History(window)
+
+    def look(self) -> dict[str, Any]:
+        """The document of jurybox.server.watch.sample. Raises Error when there is no server."""
+        from jurybox.client import Error, connect
+
+        if self._server is None:
+            self._server = connect(self._address, timeout=_TIMEOUT)
+        try:
+            return self._history.add(self._reader.read(self._server.status()))
+        except Error:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the server."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self._reader.close()
+
+
+def _watch(looker: _Looker, console: Console, interval: float) -> None:
+    """Until Ctrl-C; a server that is gone is said to be, and shown again when it is back."""
+    from jurybox.client import Error
+
+    last: dict[str, Any] = looker.look()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            live.update(screen(last), refresh=True)
+            time.sleep(interval)
+            try:
+                last = looker.look()
+            except Error as error:
+                gone = Panel(Text(f"the server is gone: {error}"), style="red", title="trying again")
+                live.update(Group(gone, screen(last)), refresh=True)
+
+
+def screen(sample: dict[str, Any]) -> RenderableType:
+    """A document of jurybox.server.watch.sample as a page of text."""
+    server, rates, latency = sample["server"], sample["rates"], sample["latency"]
+    head = Text(f"jurybox {server['build']} at {server['address']}  ")
+    head.append(server["state"], _TONES.get(server["state"], "yellow"))
+    head.append(f"  up {duration(server['uptime'])}")
+    words = [
+        *(f"{_count(rates[name])} {name}/s" for name in ("rows", "requests", "batches")),
+        f"{sample['waiting']} rows wait",
+        f"{sample['lanes']['in_use']} lanes in use",
+        _bytes(sample["memory"]),
+    ]
+    stages = "   ".join(
+        f"{stage} {duration(values['p50'])} / {duration(values['p99'])}" for stage, values in latency.items()
+    )
+    return Group(
+        head,
+        Text("   ".join(words), "bold"),
+        Text(f"p50 / p99: {stages}   batches {_bars(sample['batch']['counts'])}"),
+        Text(),
+        _models(sample["models"]),
+        Text(),
+        _engines(sample["engines"]),
+        Text(),
+        *map(_event, sample["events"][-_EVENTS:]),
+    )
+
+
+def _models(models: list[dict[str, Any]]) -> Table:
+    table = _table("model", "state", ">rows/s", ">p50", ">p99", ">batch", ">sizes", ">waiting", ">lanes", ">version",
+                   ">lag")  # fmt: skip
+    for model in models:
+        mean, weights, request = model["batch"]["mean"], model["weights"], model["latency"]["request"]
+        table.add_row(
+            Text(model["name"], "bold"),
+            Text(model["state"], _TONES.get(model["state"], "yellow")),
+            _count(model["rates"]["rows"]),
+            duration(request["p50"]),
+            duration(request["p99"]),
+            "-" if mean is None else f"{mean:.1f} of {model['max_batch']}",
+            _bars(model["batch"]["counts"]),
+            str(model["waiting"]),
+            str(model["lanes"]["in_use"]),
+            str(weights["version"]),
+            Text(str(weights["lag"]), "yellow" if weights["lag"] > 1 else ""),
+        )
+    return table
+
+
+def _engines(engines: list[dict[str, Any]]) -> Table:
+    table = _table("engine", "state", ">busy", ">requests/s", ">expected wait", ">device memory", ">restarts")
+    for engine in engines:
+        table.add_row(
+            str(engine["index"]),
+            Text(engine["state"], _TONES.get(engine["state"], "yellow")),
+            f"{engine['busy']:.0%}",
+            _count(engine["rates"]["requests"]),
+            duration(engine["expected_wait"]),
+            f"{engine['device_bytes'] / 2**20:.0f} MiB" if engine["device_bytes"] else "-",
+            str(engine["restarts"]),
+        )
+    return table
+
+
+def _table(*heads: str) -> Table:
+    """Columns by name; those that begin with ">" are flush right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in heads:
+        table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _event(event: dict[str, Any]) -> Text:
+    line = Text(datetime.fromtimestamp(event["at"]).strftime("%H:%M:%S "), "dim")
+    line.append(event["event"], {"error": "red", "warning": "yellow"}.get(event["level"], "default"))
+    line.append("".join(f" {key}={value}" for key, value in event["fields"].items()), "dim")
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _bars(counts: list[int]) -> str:
+    """A distribution over powers of two, from one row on."""
+    shown = counts[1 : max(5, *(at + 1 for at, count in enumerate(counts) if count), 0)]
+    most = max(shown)
+    return "".join(_BLOCKS[-(-count * 8 // most)] if count else _BLOCKS[0] for count in shown) if most else "-"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
+
+
+def _bytes(memory: dict[str, int]) -> str:
+    device = f", {memory['device_bytes'] / 2**20:.0f} MiB on devices" if memory["device_bytes"] else ""
+    return f"{memory['shared_bytes'] / 2**20:.1f} MiB shared{device}"

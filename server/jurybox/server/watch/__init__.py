@@ -1,0 +1,1 @@
+"""Watching a server: what the board shows at two moments, and what happened between them."""

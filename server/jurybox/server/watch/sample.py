@@ -1,0 +1,139 @@
+"""From two snapshots to what happened between them: rates, percentiles, distributions.
+
+The live page and `jurybox top` both show the document made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.board import BATCH_BUCKETS, COUNTERS, MAX_LANES, TIME_BUCKETS, EngineState
+from jurybox.server.status import percentile
+from jurybox.server.watch.snapshot import Document, Snapshot
+
+_STAGES = {"request": "request_ns", "queue": "queue_ns", "forward": "forward_ns"}
+_COUNTS = [name for name in COUNTERS.names or () if name not in ("version", "newest", "adopted", "waiting")]
+FAILURES = ("failed", "expired", "refused")
+
+
+def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
+    """What was counted between two snapshots, (engines, models) of board.COUNTERS in the later one's order.
+
+    What is no count (versions, rows waiting) is the later one's. A model that the earlier snapshot did not hold, or
+    that was loaded anew since, has begun at zero; so has everything where the earlier one is another server's, or none.
+    """
+    grown = later.counters.copy()
+    if earlier is None or earlier.server_id != later.server_id:
+        return grown
+    columns = {(model["name"], model["index"]): at for at, model in enumerate(earlier.models)}
+    pairs = [
+        (at, before)
+        for at, model in enumerate(later.models)
+        if (before := columns.get((model["name"], model["index"]))) is not None
+    ]
+    if pairs:
+        now, then = ([pair[i] for pair in pairs] for i in (0, 1))
+        for name in _COUNTS:
+            old, new = earlier.counters[name][:, then], later.counters[name][:, now]
+            grown[name][:, now] = np.where(new >= old, new - old, new)
+    return grown
+
+
+def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document] = ()) -> Document:
+    """What is to be shown, in values that JSON can hold; durations in seconds.
+
+    Args:
+        earlier: where the rates, percentiles and distributions begin; without it they are of nothing.
+        events: what is to be told beside, the newest last.
+    """
+    seconds = (later.taken - earlier.taken) / 1e9 if earlier else 0.0
+    grown = growth(earlier or later, later)
+    server, memory, held = later.document["server"], later.document["memory"], later.document["lanes"]
+    return {
+        "at": round(later.at, 3),
+        "seconds": round(seconds, 3),
+        "server": {
+            **{key: server[key] for key in ("id", "state", "build", "address")},
+            "uptime": round(max(0.0, later.at - server["started"]), 1),
+        },
+        **_counted(grown, seconds),
+        "waiting": int(grown["waiting"].sum()),
+        "lanes": {
+            "in_use": len(later.lanes),
+            "rows": int(later.lanes["rows"].sum()),
+            "retiring": held["retiring"],
+            "most": MAX_LANES,
+        },
+        "memory": {"shared_bytes": memory["shared_bytes"], "device_bytes": int(later.engines["device_bytes"].sum())},
+        "models": [_model(later, at, grown[:, at], seconds) for at in range(len(later.models))],
+        "engines": [_engine(later, at, grown[at], seconds) for at in range(len(later.engines))],
+        "events": list(events),
+    }
+
+
+def _counted(grown: NDArray[Any], seconds: float) -> Document:
+    """Rates a second, percentiles and the batches' sizes of some of the counters, whatever their shape."""
+    batches, rows = int(grown["batches"].sum()), int(grown["rows"].sum())
+    return {
+        "rates": {name: _rate(grown[name], seconds) for name in ("requests", "rows", "batches")},
+        "failures": {name: int(grown[name].sum()) for name in FAILURES},
+        "latency": {
+            stage: {key: _quantile(grown[field], quantile) for key, quantile in (("p50", 0.5), ("p99", 0.99))}
+            for stage, field in _STAGES.items()
+        },
+        "batch": {
+            "mean": round(rows / batches, 2) if batches else None,
+            "counts": grown["batch_rows"].reshape(-1, BATCH_BUCKETS).sum(axis=0).tolist(),
+        },
+    }
+
+
+def _model(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Document:
+    held, lanes = later.models[at], later.leased(at)
+    version, newest = later.weights(at)
+    return {
+        "name": held["name"],
+        "state": held["state"],
+        "reason": held["reason"],
+        "max_batch": held["max_batch"],
+        "arena_rows": held["arena"]["rows"],
+        **_counted(grown, seconds),
+        "waiting": int(grown["waiting"].sum()),
+        "lanes": {"in_use": len(lanes), "rows": int(lanes["rows"].sum())},
+        "weights": {
+            "version": version,
+            "newest": newest,
+            "lag": newest - version,
+            "age": later.weights_age(at),
+            "digest": held["weights"]["digest"],
+        },
+    }
+
+
+def _engine(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Document:
+    record, told = later.engines[at], later.document["engines"][at]
+    beat = int(record["heartbeat"])
+    return {
+        "index": at,
+        "state": "hung" if told["hung"] else EngineState(int(record["state"])).name.lower(),
+        "pid": int(record["pid"]),
+        "restarts": int(record["restarts"]),
+        "heartbeat_age": max(0.0, (later.taken - beat) / 1e9) if beat else None,
+        "expected_wait": int(record["expected_wait"]) / 1e9,
+        "device_bytes": int(record["device_bytes"]),
+        "busy": min(1.0, _rate(grown["forward_total_ns"], seconds) / 1e9),  # share of the time spent computing
+        "rates": {name: _rate(grown[name], seconds) for name in ("requests", "rows", "batches")},
+    }
+
+
+def _rate(counts: NDArray[Any], seconds: float) -> float:
+    return round(float(counts.sum()) / seconds, 3) if seconds > 0 else 0.0
+
+
+def _quantile(counts: NDArray[Any], quantile: float) -> float | None:
+    nanoseconds = percentile(counts.reshape(-1, TIME_BUCKETS).sum(axis=0), quantile)
+    return None if nanoseconds is None else float(f"{nanoseconds / 1e9:.3g}")  # no figure is better than that

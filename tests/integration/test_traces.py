@@ -1,0 +1,133 @@
+"""Traces of tickets: a real server, a client process of its own, the SDK's in-memory exporter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.serving import serving
+
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
+    "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
+}
+
+CLIENT = """
+import asyncio, json, sys
+import numpy as np
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
+
+from jurybox.client import Error, connect
+
+memory = InMemorySpanExporter()
+provider = TracerProvider(sampler=ALWAYS_OFF if "off" in sys.argv else ALWAYS_ON)
+provider.add_span_processor(SimpleSpanProcessor(memory))
+trace.set_tracer_provider(provider)
+ones = np.ones((3, 4), np.float32)
+with connect(sys.argv[1], door=sys.argv[2], timeout=20) as server:
+    model = server.model(sys.argv[3], rows=8)
+    with trace.get_tracer("test").start_as_current_span("step"):
+        for kind in sys.argv[4:]:
+            match kind:
+                case "call":
+                    model(ones[0])
+                case "infer":
+                    model.infer(ones)
+                case "submit":
+                    tickets = [model.submit(ones[:2]) for _ in range(3)]
+                    for ticket in tickets:
+                        model.result(ticket)
+                case "async":
+                    asyncio.run(model.infer_async(ones))
+                case "rows":
+                    with model.rows(2) as rows:
+                        rows.infer()
+                case "fail":
+                    try:
+                        model.infer(np.full((1, 4), 666, np.float32))
+                    except Error:
+                        pass
+print(json.dumps([
+    {"name": span.name, "id": span.context.span_id, "trace": span.context.trace_id,
+     "parent": span.parent.span_id if span.parent else None, "start": span.start_time, "end": span.end_time,
+     "attributes": dict(span.attributes), "error": span.status.status_code.name == "ERROR"}
+    for span in memory.get_finished_spans()
+]))
+"""
+
+
+def spans(address: str, door: str, model: str, *kinds: str, traces: str = "true") -> list[dict]:
+    run = subprocess.run(
+        [sys.executable, "-c", CLIENT, address, door, model, *kinds],
+        env={**os.environ, "JURYBOX_TRACES": traces}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("traced"), MODELS, traces=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize("door", ["native", "zmq"])
+@pytest.mark.parametrize(("kind", "tickets"), [("call", 1), ("infer", 1), ("submit", 3), ("async", 1), ("rows", 1)])
+def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(traced, door, kind, tickets):
+    found = spans(traced.address, door, "affine", kind)
+    (step,) = [span for span in found if span["name"] == "step"]
+    outer = [span for span in found if span["name"] == "infer affine"]
+    assert len(outer) == tickets
+    assert len(found) == 1 + 4 * tickets
+    assert {span["trace"] for span in found} == {step["trace"]}
+    for span in outer:
+        assert span["parent"] == step["id"]
+        inside = {part["name"]: part for part in found if part["parent"] == span["id"]}
+        queue, batch, reply = (inside[name] for name in ("queue", "batch", "reply"))
+        moments = [span["start"], queue["start"], queue["end"], batch["start"], batch["end"], reply["start"],
+                   reply["end"], span["end"]]  # fmt: skip
+        assert moments == sorted(moments)
+        assert batch["start"] < batch["end"]
+        assert step["start"] <= span["start"] + 1_000_000  # two clocks: the tracer's own, and the ticket's
+        assert span["end"] <= step["end"] + 1_000_000
+        assert batch["attributes"]["jurybox.engine"] == 0
+        assert batch["attributes"]["jurybox.batch.rows"] >= span["attributes"]["jurybox.rows"]
+        assert span["attributes"]["jurybox.model"] == "affine"
+
+
+def test_a_failed_ticket_is_a_span_in_error(traced):
+    found = spans(traced.address, "native", "moody", "fail")
+    (outer,) = [span for span in found if span["name"] == "infer moody"]
+    assert outer["error"]
+    assert {span["name"] for span in found} == {
+        "step",
+        "infer moody",
+    }  # no batch was computed
+
+
+def test_what_the_sampler_leaves_out_is_not_traced(traced):
+    assert spans(traced.address, "native", "affine", "infer", "call", "off") == []
+
+
+def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(traced):
+    assert [span["name"] for span in spans(traced.address, "native", "affine", "infer", traces="false")] == ["step"]
+    code = (
+        "import sys, numpy as np; from jurybox.client import connect\n"
+        "with connect(sys.argv[1]) as server: server.model('affine').infer(np.ones((1, 4), np.float32))\n"
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "JURYBOX_TRACES"}
+    assert subprocess.run([sys.executable, "-c", code, traced.address], env=environment, timeout=60).returncode == 0
+
+
+def test_a_server_that_does_not_help_leaves_the_outer_span_alone(tmp_path):
+    with serving(tmp_path, {"affine": MODELS["affine"]}) as running:
+        found = spans(running.address, "native", "affine", "infer", "call")
+    assert sorted(span["name"] for span in found) == ["infer affine", "infer affine", "step"]

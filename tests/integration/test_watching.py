@@ -1,0 +1,214 @@
+"""Metrics, the stream behind the live page, and `jurybox top`, on a real server under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.serving import serving, wait_until
+
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64, "publish": "double_buffer"},
+    "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("watched"), MODELS, http="127.0.0.1:0") as running:
+        with running.connect() as connection:
+            running.http = f"http://{connection.status()['server']['http']}"
+        yield running
+
+
+@contextmanager
+def load(server, seconds: float = 30.0) -> Iterator[None]:
+    """One client that asks again and again."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        until = time.monotonic() + seconds
+        with server.connect() as connection:
+            model = connection.model("affine", rows=4)
+            while not stop.is_set() and time.monotonic() < until:
+                model.infer(np.zeros((3, 4), np.float32), timeout=20)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def scrape(server) -> dict[tuple[str, str], float]:
+    """Samples of the model "affine", or of no model, by name and the rest of their labels."""
+    answer = httpx.get(f"{server.http}/metrics", timeout=10)
+    assert answer.status_code == 200
+    return {
+        (sample.name, json.dumps({key: label for key, label in sample.labels.items() if key != "model"})): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+        if sample.labels.get("model", "affine") == "affine"
+    }
+
+
+def plain(samples: dict[tuple[str, str], float], name: str) -> float:
+    return samples[f"jurybox_{name}", "{}"]
+
+
+def test_metrics_count_what_a_client_did(server):
+    before = scrape(server)
+    with server.connect() as connection:
+        model = connection.model("affine", rows=8)
+        for _ in range(20):
+            model.infer(np.zeros((5, 4), np.float32))
+        wait_until(lambda: plain(scrape(server), "lanes_in_use") == 1, 5, "the lane")
+    after = scrape(server)
+    assert plain(after, "requests_total") - plain(before, "requests_total") == 20
+    assert plain(after, "rows_total") - plain(before, "rows_total") == 100
+    assert plain(after, "request_duration_seconds_count") - plain(before, "request_duration_seconds_count") == 20
+    spent = plain(after, "request_duration_seconds_sum") - plain(before, "request_duration_seconds_sum")
+    waited = plain(after, "queue_wait_seconds_sum") - plain(before, "queue_wait_seconds_sum")
+    assert 0 < waited < spent < 20
+    assert plain(after, "arena_bytes") > 0
+
+
+def test_publications_show_as_versions_and_adoptions(server):
+    before = scrape(server)
+    with server.connect() as connection:
+        version = connection.publisher("affine").publish({"scale": np.float32(3.0), "offset": np.float32(0.0)})
+        wait_until(lambda: plain(scrape(server), "weights_version") == version, 10, "the adoption")
+    after = scrape(server)
+    assert plain(after, "weights_updates_total") == plain(before, "weights_updates_total") + 1
+    assert plain(after, "weights_update_duration_seconds_count") == 1 + plain(
+        before, "weights_update_duration_seconds_count"
+    )
+    assert plain(after, "weights_lag_versions") == 0
+
+
+def test_no_counter_goes_backwards_or_jumps_when_an_engine_is_killed(server):
+    engine = json.dumps({"engine": "0"})
+    with load(server):
+        wait_until(lambda: plain(scrape(server), "requests_total") > 100, 20, "requests")
+    time.sleep(0.2)  # what was in flight is counted
+    before = scrape(server)
+    os.kill(server.pids()["engine-0"], signal.SIGKILL)
+    lowest = dict(before)
+    wait_until(lambda: scrape(server)["jurybox_engine_up", engine] == 0, 10, "the death")
+    until = time.monotonic() + 30
+    while True:
+        now = scrape(server)
+        for (name, labels), value in now.items():
+            if name.endswith(("_total", "_count", "_sum", "_bucket")):
+                assert value >= lowest[name, labels], f"{name}{labels} went backwards"
+        lowest = now
+        if now["jurybox_engine_up", engine] == 1:
+            break
+        assert time.monotonic() < until, "the engine did not come back"
+    after = scrape(server)
+    # A predecessor's counts told again would double them.
+    assert plain(after, "requests_total") == plain(before, "requests_total")
+    assert plain(after, "rows_total") == plain(before, "rows_total")
+    assert after["jurybox_engine_restarts_total", engine] == before["jurybox_engine_restarts_total", engine] + 1
+    with server.connect() as connection:
+        connection.model("affine").infer(np.zeros((1, 4), np.float32), timeout=20)
+    assert plain(scrape(server), "requests_total") == plain(before, "requests_total") + 1
+
+
+def samples(server, wanted: int) -> list[dict]:
+    """Documents from the stream."""
+    found: list[dict] = []
+    with httpx.stream("GET", f"{server.http}/events", timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        event = ""
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: ") and event == "sample":
+                found.append(json.loads(line.removeprefix("data: ")))
+            if len(found) == wanted:
+                return found
+    raise AssertionError(f"the stream ended after {len(found)} samples")
+
+
+def test_the_stream_shows_the_load_as_it_happens(server):
+    with load(server):
+        last = samples(server, 6)[-1]
+    affine = next(model for model in last["models"] if model["name"] == "affine")
+    assert affine["rates"]["rows"] > 0
+    assert affine["batch"]["mean"] == 3.0
+    assert affine["lanes"]["in_use"] == 1
+    assert 0 < affine["latency"]["request"]["p50"] <= affine["latency"]["request"]["p99"] < 30
+    assert last["engines"][0]["state"] == "serving"
+    assert 0 < last["engines"][0]["busy"] <= 1
+    assert any(event["event"] == "serving" for event in last["events"])
+
+
+def test_a_death_is_among_the_events(server):
+    assert any(event["event"] == "child died" for event in samples(server, 1)[0]["events"])
+
+
+def test_a_failed_model_call_is_an_event(server):
+    found: list[list[dict]] = []
+    watching = threading.Thread(target=lambda: found.append(samples(server, 8)))
+    watching.start()
+    time.sleep(1.0)  # the first looks
+    with server.connect() as connection, pytest.raises(Exception, match="this row breaks the model"):
+        connection.model("moody").infer(np.full((1, 4), 666, np.float32))
+    watching.join(20)
+    assert any(event["event"] == "the model failed" for event in found[0][-1]["events"])
+
+
+def test_many_watchers_are_one_to_the_server_and_none_when_they_left(server):
+    with httpx.Client(timeout=10) as client:
+        streams = [client.build_request("GET", f"{server.http}/events") for _ in range(5)]
+        answers = [client.send(request, stream=True) for request in streams]
+        lines = [next(line for line in answer.iter_lines() if line.startswith("data: ")) for answer in answers]
+        assert len(lines) == 5
+        for answer in answers:
+            answer.close()
+    assert samples(server, 2)
+
+
+def top(address: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jurybox.server.cli", "top", "--once", "--interval", "0.5", "--address", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_top_prints_what_the_page_shows(server):
+    with load(server):
+        run = top(server.address)
+    assert run.returncode == 0, run.stderr
+    assert "rows/s" in run.stdout
+    assert "affine" in run.stdout
+    assert "serving" in run.stdout
+
+
+def test_top_says_that_nobody_is_there(tmp_path):
+    run = top(f"ipc://{tmp_path}/none")
+    assert run.returncode == 1
+    assert "is a server running there?" in run.stderr
+
+
+def test_a_page_that_is_open_does_not_hold_the_server_back_when_it_stops(tmp_path):
+    with serving(tmp_path, {"affine": MODELS["affine"]}, http="127.0.0.1:0") as running:
+        with running.connect() as connection:
+            http = f"http://{connection.status()['server']['http']}"
+        with httpx.stream("GET", f"{http}/events", timeout=10) as answer:
+            next(answer.iter_lines())
+            began = time.monotonic()
+            assert running.stop(timeout=20) == 0
+            assert time.monotonic() - began < 8

@@ -1,0 +1,72 @@
+"""A real board and the status document of an imagined server, so that what is watched can be set by hand."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.segment import segment_name
+from jurybox.server.config import ModelSettings
+from jurybox.server.status import status_document
+from jurybox.server.supervisor.models import HeldModel
+from jurybox.server.watch.snapshot import BoardReader, Snapshot
+
+SECOND = 10**9
+
+
+class Scene:
+    """A server of two engines and two models, of which only the board is real."""
+
+    def __init__(self) -> None:
+        self.id = f"watch{secrets.token_hex(4)}"
+        self.board = Board.create(segment_name(self.id, "board"), 2, started=5000.0)
+        settings = ModelSettings(factory="a:b", max_batch=64)
+        self.models = [
+            HeldModel(index, name, settings, digest="cafe", engines={0: "ready", 1: "ready"})
+            for index, name in ((3, "photo"), (7, "policy/agent0"))
+        ]
+        self.events: list[dict[str, Any]] = []
+        for index in (0, 1):
+            self.engine(index, state=EngineState.SERVING, pid=100 + index, epoch=5, heartbeat=1)
+        self._reader = BoardReader()
+
+    def engine(self, index: int, **fields: int) -> None:
+        for name, value in fields.items():
+            self.board.engines[name][index] = value
+
+    def add(self, engine: int, model: int, **fields: int) -> None:
+        for name, value in fields.items():
+            self.board.counters[name][engine, model] += value
+
+    def bucket(self, engine: int, model: int, histogram: str, bucket: int, count: int = 1) -> None:
+        self.board.counters[histogram][engine, model, bucket] += count
+
+    def lease(self, lane: int, model: int, rows: int) -> None:
+        record = self.board.lanes[lane : lane + 1]
+        record["lease"], record["model"], record["rows"] = lane + 1, model, rows
+
+    def document(self) -> dict[str, Any]:
+        return status_document(
+            self.board, self.models, [], server_id=self.id, address="ipc:///x/engine", now=5060.0, events=self.events,
+            engine_timeout=1e9,
+        )  # fmt: skip
+
+    def snapshot(self, **changes: Any) -> Snapshot:
+        """The board now, with some of the snapshot's fields set by hand."""
+        taken = self._reader.read(self.document())
+        return Snapshot(**{**taken.__dict__, **changes})
+
+    def close(self) -> None:
+        self._reader.close()
+        self.board.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()

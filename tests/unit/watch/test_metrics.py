@@ -1,0 +1,134 @@
+"""What Prometheus is told, read back by Prometheus's own parser."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from jurybox.server.gateway.metrics.collector import exposition
+from jurybox.server.gateway.metrics.metric import Kind
+from jurybox.server.gateway.metrics.table import TABLE
+
+PHOTO, POLICY = 3, 7
+OPEN = "application/openmetrics-text;version=1.0.0"
+
+
+def scraped(scene, accept: str = "") -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    body, _ = exposition(scene.snapshot(), accept)
+    parse = open_families if accept else text_string_to_metric_families
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in parse(body.decode())
+        for sample in family.samples
+    }
+
+
+def value(scene, name: str, **labels: str) -> float:
+    return scraped(scene)[f"jurybox_{name}", tuple(sorted(labels.items()))]
+
+
+@pytest.mark.parametrize("accept", ["", OPEN])
+def test_every_metric_of_the_table_is_exposed_with_its_type_and_help(scene, accept):
+    body, content_type = exposition(scene.snapshot(), accept)
+    parse = open_families if accept else text_string_to_metric_families
+    families = {family.name: family for family in parse(body.decode())}
+    assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
+    for metric in TABLE:
+        family = families["jurybox_" + metric.name]
+        assert (family.type, family.documentation) == (metric.kind.value, metric.help)
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(metric.labels)
+
+
+def test_counters_are_summed_over_engines(scene):
+    scene.add(0, PHOTO, requests=10, rows=40, batches=5, failed=1, expired=2, refused=3, updates=1)
+    scene.add(1, PHOTO, requests=5, rows=9, failed=4)
+    assert value(scene, "requests_total", model="photo") == 15
+    assert value(scene, "rows_total", model="photo") == 49
+    assert value(scene, "requests_total", model="policy/agent0") == 0
+    assert value(scene, "request_failures_total", model="photo", reason="failed") == 5
+    assert value(scene, "request_failures_total", model="photo", reason="expired") == 2
+    assert value(scene, "engine_requests_total", engine="1") == 5
+
+
+def test_a_histogram_is_the_boards_cumulated_with_its_sum_in_seconds(scene):
+    scene.bucket(0, PHOTO, "request_ns", 5, 2)  # below the first bound
+    scene.bucket(0, PHOTO, "request_ns", 17, 3)  # [65.5 us, 131 us)
+    scene.bucket(1, PHOTO, "request_ns", 20, 1)
+    scene.bucket(1, PHOTO, "request_ns", 39, 1)  # above the last bound
+    scene.add(0, PHOTO, request_total_ns=1_500_000_000)
+    scene.add(1, PHOTO, request_total_ns=500_000_000)
+    found = scraped(scene)
+    buckets = {
+        float(dict(labels)["le"]): count
+        for (name, labels), count in found.items()
+        if name == "jurybox_request_duration_seconds_bucket" and dict(labels)["model"] == "photo"
+    }
+    assert list(buckets) == [*(2**i / 1e9 for i in range(10, 37)), math.inf]
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert [buckets[2**i / 1e9] for i in (10, 16, 17, 19, 20, 36)] == [2, 2, 5, 5, 6, 6]
+    assert buckets[math.inf] == 7
+    assert value(scene, "request_duration_seconds_count", model="photo") == 7
+    assert value(scene, "request_duration_seconds_sum", model="photo") == 2.0
+
+
+def test_batch_sizes_have_exact_bounds(scene):
+    for rows in (1, 2, 3, 4, 64):
+        scene.bucket(0, PHOTO, "batch_rows", rows.bit_length())
+        scene.add(0, PHOTO, rows=rows)
+    for bound, count in ((1, 1), (3, 3), (7, 4), (63, 4), (127, 5)):
+        assert value(scene, "batch_rows_bucket", model="photo", le=str(float(bound))) == count
+    assert value(scene, "batch_rows_sum", model="photo") == 74
+
+
+def test_weights_tell_version_newest_lag_and_age(scene):
+    scene.add(0, POLICY, version=3, newest=5, adopted=scene.snapshot().taken - 2_000_000_000)
+    scene.add(1, POLICY, version=5, newest=5)
+    labels = {"model": "policy/agent0"}
+    assert value(scene, "weights_version", **labels) == 3
+    assert value(scene, "weights_newest_version", **labels) == 5
+    assert value(scene, "weights_lag_versions", **labels) == 2
+    assert value(scene, "weights_publications_total", **labels) == 5
+    assert 2 <= value(scene, "weights_age_seconds", **labels) < 10
+    assert ("jurybox_weights_age_seconds", (("model", "photo"),)) not in scraped(scene)
+
+
+def test_an_engine_that_died_is_down_and_counted(scene):
+    from jurybox.protocol.board import EngineState
+
+    scene.engine(1, state=EngineState.ABSENT, restarts=1)
+    assert [value(scene, "engine_up", engine=str(index)) for index in (0, 1)] == [1, 0]
+    assert [value(scene, "engine_restarts_total", engine=str(index)) for index in (0, 1)] == [0, 1]
+
+
+def test_an_engine_that_comes_back_changes_no_sum_and_no_count(scene):
+    from jurybox.protocol.board import EngineState
+
+    counted = {metric.full_name for metric in TABLE if metric.kind is Kind.COUNTER} | {
+        f"jurybox_{metric.name}_{part}"
+        for metric in TABLE
+        if metric.kind is Kind.HISTOGRAM
+        for part in ("sum", "count")
+    }
+    scene.add(0, PHOTO, requests=10, rows=40, batches=5, request_total_ns=1000, version=2, newest=2)
+    before = scraped(scene)
+    scene.engine(0, state=EngineState.LOADING, epoch=6, heartbeat=2)
+    after = scraped(scene)
+    assert {key: count for key, count in before.items() if key[0] in counted} == {
+        key: count for key, count in after.items() if key[0] in counted
+    }
+
+
+def test_build_info_says_what_runs(scene):
+    (labels,) = [dict(labels) for name, labels in scraped(scene) if name == "jurybox_build_info"]
+    assert labels["server"] == scene.id
+    assert labels["version"]
+
+
+def test_a_model_name_cannot_break_the_format(scene):
+    scene.models[0].name = 'a"b\\c'
+    scene.add(0, PHOTO, requests=1)
+    assert value(scene, "requests_total", model='a"b\\c') == 1

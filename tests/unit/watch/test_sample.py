@@ -1,0 +1,130 @@
+"""Two looks at the board make rates, percentiles and events."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jurybox.protocol.errors import ServerGone
+from jurybox.server.watch.history import History
+from jurybox.server.watch.sample import growth, sample
+from jurybox.server.watch.snapshot import BoardReader
+
+SECOND = 10**9
+PHOTO, POLICY = 3, 7
+
+
+def test_rates_and_percentiles_are_those_between_the_two_looks(scene):
+    scene.add(0, PHOTO, requests=1000, rows=9000, batches=500)
+    scene.bucket(0, PHOTO, "request_ns", 35, 1000)  # seconds long, before we looked
+    before = scene.snapshot(taken=0)
+    scene.add(0, PHOTO, requests=50, rows=200, batches=10, forward_total_ns=SECOND)
+    scene.add(1, PHOTO, requests=50, rows=200, batches=10)
+    scene.bucket(0, PHOTO, "request_ns", 17, 99)
+    scene.bucket(1, PHOTO, "request_ns", 24, 1)
+    scene.bucket(0, PHOTO, "batch_rows", 5, 20)
+    shown = sample(before, scene.snapshot(taken=2 * SECOND))
+    photo, policy = shown["models"]
+    assert photo["rates"] == {"requests": 50.0, "rows": 200.0, "batches": 10.0}
+    assert shown["rates"] == photo["rates"]
+    assert policy["rates"]["requests"] == 0
+    assert 2**16 <= photo["latency"]["request"]["p50"] * 1e9 <= 2**17
+    assert photo["latency"]["queue"] == {"p50": None, "p99": None}
+    assert photo["batch"]["mean"] == 20.0
+    assert photo["batch"]["counts"][5] == 20
+    assert [engine["busy"] for engine in shown["engines"]] == [0.5, 0.0]
+    assert [engine["rates"]["requests"] for engine in shown["engines"]] == [25.0, 25.0]
+
+
+def test_what_stands_now_comes_from_the_later_look(scene):
+    scene.lease(0, PHOTO, 8)
+    scene.lease(5, PHOTO, 4)
+    scene.lease(6, POLICY, 1)
+    scene.add(0, POLICY, version=4, newest=5, waiting=3)
+    scene.add(1, POLICY, version=5, newest=5)
+    scene.engine(1, restarts=2, device_bytes=1 << 20, expected_wait=2_000_000)
+    shown = sample(None, scene.snapshot())
+    assert (shown["lanes"]["in_use"], shown["lanes"]["rows"], shown["waiting"]) == (3, 13, 3)
+    photo, policy = shown["models"]
+    assert photo["lanes"] == {"in_use": 2, "rows": 12}
+    assert (policy["weights"]["version"], policy["weights"]["newest"], policy["weights"]["lag"]) == (4, 5, 1)
+    engine = shown["engines"][1]
+    assert (engine["restarts"], engine["device_bytes"], engine["expected_wait"]) == (2, 1 << 20, 0.002)
+    assert shown["memory"]["device_bytes"] == 1 << 20
+    json.dumps(shown, allow_nan=False)
+
+
+def test_the_first_look_has_no_rates(scene):
+    scene.add(0, PHOTO, requests=1000, rows=1000)
+    assert sample(None, scene.snapshot())["rates"] == {"requests": 0.0, "rows": 0.0, "batches": 0.0}
+
+
+def test_a_model_that_came_between_the_looks_began_at_zero(scene):
+    policy = scene.models.pop()
+    before = scene.snapshot()
+    scene.models.append(policy)
+    scene.add(0, POLICY, requests=7)
+    assert growth(before, scene.snapshot())["requests"][:, 1].tolist() == [7, 0]
+
+
+def test_a_model_that_was_loaded_anew_began_at_zero(scene):
+    scene.add(0, PHOTO, requests=100)
+    before = scene.snapshot()
+    scene.board.counters[:, PHOTO] = 0
+    scene.add(0, PHOTO, requests=3)
+    assert growth(before, scene.snapshot())["requests"][0].tolist() == [3, 0]
+
+
+def test_another_server_is_not_compared_with_the_one_before(scene):
+    history = History()
+    before = scene.snapshot(taken=0)
+    history.add(before)
+    scene.add(0, PHOTO, requests=100)
+    document = scene.document()
+    document["server"]["id"] = "other"
+    assert history.add(scene.snapshot(taken=SECOND, document=document))["rates"]["requests"] == 0
+
+
+def test_the_history_shows_the_last_seconds_only(scene):
+    history = History(window=2.0)
+    for look in range(10):
+        scene.add(0, PHOTO, requests=10 if look < 5 else 30)
+        shown = history.add(scene.snapshot(taken=look * SECOND))
+    assert (shown["seconds"], shown["rates"]["requests"]) == (2.0, 30.0)
+
+
+def test_failures_are_events_and_those_that_come_together_are_one(scene):
+    scene.events.append({"at": 5.0, "level": "info", "event": "model ready", "fields": {"model": "photo"}})
+    history = History()
+    history.add(scene.snapshot(at=10.0))
+    scene.add(0, PHOTO, failed=2)
+    history.add(scene.snapshot(at=11.0))
+    scene.add(1, PHOTO, failed=1)
+    scene.add(1, POLICY, expired=4)
+    shown = history.add(scene.snapshot(at=12.0))
+    assert [(event["event"], event["fields"]) for event in shown["events"]] == [
+        ("model ready", {"model": "photo"}),
+        ("the model failed", {"model": "photo", "tickets": 3}),
+        ("requests expired while they waited", {"model": "policy/agent0", "tickets": 4}),
+    ]
+    assert shown["models"][0]["failures"]["failed"] == 3
+
+
+def test_failures_before_the_first_look_are_nobodys_news(scene):
+    scene.add(0, PHOTO, failed=2)
+    assert History().add(scene.snapshot())["events"] == []
+
+
+def test_whoever_watches_cannot_write_to_the_board_and_sees_a_dead_server(scene):
+    reader = BoardReader()
+    document = scene.document()
+    reader.read(document)
+    board = reader._board
+    assert board is not None
+    with pytest.raises(ValueError, match="read-only"):
+        board.counters["requests"][0, 0] = 1
+    scene.board.segment.close()  # lets go of the lock, as a dead server does
+    with pytest.raises(ServerGone, match="gone"):
+        reader.read(document)
+    scene.board.segment.unlink()
