@@ -128,7 +128,7 @@ def reverb(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, f
 
         def add(i: int) -> None:
             writer.append(rows.single[i % BATCH])
-            writer.create_item(name, 1.0, {k: v[-1:] for k, v in writer.history.items()})
+            writer.create_item(name, 1.0, {k: v[-1] for k, v in writer.history.items()})
             if i % 64 == 63:
                 writer.flush()
 
@@ -143,7 +143,7 @@ def reverb(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, f
             out["add 1"] = rate(add, 1, seconds)
             writer.flush()
         writer.close()
-        data = reverb.TimestepDataset.from_table_signature(
+        data = reverb.TrajectoryDataset.from_table_signature(
             address, name, max_in_flight_samples_per_worker=2 * BATCH, num_workers_per_iterator=2
         )
         batches = iter(data.batch(BATCH).prefetch(2))

@@ -126,7 +126,7 @@ def reverb(n: int, folder: Path) -> None:
     with client.trajectory_writer(num_keep_alive_refs=1) as writer:
         for i in range(n):
             writer.append({k: v[i % BATCH] for k, v in rows.items()})
-            writer.create_item("rows", 1.0, {k: v[-1:] for k, v in writer.history.items()})
+            writer.create_item("rows", 1.0, {k: v[-1] for k, v in writer.history.items()})
             if i % 64 == 63:
                 writer.flush()
     timed(client.checkpoint, server, folder)
