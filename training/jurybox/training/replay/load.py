@@ -117,8 +117,7 @@ def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None)
 
 
 def _place(replay: Replay, archive: Archive, record: Record, bare: Segment | None) -> bool:
-    payload = archive.payload(record)
-    if payload is None or record.part >= len(replay.parts):
+    if record.part >= len(replay.parts):
         return False
     part = replay.parts[record.part]
     target: np.ndarray[Any, Any] | None
@@ -135,14 +134,14 @@ def _place(replay: Replay, archive: Archive, record: Record, bare: Segment | Non
         or record.raw_bytes != record.rows * target.shape[1]
     ):
         return False
+    archive.read_ahead(record)
     if bare is not None and record.kind is Kind.ROWS:
         size = replay.layout.slot.size
         at = replay.layout.parts[record.part].slots + record.first * size
         bare.allocate(at, record.rows * size)
         bare.populate(at, record.rows * size)
     rows = target[record.first : record.first + record.rows]
-    rows.reshape(-1)[:] = np.frombuffer(payload, np.uint8)
-    return True
+    return archive.read_into(record, rows.reshape(-1))
 
 
 def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
