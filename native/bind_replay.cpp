@@ -194,11 +194,13 @@ void finish_run(PyRing& self, std::uint64_t first, std::uint64_t n, bool commit)
     if (ring.limited()) announce(ring.control->rows);
 }
 
-// Whole slots with their sequence words, for saving: what is not whole, or keeps changing, gets the word 0.
-std::size_t snapshot(PyRing& self, std::uint64_t first, Bytes out, std::uint64_t newest) {
+// Whole slots with their sequence words, for saving: what is not whole, or keeps changing, gets the word 0. `links`: the
+// rows' links as well, sixteen bytes each.
+std::size_t snapshot(PyRing& self, std::uint64_t first, Bytes out, std::uint64_t newest, std::optional<Bytes> links) {
     Ring& ring = self.ring;
     const std::size_t n = out.shape(0) / ring.slot_bytes;
     if (first + n > ring.capacity) throw std::out_of_range("the slots end behind the ring");
+    if (links && (ring.links == nullptr || links->shape(0) < 16 * n)) throw std::out_of_range("there are no links, or there is no room for them");
     const nb::gil_scoped_release without;
     std::size_t rows = 0;
     for (std::size_t i = 0; i < n; ++i) {
@@ -208,6 +210,10 @@ std::size_t snapshot(PyRing& self, std::uint64_t first, Bytes out, std::uint64_t
         const std::uint64_t seen = ring.sequence(at).load(std::memory_order_acquire);
         if (is_whole(seen) && ticket_of(seen) < newest) {
             copy_out(to + 8, ring.slot(at) + 8, ring.slot_bytes - 8);
+            if (links) {
+                const std::uint64_t words[2] = {ring.links[at].before.load(std::memory_order_relaxed), ring.links[at].after.load(std::memory_order_relaxed)};
+                std::memcpy(links->data() + 16 * i, words, 16);
+            }
             if (ring.still(at, seen)) kept = seen;
         }
         // An absent row is zeroes: nothing of a torn one goes into a file.
@@ -328,7 +334,7 @@ void bind_replay(nb::module_& m) {
         .def("update_priorities", &update_priorities, nb::arg("indices"), nb::arg("errors"), nb::arg("mark"))
         .def("reserve_run", &reserve_run, nb::arg("rows"))
         .def("finish_run", &finish_run, nb::arg("first"), nb::arg("rows"), nb::arg("commit"))
-        .def("snapshot", &snapshot, nb::arg("first"), nb::arg("out"), nb::arg("newest"))
+        .def("snapshot", &snapshot, nb::arg("first"), nb::arg("out"), nb::arg("newest"), nb::arg("links") = nb::none())
         .def("discard", &discard, nb::arg("rows"))
         .def("end_episode", [](PyRing& r) {
             if (r.ring.links != nullptr) Writer(r.ring).end(r.stream);

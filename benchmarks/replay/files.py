@@ -1,27 +1,42 @@
 """How long do saving and loading take?
 
-usage: python -m benchmarks.replay.files [--rows 50000] [--rounds 3] [--folder /tmp]
+usage: python -m benchmarks.replay.files [--rows 50000] [--rounds 2] [--folder /tmp] [--peers-dir DIR]
 Chess samples (119x8x8 planes mostly zero, policy of 4672 with some 30 moves, value), then random floats, which no
-codec shortens. What the disk takes is measured beside it: the same bytes written with fsync,
-and read after the cache is dropped.
+codec shortens. What the machine takes for the same bytes (new memory touched, disk written and read cold) is measured
+beside it by a C program. Where this user may mount one, all of it is done once more with the replay in a tmpfs of huge
+pages, since most of a load is the kernel handing out 4 KB pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.machine import keep
-from jurybox.training.replay import Field, Replay
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as the peers' script sees its neighbours
+
+from saving import PEERS  # noqa: E402
+
+from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E402
+from benchmarks.replay.machine import keep, storage  # noqa: E402
+from jurybox.training.replay import Field, Replay  # noqa: E402
+
+_LONGEST = 120.0
 
 
-def samples(n: int) -> dict[str, np.ndarray]:
+def samples(n: int) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     planes = (rng.random((n, 119, 8, 8), np.float32) < 0.04).astype(np.float32)
     planes[:, 14:, :, :] *= rng.random((n, 105, 1, 1)) < 0.3
@@ -31,7 +46,7 @@ def samples(n: int) -> dict[str, np.ndarray]:
     return {"observation": planes, "policy": policy, "value": rng.random(n, np.float32)}
 
 
-def noise(n: int) -> dict[str, np.ndarray]:
+def noise(n: int) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     return {
         "observation": rng.random((n, 119, 8, 8), np.float32),
@@ -40,95 +55,149 @@ def noise(n: int) -> dict[str, np.ndarray]:
     }
 
 
+CASES: dict[str, tuple[str | None, Callable[[int], dict[str, Any]]]] = {
+    "chess, floats": (None, samples),
+    "chess, planes as bytes": ("uint8", samples),
+    "chess, planes as bits, policy sparse": ("bits", samples),
+    "random floats": (None, noise),
+}
+
+
 def drop_cache(path: Path) -> None:
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def disk(folder: Path, size: int) -> tuple[float, float]:
-    """Seconds to write `size` bytes with fsync, and to read them cold."""
-    path, block = folder / "disk", np.random.default_rng(0).bytes(8 << 20)
-    begin = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(max(1, size // len(block))):
-            file.write(block)
-        os.fsync(file.fileno())
-    written = time.perf_counter() - begin
-    drop_cache(path)
-    begin = time.perf_counter()
-    with path.open("rb", buffering=0) as file:
-        buffer = bytearray(8 << 20)
-        while file.readinto(buffer):
-            pass
-    read = time.perf_counter() - begin
-    path.unlink()
-    return written, read
+def huge_pages() -> Path | None:
+    """A tmpfs of huge pages, where this user may have one."""
+    folder = Path(tempfile.mkdtemp(prefix="jurybox-huge-"))
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "huge=always,size=9g", "tmpfs", folder], check=False, capture_output=True
+    )
+    if done.returncode == 0:
+        return folder
+    folder.rmdir()
+    return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    options = parser.parse_args()
-    lines = [
-        "| what | MB in memory | MB in the file | save, s | load into a new replay, s | restore into one in use, s "
-        "| 5 % changed, s | disk: write, read, s | CPU seconds of save, restore |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    cases = [
-        ("chess, floats", None, samples),
-        ("chess, planes as bytes", "uint8", samples),
-        ("chess, planes as bits, policy sparse", "bits", samples),
-        ("random floats", None, noise),
-    ]
-    for name, stored, make in cases:
-        fields = {
-            "observation": Field((119, 8, 8), stored=stored),
-            "policy": Field((4672,), stored="sparse", nonzero=64) if stored == "bits" else Field((4672,)),
-            "value": Field(()),
-        }
-        rows = make(1000)
-        times: dict[str, list[float]] = {}
-        path = options.folder / f"replay-{os.getpid()}.jbr"
+def one_case(name: str, options: argparse.Namespace, shared: Path) -> dict[str, float]:
+    """Medians of seconds (and CPU seconds, "... cpu"), and sizes."""
+    stored, make = CASES[name]
+    fields = {
+        "observation": Field((119, 8, 8), stored=stored),
+        "policy": Field((4672,), stored="sparse", nonzero=64) if stored == "bits" else Field((4672,)),
+        "value": Field(()),
+    }
+    os.environ["JURYBOX_SHM_DIR"] = str(shared)
+    rows = make(1000)
+    times: dict[str, list[float]] = {}
+
+    def timed(key: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin, cpu = time.perf_counter(), time.process_time()
+        result = call(*arguments)
+        times.setdefault(key, []).append(time.perf_counter() - begin)
+        times.setdefault(f"{key} cpu", []).append(time.process_time() - cpu)
+        return result
+
+    path = options.folder / f"replay-{os.getpid()}.jbr"
+    size = 0
+    try:
         with Replay.create(f"files-{os.getpid()}", options.rows, fields) as replay:
             for _ in range(-(-options.rows // 1000)):
                 replay.extend(**rows)
             for _ in range(options.rounds):
-
-                def timed(key: str, call: object, *arguments: object, times: dict[str, list[float]] = times) -> object:
-                    begin, cpu = time.perf_counter(), time.process_time()
-                    result = call(*arguments)  # type: ignore[operator]
-                    times.setdefault(key, []).append(time.perf_counter() - begin)
-                    times.setdefault(key + " cpu", []).append(time.process_time() - cpu)
-                    return result
-
                 timed("save", replay.save, path)
                 size = path.stat().st_size
-                few = {k: v[: options.rows // 20] for k, v in rows.items()}
+                few = {k: v[: max(1, options.rows // 20)] for k, v in rows.items()}
                 for _ in range(max(1, options.rows // 20 // len(few["value"]))):
                     replay.extend(**few)
-                timed("step", lambda replay=replay, path=path: replay.save(path, incremental=True))
+                timed("step", lambda: replay.save(path, incremental=True))
                 drop_cache(path)
                 loaded = timed("load", Replay.load, path, f"loaded-{os.getpid()}")
-                assert isinstance(loaded, Replay)
                 assert len(loaded) == options.rows
                 loaded.unlink()
                 loaded.close()
+                del loaded
                 drop_cache(path)
                 timed("restore", replay.restore, path)
-                write, read = disk(options.folder, size)
-                times.setdefault("disk write", []).append(write)
-                times.setdefault("disk read", []).append(read)
-            memory = replay.nbytes / 1e6
-        path.unlink()
-        t = {key: statistics.median(values) for key, values in times.items()}
+                for key, value in storage(shared, options.folder, size).items():
+                    times.setdefault(f"C {key}", []).append(value)
+            memory = replay.nbytes
+        times["C touch all"] = [storage(shared, options.folder, 1 << 23, memory)["touch"]]
+    finally:
+        path.unlink(missing_ok=True)
+    return {key: statistics.median(values) for key, values in times.items()} | {"memory": memory, "file": size}
+
+
+def peer(name: str, options: argparse.Namespace) -> dict[str, float] | str:
+    environment = PEERS[name][1]
+    if environment and (reason := missing(options.peers_dir, environment)):
+        return reason
+    python = str(python_of(options.peers_dir, environment)) if environment else sys.executable
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        command = [python, str(HERE / "saving.py"), name, str(options.rows), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+    except subprocess.TimeoutExpired:
+        return f"not done within {_LONGEST:.0f} s"
+    finally:
+        shutil.rmtree(folder)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return (done.stderr.strip().splitlines() or ["it failed without a word"])[-1][:200]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
+
+
+def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
+    options = parser.parse_args(arguments)
+    results: dict[str, dict[str, float]] = {}
+    ordinary, huge = Path(os.environ.get("JURYBOX_SHM_DIR", "/dev/shm")), huge_pages()
+    try:
+        for name in CASES:
+            results[name] = one_case(name, options, ordinary)
+            if huge is not None:
+                results[f"{name}; huge pages"] = one_case(name, options, huge)
+    finally:
+        os.environ["JURYBOX_SHM_DIR"] = str(ordinary)
+        if huge is not None:
+            subprocess.run(["umount", huge], check=True)
+            huge.rmdir()
+    lines = [
+        f"{options.rows:,} rows; medians of {options.rounds}; seconds of wall time (of CPU time)",
+        "",
+        "| what | MB in memory, in the file | save | load into a new replay | restore into one in use | 5 % changed "
+        "| C: that memory touched | C: that file written, read |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, t in results.items():
         lines.append(
-            f"| {name} | {memory:,.0f} | {size / 1e6:,.0f} "
-            f"| {t['save']:.2f} | {t['load']:.2f} | {t['restore']:.2f} | {t['step']:.2f} "
-            f"| {t['disk write']:.2f}, {t['disk read']:.2f} | {t['save cpu']:.2f}, {t['restore cpu']:.2f} |"
+            f"| {name} | {t['memory'] / 1e6:,.0f}, {t['file'] / 1e6:,.0f} | {t['save']:.2f} ({t['save cpu']:.2f}) "
+            f"| {t['load']:.2f} ({t['load cpu']:.2f}) | {t['restore']:.2f} ({t['restore cpu']:.2f}) | {t['step']:.2f} "
+            f"| {t['C touch all']:.2f} | {t['C write']:.2f}, {t['C read']:.2f} |"
         )
-    keep("files", [f"{options.rows:,} rows; medians of {options.rounds}; wall time unless said", "", *lines])
+    if huge is None:
+        lines += ["", "Huge pages: this user may not mount a tmpfs, so not measured."]
+    lines += [
+        "",
+        "## Others, rows of 49,156 bytes, mostly zero",
+        "",
+        "| | save, s | load, s | MB |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in PEERS:
+        found = peer(name, options)
+        if isinstance(found, str):
+            lines.append(f"| {name} | {found} | | |")
+        else:
+            lines.append(f"| {name} | {found['save']:.2f} | {found['load']:.2f} | {found['bytes'] / 1e6:,.0f} |")
+    keep("files", lines)
+    return results
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import time
@@ -27,15 +29,28 @@ def description() -> str:
 
 
 @cache
-def _program() -> Path:
-    path = Path(tempfile.mkdtemp()) / "reference"
-    subprocess.run(["cc", "-O3", "-pthread", "-o", path, HERE / "reference.c"], check=True)
+def _program(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="jurybox-bench-"))
+    atexit.register(shutil.rmtree, folder)
+    path = folder / name
+    subprocess.run(["cc", "-O3", "-pthread", "-o", path, HERE / f"{name}.c"], check=True)
     return path
 
 
 def reference(row_bytes: int, capacity: int, seconds: float) -> dict[str, float]:
     """Rows/s that C copies and gathers, with one and two threads."""
-    command = [str(_program()), str(row_bytes), str(capacity), str(seconds), CLOCK]
+    command = [str(_program("reference")), str(row_bytes), str(capacity), str(seconds), CLOCK]
+    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return result
+
+
+def storage(shared: Path, folder: Path, size: int, memory: int = 0) -> dict[str, float]:
+    """Seconds for `size` bytes: new shared memory touched, touched again, a file written, read cold.
+
+    Args:
+        memory: bytes of memory, where they are not as many as the file's.
+    """
+    command = [str(_program("storage")), str(shared), str(folder), str(memory or size), str(size)]
     result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return result
 

@@ -1,7 +1,8 @@
 """How fast is one process: adding, sampling, priorities, beside peers and beside C?
 
-usage: python -m benchmarks.replay.throughput [--rounds 3] [--seconds 1] [--python NAME=INTERPRETER ...]
-A peer that is not installed in this environment is measured with --python "cpprb=/path/to/its/python".
+usage: python -m benchmarks.replay.throughput [--seconds 0.5] [--rounds 1] [--peers-dir DIR] [--only NAME ...]
+Everybody runs in a process of its own, right after the C program; its ratios are to what C did then. The environments
+of the peers are made by `python -m benchmarks.replay.install`.
 """
 
 from __future__ import annotations
@@ -13,61 +14,117 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.replay.contestants import CONTESTANTS
-from benchmarks.replay.machine import keep, reference
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as the contestants see each other, who run where nothing else of this is installed
 
-SIZES = {"large": (49_156, 16_384), "small": (168, 1_000_000)}
+from contestants import CONTESTANTS  # noqa: E402
+from measure import ROW_BYTES  # noqa: E402
+
+from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E402
+from benchmarks.replay.machine import keep, reference  # noqa: E402
+
+CAPACITY = {"large": 16_384, "small": 1_000_000}
 COLUMNS = ["add 1", "add 256", "sample 256", "sample 256, fresh output", "prioritized"]
+# What each column is a part of: one thread's copy or gather, and two threads'.
+AGAINST = {"add 1": "add", "add 256": "add"}
+_LONGEST = 120.0
+
+Table = dict[str, dict[str, dict[str, float]]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--python", action="append", default=[])
-    options = parser.parse_args()
-    interpreters = dict(pair.split("=", 1) for pair in options.python)
-    lines: list[str] = []
-    for size, (row_bytes, capacity) in SIZES.items():
-        c_runs: list[dict[str, float]] = []
+def against(column: str, threads: int) -> str:
+    kind = AGAINST.get(column, "gather")
+    return f"{kind}_{threads}_thread{'s' if threads > 1 else ''}"
+
+
+def one(name: str, size: str, seconds: float, peers_dir: Path) -> dict[str, float] | str:
+    """Rates by column and, as "C ...", the C program's; or why there are none."""
+    contestant = CONTESTANTS[name]
+    python = sys.executable
+    if contestant.environment:
+        if reason := missing(peers_dir, contestant.environment):
+            return reason
+        python = str(python_of(peers_dir, contestant.environment))
+    c = reference(ROW_BYTES[size], CAPACITY[size], 0.2)
+    command = [python, str(HERE / "contestants.py"), name, size, str(CAPACITY[size]), str(seconds)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+    except subprocess.TimeoutExpired:
+        return f"not done within {_LONGEST:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return (done.stderr.strip().splitlines() or ["it failed without a word"])[-1][:200]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found | {f"C {key}": value for key, value in c.items()}
+
+
+def measured(options: argparse.Namespace) -> tuple[Table, list[str]]:
+    """Medians over the rounds, by size and contestant; and what could not be measured."""
+    table: Table = {}
+    failures: list[str] = []
+    for size in CAPACITY:
         runs: dict[str, list[dict[str, float]]] = {}
-        names = [n for n in CONTESTANTS if size == "large" or "observations" not in n]
         for _ in range(options.rounds):
-            c_runs.append(reference(row_bytes, capacity, options.seconds / 2))
-            for name in names:
-                python = interpreters.get(name, interpreters.get(name.split()[0], sys.executable))
-                script = str(Path(__file__).with_name("contestants.py"))
-                command = [python, script, name, size, str(capacity), str(options.seconds)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode == 0:
-                    runs.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]))
-                else:
-                    print(f"{name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-        c = {key: statistics.median(run[key] for run in c_runs) for key in c_runs[0]}
-        lines += [
-            f"## Rows of {row_bytes:,} bytes, {capacity:,} of them: 1000 rows/s (part of C's, one thread / two)",
-            "",
-        ]
-        lines += ["| | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS)]
-        add = f"{c['add_1_thread'] / 1e3:,.0f} / {c['add_2_threads'] / 1e3:,.0f}"
-        gather = f"{c['gather_1_thread'] / 1e3:,.0f} / {c['gather_2_threads'] / 1e3:,.0f}"
-        lines.append(f"| C, 1 thread / 2 threads | {add} | {add} | {gather} | {gather} | |")
-        for name, results in runs.items():
-            cells = []
-            for column in COLUMNS:
-                values = [run[column] for run in results if column in run]
-                if not values:
-                    cells.append("")
+            for name, contestant in CONTESTANTS.items():
+                if size not in contestant.sizes or (options.only and name not in options.only):
                     continue
-                value = statistics.median(values)
-                kind = "add" if column.startswith("add") else "gather"
-                cells.append(
-                    f"{value / 1e3:,.0f} ({value / c[kind + '_1_thread']:.0%} / {value / c[kind + '_2_threads']:.0%})"
-                )
-            memory = f", {results[0]['MB']:,.0f} MB" if "MB" in results[0] else ""
+                result = one(name, size, options.seconds, options.peers_dir)
+                if isinstance(result, str):
+                    failures.append(f"{name}, {ROW_BYTES[size]:,} bytes: {result}")
+                    continue
+                for column in COLUMNS:
+                    if column in result:
+                        for threads in (1, 2):
+                            result[f"{column}/{threads}"] = result[column] / result[f"C {against(column, threads)}"]
+                runs.setdefault(name, []).append(result)
+        table[size] = {
+            name: {key: statistics.median(run[key] for run in results) for key in results[0]}
+            for name, results in runs.items()
+        }
+    return table, failures
+
+
+def main(arguments: list[str] | None = None) -> Table:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
+    parser.add_argument("--only", nargs="*", default=[])
+    table, failures = measured(parser.parse_args(arguments))
+    lines: list[str] = []
+    for size, results in table.items():
+        lines += [
+            f"## Rows of {ROW_BYTES[size]:,} bytes, {CAPACITY[size]:,} of them: 1000 rows/s "
+            "(part of C's, one thread / two)",
+            "",
+            "| | " + " | ".join(COLUMNS) + " |",
+            "| --- |" + " --- |" * len(COLUMNS),
+        ]
+        cells = []
+        for column in COLUMNS:
+            of = [
+                statistics.median(r[f"C {against(column, threads)}"] for r in results.values()) / 1e3
+                for threads in (1, 2)
+            ]
+            cells.append(f"{of[0]:,.0f} / {of[1]:,.0f}" if column != "prioritized" else "")
+        lines.append("| C, 1 thread / 2 threads | " + " | ".join(cells) + " |")
+        for name, found in results.items():
+            cells = [
+                f"{found[column] / 1e3:,.0f} ({found[f'{column}/1']:.0%} / {found[f'{column}/2']:.0%})"
+                if column in found
+                else ""
+                for column in COLUMNS
+            ]
+            memory = f", {found['MB']:,.0f} MB" if "MB" in found else ""
             lines.append(f"| {name}{memory} | " + " | ".join(cells) + " |")
         lines.append("")
+    lines += [
+        "Pages are touched before timing. Reverb holds 50,000 of the small rows, 8,192 of either at the start.",
+        "",
+    ]
+    lines += [f"- not measured: {failure}" for failure in failures]
     keep("throughput", lines)
+    return table
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Do many writers and a sampler get in each other's way?
 
-usage: python -m benchmarks.replay.writers [--seconds 2] [--rounds 3]
+usage: python -m benchmarks.replay.writers [--seconds 1.5] [--rounds 1] [--peers-dir DIR]
 Every writer is a process (or, where it says so, a thread) that stamps its rows with one number; the sampler checks
 what it draws. C's two-thread copy is what the machine could carry.
 """
@@ -15,17 +15,27 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.contestants import CLOCK, SHAPES
-from benchmarks.replay.machine import keep, reference
-from jurybox.training.replay import Field, Replay
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as the scripts of other environments see their neighbours
 
-BATCH = 256
+from crowd import DESIGNS  # noqa: E402
+from measure import BATCH, CLOCK, ROW_BYTES, SHAPES  # noqa: E402
+
+from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E402
+from benchmarks.replay.machine import keep, reference  # noqa: E402
+from jurybox.training.replay import Field, Replay  # noqa: E402
+
 CAPACITY = {"large": 4096, "small": 1_000_000}
-ROW_BYTES = {"large": 49_156, "small": 168}
+# Rows that each of four writers gives to another design.
+CROWD_ROWS = {"large": 3000, "small": 25_000}
+_LONGEST = 60.0
+# Seconds in which the writers' interpreters start and map the ring.
+_START = 2.5
 
 
 def write(name: str, size: str, number: int, seconds: float, begin: float) -> dict[str, float]:
@@ -50,7 +60,7 @@ def one_run(size: str, writers: int, sampling: bool, threads: bool, seconds: flo
         fill = {k: np.zeros((BATCH, *s), np.float32) for k, s in SHAPES[size].items()}
         for _ in range(CAPACITY[size] // BATCH):
             replay.extend(**fill)
-        first, begin = replay.added, time.time() + 4.0
+        first, begin = replay.added, time.time() + (0.5 if threads else _START)
         results: list[dict[str, float]] = []
         started: list[Any] = []
         if threads:
@@ -110,48 +120,87 @@ def one_run(size: str, writers: int, sampling: bool, threads: bool, seconds: flo
         return {"written": written * scale, "sampled": sampled * scale}
 
 
-def main() -> None:
+def crowd(name: str, size: str, peers_dir: Path) -> dict[str, float] | str:
+    """What another design makes of four writers and a sampler; or why that is not known."""
+    environment = "cpprb" if name.startswith("cpprb") else ""
+    if environment and (reason := missing(peers_dir, environment)):
+        return reason
+    python = str(python_of(peers_dir, environment)) if environment else sys.executable
+    command = [python, str(HERE / "crowd.py"), name, size, str(CROWD_ROWS[size])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+    except subprocess.TimeoutExpired:
+        return f"not done within {_LONGEST:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return (done.stderr.strip().splitlines() or ["it failed without a word"])[-1][:200]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
+
+
+def own(size: str, options: argparse.Namespace) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """The replay itself: lines of a table, and its figures by row."""
+    found: dict[str, dict[str, float]] = {}
+    lines = [
+        "| writers | sampler | 1000 rows/s written | sampled | together, part of C's right before, 1000 rows/s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    cases = [(n, False, threads) for threads in (False, True) for n in (1, 2, 4, 8)] + [(4, True, False)]
+    for writers, sampling, threads in cases:
+        runs = []
+        for _ in range(options.rounds):
+            carried = reference(ROW_BYTES[size], CAPACITY[size], 0.2)["add_2_threads"]
+            carried *= 2 if CLOCK is time.process_time else 1
+            run = one_run(size, writers, sampling, threads, options.seconds)
+            runs.append(run | {"part": (run["written"] + run["sampled"]) / carried, "carried": carried})
+        result = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        kind = "threads" if threads else "processes"
+        found[f"{writers} {kind}{', sampler' if sampling else ''}"] = result
+        lines.append(
+            f"| {writers} {kind} | {'yes' if sampling else 'no'} | {result['written'] / 1e3:,.0f} "
+            f"| {result['sampled'] / 1e3:,.0f} | {result['part']:.0%} of {result['carried'] / 1e3:,.0f} |"
+        )
+    return lines, found
+
+
+def main(arguments: list[str] | None = None) -> dict[str, dict[str, dict[str, float]]]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
     parser.add_argument("--writer", nargs=5)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.writer:
         name, size, number, seconds, begin = options.writer
         print(json.dumps(write(name, size, int(number), float(seconds), float(begin))))
-        return
-    lines: list[str] = [
-        "With shared cores: rows per two seconds of CPU time, which is what two free cores do in one.",
-        "",
-    ]
+        return {}
+    lines: list[str] = []
+    if CLOCK is time.process_time:
+        lines += ["Rows per two seconds of CPU time, which is what two free cores do in one.", ""]
+    table: dict[str, dict[str, dict[str, float]]] = {}
     for size in ("large", "small"):
-        carried = statistics.median(reference(ROW_BYTES[size], CAPACITY[size], 0.5)["add_2_threads"] for _ in range(3))
-        carried *= 2 if CLOCK is time.process_time else 1
+        rows, table[size] = own(size, options)
+        lines += [f"## {ROW_BYTES[size]:,} bytes a row, one row a call", "", *rows, ""]
         lines += [
-            f"## {ROW_BYTES[size]:,} bytes a row, one row a call; C, two threads: {carried / 1e3:,.0f}k rows/s",
+            "Four writer processes and a sampler on other designs (wall time):",
             "",
+            "| | 1000 rows/s offered | stored | sampled | lost | mixed |",
+            "| --- | --- | --- | --- | --- | --- |",
         ]
-        lines += [
-            "| writers | sampler | 1000 rows/s written | sampled | together, part of C's |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        cases = (
-            [(n, False, False) for n in (1, 2, 4, 8)] + [(n, False, True) for n in (1, 2, 4, 8)] + [(4, True, False)]
-        )
-        for writers, sampling, threads in cases:
-            runs = [one_run(size, writers, sampling, threads, options.seconds) for _ in range(options.rounds)]
-            written = statistics.median(r["written"] for r in runs)
-            sampled = statistics.median(r["sampled"] for r in runs)
-            kind = "threads" if threads else "processes"
-            lines.append(
-                f"| {writers} {kind} | {'yes' if sampling else 'no'} | {written / 1e3:,.0f} | {sampled / 1e3:,.0f} "
-                f"| {(written + sampled) / carried:.0%} |"
-            )
+        for name in DESIGNS:
+            other = crowd(name, size, options.peers_dir)
+            if isinstance(other, str):
+                lines.append(f"| {name} | {other} | | | | |")
+            else:
+                rates = " | ".join(f"{other[key] / 1e3:,.2f}" for key in ("offered", "written", "sampled"))
+                lines.append(f"| {name} | {rates} | {other['lost']:.1%} | {other['mixed']:.3%} |")
         lines.append("")
     lines.append(
-        "Every row that a writer counted was in the replay; one sampled batch in 16 was checked, and no row was mixed."
+        "Every row that a writer of ours counted was in the replay; one sampled batch in 16 was checked, and no row "
+        "was mixed. Of the others every batch was checked, and every row looked for at the end."
     )
     keep("writers", lines)
+    return table
 
 
 if __name__ == "__main__":

@@ -64,8 +64,14 @@ class Segment:
             os.close(own)
 
     @classmethod
-    def create(cls, name: str, size: int) -> Segment:
+    def create(cls, name: str, size: int, *, allocate: bool = True) -> Segment:
         """Make a segment of `size` zeroed bytes, every page of them really there.
+
+        Args:
+            name: see `segment_name`.
+            size: bytes.
+            allocate: False: pages are had by `allocate` as they are needed, by as many threads as fill them; touching
+                one before may be a SIGBUS where memory is short.
 
         Raises:
             SharedMemoryError: no room (the message says how much there is and what to change), or the name is
@@ -81,7 +87,10 @@ class Segment:
             ) from error
         try:
             # Allocate now: a page that cannot be had later would be a SIGBUS in whoever touches it.
-            os.posix_fallocate(fd, 0, size)
+            if allocate:
+                os.posix_fallocate(fd, 0, size)
+            else:
+                os.ftruncate(fd, size)
             try_lock(fd, OWNER_LOCK, shared=True)
             _link(fd, folder / name)
             return cls(name, fd, size, owned=True)
@@ -137,17 +146,36 @@ class Segment:
         """An array over the bytes from `offset` on, writable unless the segment is mapped for reading alone."""
         return np.ndarray(shape, dtype, self.buffer, offset)
 
-    def populate(self) -> None:
-        """Map every page now: dearer at once, and no page fault later (madvise(2), MADV_POPULATE_WRITE, Linux 5.14)."""
+    def allocate(self, offset: int, size: int) -> None:
+        """Get the pages of bytes [offset, offset + size) of a segment made without them; from any thread.
+
+        Raises:
+            SharedMemoryError: there is no room.
+        """
+        if size == 0:
+            return
+        try:
+            os.posix_fallocate(self._fd, offset, size)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise _no_room(directory(), self.name, self.size) from error
+            raise
+
+    def populate(self, offset: int = 0, size: int | None = None) -> None:
+        """Map the pages of bytes [offset, offset + size) now: dearer at once, and no page fault later.
+
+        madvise(2), MADV_POPULATE_WRITE, Linux 5.14; an older kernel is made to by reading a byte of every page.
+        """
         if self._map is None:
             raise SharedMemoryError(f"shared memory {self.name} was closed in this process")
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        last = self.size if size is None else offset + size
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE)
+            self._map.madvise(_MADV_POPULATE_WRITE, first, last - first)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # An older kernel: reading a byte of every page maps it just as well.
-            self.array(np.uint8, (self.size,))[:: mmap.PAGESIZE].sum()
+            self.array(np.uint8, (last - first,), first)[:: mmap.PAGESIZE].sum()
 
     def owner_lives(self) -> bool:
         """Whether anybody holds the segment (this object's own hold not counted)."""

@@ -46,19 +46,3 @@ def test_on_a_device_tensors_are_the_callers_for_good(make) -> None:
 def test_what_goes_wrong_on_the_thread_is_raised_where_batches_are_taken(make) -> None:
     with make().prefetch(8) as batches, pytest.raises(NotEnoughRows):
         next(batches)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_batches_are_already_there(make) -> None:
-    with filled(make).prefetch(8, device="cuda") as batches:
-        for _ in range(100):
-            tensors = next(batches)
-            assert tensors["x"].is_cuda
-            assert (tensors["x"] == tensors["n"][:, None]).all().item()
-
-
-@pytest.mark.gpu
-def test_a_pinned_batch_is_page_locked(make) -> None:
-    replay = filled(make)
-    batch = replay.sample(8, replay.batch(8, pinned=True))
-    assert batch.torch()["x"].is_pinned()

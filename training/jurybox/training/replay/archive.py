@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ _HEAD = struct.Struct("<8sIII")
 _RECORD = struct.Struct("<4sIIIQQQQI")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
+_READ_AHEAD = 64 << 20
 CODECS = ("none", "lz4", "zstd")
 
 
@@ -144,16 +146,28 @@ class Archive:
         self.records: list[Record] = []
         self.commit: dict[str, Any] | None = None
         self._last = "the head"
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(self._fd).st_size
             if size < _HEAD.size:
                 raise Damaged(f"{path} is no saved replay: it is only {size} bytes long")
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._map = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self.data = memoryview(self._map)
-        body = self._read_head()
-        self._scan(body, recover)
-        if self.commit is None and not recover:
-            raise Damaged(f"{path} is cut off after {self._last}: no commit follows; recover=True loads what is whole")
+        self._recover = recover
+        self._asked = 0
+        try:
+            self._scan(self._read_head(), recover)
+            if self.commit is None and not recover:
+                raise Damaged(
+                    f"{path} is cut off after {self._last}: no commit follows; recover=True loads what is whole"
+                )
+        except BaseException:
+            os.close(self._fd)  # the mapping goes with the views that the error's frames hold
+            raise
 
     def _read_head(self) -> int:
         magic, version, length, checksum = _HEAD.unpack_from(self.data)
@@ -226,6 +240,33 @@ class Archive:
         record = Record(Kind(kind), part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum, number, offset)
         return record if record.offset + record.stored_bytes <= len(self.data) else None
 
+    def read_ahead(self, record: Record) -> None:
+        """Have the kernel read what comes behind a record, so that no thread waits for the disk chunk by chunk."""
+        behind = record.offset + record.stored_bytes
+        if self._asked - behind < _READ_AHEAD // 2:
+            first, self._asked = max(self._asked, behind), behind + _READ_AHEAD
+            os.posix_fadvise(self._fd, first, self._asked - first, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, record: Record, target: npt.NDArray[np.uint8]) -> bool:
+        """Fill `target` with the record's bytes; False where they do not match their checksum.
+
+        What was not compressed is read straight to where it belongs: no copy, and no page fault of the file's mapping.
+        (Not when recovering: then what lies there may be whole rows of an earlier save, and is to stay.)
+        """
+        if record.codec != 0 or self._recover:
+            payload = self.payload(record)
+            if payload is None:
+                return False
+            target[:] = np.frombuffer(payload, np.uint8)
+            return True
+        done, view = 0, target.data
+        while done < len(view):
+            read = os.preadv(self._fd, [view[done:]], record.offset + done)
+            if read == 0:
+                break
+            done += read
+        return done == len(view) and native.crc32c(view) == record.checksum
+
     def payload(self, record: Record) -> Any:
         """The record's bytes, decompressed; None where they do not match their checksum."""
         data = self.data[record.offset : record.offset + record.stored_bytes]
@@ -248,3 +289,4 @@ class Archive:
     def close(self) -> None:
         self.data.release()
         self._map.close()
+        os.close(self._fd)

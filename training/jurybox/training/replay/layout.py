@@ -17,13 +17,14 @@ import numpy as np
 from jurybox import native
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.training.replay.field import Field
-from jurybox.training.replay.options import Episodes, FullMode, RateLimiter
+from jurybox.training.replay.options import FULL_MODES, Episodes, FullMode, RateLimiter
 
 MAGIC = b"JBREPLAY"
 VERSION = 1
 _HEAD = struct.Struct("<8sII")
 _PAGE = 4096
 _SEQUENCE_BYTES = 8
+_MOST_FIELDS = 64
 # From here on a field is worth a cache line of its own: copies to aligned memory are up to a tenth faster.
 _LARGE = 1024
 
@@ -78,6 +79,14 @@ class Layout:
     slot: SlotLayout = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.capacity < 1 or self.anchor < 0:
+            raise ValueError(f"capacity={self.capacity} must be at least 1 and anchor={self.anchor} at least 0")
+        if not 0 < len(self.fields) <= _MOST_FIELDS:
+            raise ValueError(f"a row has 1 to {_MOST_FIELDS} fields, came {len(self.fields)}")
+        if self.full not in FULL_MODES:
+            raise ValueError(f"full={self.full!r} is unknown: expected one of {', '.join(FULL_MODES)}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha} must be between 0 and 1")
         object.__setattr__(self, "slot", SlotLayout.of(self.fields))
 
     def as_json(self) -> dict[str, Any]:

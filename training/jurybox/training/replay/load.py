@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jurybox.protocol.errors import SpecMismatch
+from jurybox.protocol.segment import Segment
+from jurybox.training.replay import memory
 from jurybox.training.replay.archive import Archive, Kind, Record
-from jurybox.training.replay.part import Part
+from jurybox.training.replay.part import Part, format_parts
 
 if TYPE_CHECKING:
     from jurybox.training.replay.replay import Replay
 
 _ENDED = np.uint64(2**64 - 1)
+_TIMEOUT = 10.0  # as `create` and `attach` have it
 _HIGHEST_UNLESS_SAID = 1 << 24  # 1.0
 
 
-def load(kind: type[Replay], path: Path, name: str, *, recover: bool, threads: int | None, seed: int | None) -> Replay:
+def load(
+    kind: type[Replay], path: Path, name: str | Path, *, recover: bool, threads: int | None, seed: int | None
+) -> Replay:
     """Make replay `name` of the file at `path`.
 
     Args:
@@ -32,25 +37,21 @@ def load(kind: type[Replay], path: Path, name: str, *, recover: bool, threads: i
     """
     archive = Archive(path, recover=recover)
     try:
-        layout = archive.layout
-        replay = kind.create(
-            name,
-            layout.capacity,
-            layout.fields,
-            prioritized=layout.prioritized,
-            alpha=layout.alpha,
-            full=layout.full,
-            episodes=layout.episodes,
-            anchor=layout.anchor,
-            limiter=layout.limiter,
-            threads=threads,
-            seed=seed,
-        )
+        layout, where = archive.layout, memory.checked(name)
+        # Getting a page costs more than filling it: every thread gets those that it is about to fill.
+        segment = memory.make(where, layout.segment_bytes, allocate=False)
         try:
-            _fill(replay, archive, recover)
+            end = 0
+            for place in layout.parts:
+                segment.allocate(end, place.slots - end)
+                end = place.slots + place.capacity * layout.slot.size
+                segment.allocate(end, place.end - end)
+            format_parts(segment, layout)
+            replay = kind(segment, layout, name=where, threads=threads, seed=seed, timeout=_TIMEOUT)
+            _fill(replay, archive, recover, segment)
         except BaseException:
-            replay.unlink()
-            replay.close()
+            memory.path_of(where).unlink(missing_ok=True)
+            segment.close()
             raise
         return replay
     finally:
@@ -74,7 +75,7 @@ def restore(replay: Replay, path: Path, *, recover: bool) -> None:
             part.sequences[:] = 0
             part.ring.adopt(0, 0, 0)
         try:
-            _fill(replay, archive, recover)
+            _fill(replay, archive, recover, None)
         except BaseException:
             for part in replay.parts:
                 part.sequences[:] = 0
@@ -83,7 +84,17 @@ def restore(replay: Replay, path: Path, *, recover: bool) -> None:
         archive.close()
 
 
-def _fill(replay: Replay, archive: Archive, recover: bool) -> None:
+def put_in_order(replay: Replay) -> None:
+    """Make a replay usable again whose processes are all gone: what they left unfinished is given up."""
+    for part in replay.parts:
+        unfinished = part.sequences % np.uint64(2) == 1
+        part.sequences[unfinished] = 0
+        ring = part.ring
+        _settle(part, {"reserved": ring.reserved, "tail": ring.tail, "top_priority": ring.top_priority}, damaged=False)
+
+
+def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None) -> None:
+    """Put an archive's records where they belong; `bare`: the memory, where its slots are yet to be allocated."""
     # Later records replace earlier ones of the same slots, so an incremental save's come after what they replace.
     saves: list[list[Record]] = [[]]
     for record in archive.records:
@@ -94,20 +105,21 @@ def _fill(replay: Replay, archive: Archive, recover: bool) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
         for records in saves:
             for record, whole in zip(
-                records, pool.map(lambda r: _place(replay.parts, archive, r), records), strict=True
+                records, pool.map(lambda r: _place(replay, archive, r, bare), records), strict=True
             ):
                 if not whole:
                     archive.damaged(record, recover)
+    if bare is not None:
+        bare.allocate(0, bare.size)
     counters = archive.commit["parts"] if archive.commit is not None else None
     for number, part in enumerate(replay.parts):
         _settle(part, counters[number] if counters is not None else None, bool(archive.lost))
 
 
-def _place(parts: list[Part], archive: Archive, record: Record) -> bool:
-    payload = archive.payload(record)
-    if payload is None or record.part >= len(parts):
+def _place(replay: Replay, archive: Archive, record: Record, bare: Segment | None) -> bool:
+    if record.part >= len(replay.parts):
         return False
-    part = parts[record.part]
+    part = replay.parts[record.part]
     target: np.ndarray[Any, Any] | None
     match record.kind:
         case Kind.ROWS:
@@ -122,9 +134,14 @@ def _place(parts: list[Part], archive: Archive, record: Record) -> bool:
         or record.raw_bytes != record.rows * target.shape[1]
     ):
         return False
+    archive.read_ahead(record)
+    if bare is not None and record.kind is Kind.ROWS:
+        size = replay.layout.slot.size
+        at = replay.layout.parts[record.part].slots + record.first * size
+        bare.allocate(at, record.rows * size)
+        bare.populate(at, record.rows * size)
     rows = target[record.first : record.first + record.rows]
-    rows.reshape(-1)[:] = np.frombuffer(payload, np.uint8)
-    return True
+    return archive.read_into(record, rows.reshape(-1))
 
 
 def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from jurybox.training.replay.field import Field
 
 FullMode = Literal["overwrite", "block", "drop_newest"]
 FULL_MODES: tuple[FullMode, ...] = ("overwrite", "block", "drop_newest")
@@ -23,6 +25,27 @@ class Episodes:
     terminated: str | None = "terminated"
     truncated: str | None = None
     reward: str | None = "reward"
+
+    def of(self, fields: Mapping[str, Field]) -> Episodes:
+        """The same with only names that a row has: a side left at its default may be missing.
+
+        Raises:
+            ValueError: a field that was named is missing, or is not one number kept as it is.
+        """
+        default = Episodes()
+        named: dict[str, str | None] = {}
+        for side in ("terminated", "truncated", "reward"):
+            name = getattr(self, side)
+            if name is not None and name not in fields:
+                if name != getattr(default, side):
+                    raise ValueError(
+                        f"episodes: there is no field {name!r} for {side}; expected one of {', '.join(fields)}"
+                    )
+                name = None
+            if name is not None and (fields[name].shape or fields[name].stored is not None):
+                raise ValueError(f"episodes: field {name!r} must be one number a row, stored as it is")
+            named[side] = name
+        return Episodes(**named)
 
 
 @dataclass(frozen=True, slots=True)

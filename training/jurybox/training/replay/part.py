@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
+from jurybox.protocol.errors import Timeout
 from jurybox.protocol.segment import Segment
+from jurybox.training.replay.errors import NotEnoughRows
 from jurybox.training.replay.layout import Layout, PartLayout
 from jurybox.training.replay.options import FULL_MODES
 
@@ -72,6 +76,65 @@ class Part:
             offset,
             strides=(self.layout.slot.size, *_packed_strides(spec.stored_shape, spec.stored_dtype.itemsize)),
         )
+
+    def draw(
+        self,
+        columns: native.ReplayColumns,
+        n: int,
+        first: int,
+        *,
+        replace: bool,
+        prioritized: bool,
+        beta: float,
+    ) -> None:
+        """Draw n rows into `columns` from position `first` on.
+
+        Raises:
+            NotEnoughRows: there are none to draw, or not so many.
+            Timeout: the rate limiter let nobody sample.
+        """
+        ring = self.ring
+        status = ring.sample(columns, n, first, replace, prioritized, beta, self.mark)
+        if status == 0:
+            return
+        rows, kind = ring.size, "anchor" if self.mark else "replay"
+        if status < 0:
+            raise Timeout(
+                f"the rate limiter let no {n} rows be sampled within {ring.timeout} s ({ring.added} added); "
+                "add more rows, or give a longer timeout"
+            )
+        if rows == 0:
+            raise NotEnoughRows(f"the {kind} is empty: expected rows to sample {n} from; add some first")
+        if not replace:
+            raise NotEnoughRows(
+                f"the {kind} cannot give {n} different rows: it holds {rows}, "
+                "and fewer may fit or be whole; ask for fewer"
+            )
+        raise NotEnoughRows(
+            f"the {kind} holds {rows} rows, and none could be handed out: each is being written, or its "
+            "episode does not reach as far as the windows ask (the newest rows of running episodes never do)"
+        )
+
+
+def open_parts(
+    segment: Segment, layout: Layout, *, threads: int | None, seed: int | None, timeout: float
+) -> list[Part]:
+    """The rings of a formatted segment: the pool, then the anchor where there is one."""
+    # Threads beyond four gain nothing on the machines we know: the memory is the bound.
+    crew = min(4, len(os.sched_getaffinity(0))) if threads is None else threads
+    first = secrets.randbits(63) if seed is None else seed
+    return [
+        Part(
+            segment,
+            layout,
+            place,
+            mark=ANCHOR_MARK if number else 0,
+            threads=crew,
+            seed=first + number,
+            timeout=timeout,
+        )
+        for number, place in enumerate(layout.parts)
+    ]
 
 
 def format_parts(segment: Segment, layout: Layout) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,46 +10,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
-from jurybox.protocol.segment import Segment, directory, segment_name
+from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.segment import Segment
+from jurybox.training.replay import load as loading
+from jurybox.training.replay import memory
+from jurybox.training.replay import save as saving
 from jurybox.training.replay.batch import Batch
-from jurybox.training.replay.errors import NotEnoughRows
+from jurybox.training.replay.counters import Counters
 from jurybox.training.replay.field import Field
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import FULL_MODES, Episodes, FullMode, RateLimiter, Windows
-from jurybox.training.replay.part import ANCHOR_MARK, Part, format_parts
+from jurybox.training.replay.options import Episodes, FullMode, RateLimiter, Windows
+from jurybox.training.replay.part import format_parts, open_parts
+from jurybox.training.replay.prefetch import Prefetch
 from jurybox.training.replay.reservation import Reservation
-from jurybox.training.replay.stream import Streams
+from jurybox.training.replay.stream import Adding, Streams
 
 if TYPE_CHECKING:
     from jurybox.training.replay.archive import Saved
-    from jurybox.training.replay.prefetch import Prefetch
-    from jurybox.training.replay.save import BackgroundSave
+    from jurybox.training.replay.resident import Resident
 
 _PLAIN = Windows()
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What happened to a replay since it was made, all processes together.
-
-    Attributes:
-        added: rows written, those of killed writers included.
-        overwritten: rows that newer ones replaced (or that were discarded).
-        dropped: rows that a full replay refused.
-        retried: slots that were passed by, because another writer was in them or a killed one had been.
-        sampled: rows handed out.
-        redrawn: draws thrown away, because their row was being written or did not fit what was asked for.
-        stale_priorities: priorities that came after their row was overwritten.
-    """
-
-    added: int
-    overwritten: int
-    dropped: int
-    retried: int
-    sampled: int
-    redrawn: int
-    stale_priorities: int
 
 
 class Replay:
@@ -60,41 +37,41 @@ class Replay:
 
     Every method may be called from several threads at once, but rows of one episode stream come from one thread.
     A row costs its fields' stored sizes and a sequence word of 8 bytes.
+
+    Attributes:
+        name: of the shared memory; or the path of the file that is the replay's memory.
+        add: writes one row: ``replay.add(observation=..., reward=1.0)``. This and `extend` are the native functions
+            themselves: a Python frame in between would double the price of a small row.
+        extend: writes n rows, in order: every value has a leading dimension n.
+        parts: the pool, and the anchor where there is one.
+        saved: what the last `save` wrote; the next incremental one builds on it.
     """
 
     def __init__(
-        self, segment: Segment, layout: Layout, *, name: str, threads: int | None, seed: int | None, timeout: float
+        self,
+        segment: Segment,
+        layout: Layout,
+        *,
+        name: str | Path,
+        threads: int | None,
+        seed: int | None,
+        timeout: float,
     ) -> None:
         self.name = name
         self.layout = layout
         self._segment: Segment | None = segment
-        # Threads beyond four gain nothing on the machines we know: the memory is the bound.
-        crew = min(4, len(os.sched_getaffinity(0))) if threads is None else threads
-        first = secrets.randbits(63) if seed is None else seed
-        self._parts = [
-            Part(
-                segment,
-                layout,
-                place,
-                mark=ANCHOR_MARK if number else 0,
-                threads=crew,
-                seed=first + number,
-                timeout=timeout,
-            )
-            for number, place in enumerate(layout.parts)
-        ]
-        self._pool = self._parts[0]
+        self.parts = open_parts(segment, layout, threads=threads, seed=seed, timeout=timeout)
+        self._pool = self.parts[0]
         self.saved: Saved | None = None
-        # Bound native methods: a Python frame in between would double the price of a small row.
-        self.add = self._pool.ring.add  # type: ignore[method-assign]
-        self.extend = self._pool.ring.extend  # type: ignore[method-assign]
+        self.add: Adding = self._pool.ring.add
+        self.extend: Adding = self._pool.ring.extend
 
     # ---- coming and going
 
     @classmethod
     def create(
         cls,
-        name: str,
+        name: str | Path,
         capacity: int,
         fields: Mapping[str, Field],
         *,
@@ -112,7 +89,8 @@ class Replay:
         """Make an empty replay of `capacity` rows in shared memory; it stays while any process has it open.
 
         Args:
-            name: by which `attach` finds it; one user's replays have different names.
+            name: by which `attach` finds it; one user's replays have different names. A `Path`: that file, mapped, is
+                the memory; it stays when its processes are gone.
             fields: what a row is made of, in the order in which `add` is best called.
             prioritized: keep priorities (T. Schaul et al., 2016, proportional variant).
             alpha: how much priorities count, 0 to 1.
@@ -130,26 +108,20 @@ class Replay:
             SharedMemoryError: there is no room, or the name is taken.
             ValueError: the description contradicts itself; the message says where.
         """
-        _check_name(name)
-        if capacity < 1 or anchor < 0:
-            raise ValueError(f"capacity={capacity} must be at least 1 and anchor={anchor} at least 0")
-        if not 0 < len(fields) <= 64:
-            raise ValueError(f"a row has 1 to 64 fields, came {len(fields)}")
-        if full not in FULL_MODES:
-            raise ValueError(f"full={full!r} is unknown: expected one of {', '.join(FULL_MODES)}")
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha={alpha} must be between 0 and 1")
-        layout = Layout(capacity, dict(fields), prioritized, alpha, full, _checked(episodes, fields), anchor, limiter)
-        segment = Segment.create(segment_name(name, "replay"), layout.segment_bytes)
+        layout = Layout(
+            capacity, dict(fields), prioritized, alpha, full, episodes and episodes.of(fields), anchor, limiter
+        )
+        where = memory.checked(name)
+        segment = memory.make(where, layout.segment_bytes)
+        format_parts(segment, layout)
         if populate:
             segment.populate()
-        format_parts(segment, layout)
-        return cls(segment, layout, name=name, threads=threads, seed=seed, timeout=timeout)
+        return cls(segment, layout, name=where, threads=threads, seed=seed, timeout=timeout)
 
     @classmethod
     def attach(
         cls,
-        name: str,
+        name: str | Path,
         *,
         threads: int | None = None,
         seed: int | None = None,
@@ -158,17 +130,23 @@ class Replay:
     ) -> Replay:
         """Open a replay that another process has made; `populate` maps all its pages now, not one by one later.
 
+        A file that nobody has open is put in order first: rows that killed writers left unfinished are given up.
+
         Raises:
             SharedMemoryError: there is none of that name.
             ProtocolMismatch: it was made by a release with another layout.
         """
-        _check_name(name)
-        segment = Segment.attach(segment_name(name, "replay"), keep_alive=True)
+        where = memory.checked(name)
+        segment, left_alone = memory.join(where)
         try:
-            layout = Layout.read(segment.buffer, name)
+            layout = Layout.read(segment.buffer, str(name))
             if populate:
                 segment.populate()
-            return cls(segment, layout, name=name, threads=threads, seed=seed, timeout=timeout)
+            replay = cls(segment, layout, name=where, threads=threads, seed=seed, timeout=timeout)
+            if left_alone:
+                loading.put_in_order(replay)
+                memory.share(segment)
+            return replay
         except BaseException:
             segment.close()
             raise
@@ -181,7 +159,7 @@ class Replay:
 
     def unlink(self) -> None:
         """Remove the name: nobody can attach any more, and the memory is freed when the last process closes."""
-        (directory() / segment_name(self.name, "replay")).unlink(missing_ok=True)
+        memory.path_of(self.name).unlink(missing_ok=True)
 
     def __enter__(self) -> Replay:
         return self
@@ -195,22 +173,6 @@ class Replay:
         self.close()
 
     # ---- adding
-
-    def add(self, **fields: Any) -> int:
-        """Add one row. Values are numbers, NumPy arrays or CPU tensors of the fields' shapes, strided or not.
-
-        Returns:
-            The rows written: 1, or 0 where the replay is full and drops.
-
-        Raises:
-            SpecMismatch: a field is missing, unknown, or of another shape or kind of dtype.
-            Timeout: full="block" or the rate limiter let nothing in for `timeout` seconds.
-        """
-        raise NotImplementedError  # every object has the native method in its place
-
-    def extend(self, **fields: Any) -> int:
-        """Add n rows, in order: every value has a leading dimension n. Returns the rows written; raises as `add`."""
-        raise NotImplementedError  # every object has the native method in its place
 
     def reserve(self, rows: int) -> Reservation:
         """`rows` rows to be written in place: ``with replay.reserve(8) as r: r["observation"][:] = ...``."""
@@ -235,9 +197,9 @@ class Replay:
         Raises:
             Refused: the replay was made without one.
         """
-        if len(self._parts) == 1:
+        if len(self.parts) == 1:
             raise Refused("this replay has no anchor: make it with anchor=<rows>")
-        return Streams(self._parts[1], 1, group=False)
+        return Streams(self.parts[1], 1, group=False)
 
     def discard(self, rows: int) -> int:
         """Give up the `rows` oldest rows, so that a full replay that blocks or drops takes new ones; how many went."""
@@ -247,7 +209,7 @@ class Replay:
 
     def batch(self, n: int, windows: Windows = _PLAIN, *, pinned: bool = False) -> Batch:
         """Memory for samples of n rows, to be used again and again; `pinned` page-locks it for copies to a GPU."""
-        return Batch(self.layout, [part.ring for part in self._parts], n, windows, pinned=pinned)
+        return Batch(self.layout, [part.ring for part in self.parts], n, windows, pinned=pinned)
 
     def sample(
         self,
@@ -275,46 +237,22 @@ class Replay:
                 fits the windows.
             Timeout: the rate limiter let nobody sample for `timeout` seconds.
         """
-        batch = Batch(self.layout, [part.ring for part in self._parts], n, windows) if out is None else out
+        batch = Batch(self.layout, [part.ring for part in self.parts], n, windows) if out is None else out
         prioritized = self.layout.prioritized and not uniform
         if prioritized and not replace:
             raise SpecMismatch("prioritized samples are drawn with replacement: give uniform=True with replace=False")
         if prioritized is False and batch.weights is not None:
             batch.weights[:n] = 1.0
         fixed = 0
-        if len(self._parts) > 1:
-            kept = self._parts[1]
+        if len(self.parts) > 1:
+            kept = self.parts[1]
             if kept.ring.size:
                 fixed = n if not self._pool.ring.size else round(n * anchor_ratio)
-                self._draw(1, batch, fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
+                kept.draw(batch.columns[1], fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
         if fixed < n or n == 0:
-            self._draw(0, batch, n - fixed, fixed, replace=replace, prioritized=prioritized, beta=beta)
+            first, rest = fixed, n - fixed
+            self._pool.draw(batch.columns[0], rest, first, replace=replace, prioritized=prioritized, beta=beta)
         return batch
-
-    def _draw(
-        self, number: int, batch: Batch, n: int, first: int, *, replace: bool, prioritized: bool, beta: float
-    ) -> None:
-        part = self._parts[number]
-        status = part.ring.sample(batch.columns[number], n, first, replace, prioritized, beta, part.mark)
-        if status == 0:
-            return
-        rows = part.ring.size
-        if status < 0:
-            raise Timeout(
-                f"the rate limiter let no {n} rows be sampled within {part.ring.timeout} s ({part.ring.added} added); "
-                "add more rows, or give a longer timeout"
-            )
-        if rows == 0:
-            raise NotEnoughRows(f"replay {self.name} is empty: expected rows to sample {n} from; add some first")
-        if not replace:
-            raise NotEnoughRows(
-                f"replay {self.name} cannot give {n} different rows: it holds {rows}, "
-                "and fewer may fit or be whole; ask for fewer"
-            )
-        raise NotEnoughRows(
-            f"replay {self.name} holds {rows} rows, and none could be handed out: each is being written, or its "
-            "episode does not reach as far as the windows ask (the newest rows of running episodes never do)"
-        )
 
     def update_priorities(self, indices: npt.NDArray[np.int64], errors: npt.ArrayLike) -> int:
         """Set the priorities of rows to (|error| + 1e-6) ** alpha, from any process, while others add and sample.
@@ -327,54 +265,53 @@ class Replay:
             How many rows were still there; the others have been overwritten and are counted as stale.
         """
         values = np.ascontiguousarray(errors, np.float32)
-        return sum(int(part.ring.update_priorities(indices, values, part.mark)) for part in self._parts)
+        return sum(int(part.ring.update_priorities(indices, values, part.mark)) for part in self.parts)
 
     def prefetch(self, n: int, *, depth: int = 2, device: str | None = None, **options: Any) -> Prefetch:
         """The next batches, made ready on a thread; with device="cuda" already there. Options are `sample`'s."""
-        from jurybox.training.replay.prefetch import Prefetch
-
         return Prefetch(self, n, depth=depth, device=device, options=options)
+
+    def resident(self, device: str, *, capacity: int | None = None, seed: int | None = None) -> Resident:
+        """The rows in a device's memory, drawn there: see `jurybox.training.replay.resident`."""
+        from jurybox.training.replay.resident import Resident
+
+        return Resident(self, device, capacity=capacity or self.layout.capacity, seed=seed)
 
     def seed(self, seed: int) -> None:
         """Begin this process's draws anew: the same calls on the same rows draw the same."""
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             part.ring.seed(seed + number)
 
     # ---- files
 
     def save(self, path: str | Path, *, incremental: bool = False, codec: str = "lz4") -> Saved:
         """Write all rows to a file while writers go on; see `jurybox.training.replay.save`."""
-        from jurybox.training.replay.save import save
+        return saving.save(self, Path(path), incremental=incremental, codec=codec)
 
-        return save(self, Path(path), incremental=incremental, codec=codec)
-
-    def save_in_background(self, path: str | Path, *, incremental: bool = False, codec: str = "lz4") -> BackgroundSave:
+    def save_in_background(
+        self, path: str | Path, *, incremental: bool = False, codec: str = "lz4"
+    ) -> saving.BackgroundSave:
         """The same on a thread: ``.result()`` waits for it and raises what it raised."""
-        from jurybox.training.replay.save import BackgroundSave
-
-        return BackgroundSave(self, Path(path), incremental=incremental, codec=codec)
+        return saving.BackgroundSave(self, Path(path), incremental=incremental, codec=codec)
 
     @classmethod
     def load(
-        cls, path: str | Path, name: str, *, recover: bool = False, threads: int | None = None, seed: int | None = None
+        cls,
+        path: str | Path,
+        name: str | Path,
+        *,
+        recover: bool = False,
+        threads: int | None = None,
+        seed: int | None = None,
     ) -> Replay:
         """Make a replay of what `save` wrote; see `jurybox.training.replay.load`."""
-        from jurybox.training.replay.load import load
-
-        return load(cls, Path(path), name, recover=recover, threads=threads, seed=seed)
+        return loading.load(cls, Path(path), name, recover=recover, threads=threads, seed=seed)
 
     def restore(self, path: str | Path, *, recover: bool = False) -> None:
         """Put what `save` wrote into this replay, in the place of its rows; nobody else may use it meanwhile."""
-        from jurybox.training.replay.load import restore
-
-        restore(self, Path(path), recover=recover)
+        loading.restore(self, Path(path), recover=recover)
 
     # ---- looking
-
-    @property
-    def parts(self) -> list[Part]:
-        """The pool, and the anchor where there is one."""
-        return self._parts
 
     @property
     def capacity(self) -> int:
@@ -384,10 +321,10 @@ class Replay:
     @property
     def added(self) -> int:
         """Rows added since the replay was made, by all processes."""
-        return sum(int(part.ring.added) for part in self._parts)
+        return sum(int(part.ring.added) for part in self.parts)
 
     def __len__(self) -> int:
-        return sum(int(part.ring.size) for part in self._parts)
+        return sum(int(part.ring.size) for part in self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -396,42 +333,13 @@ class Replay:
 
     @property
     def counters(self) -> Counters:
-        reserved, retried, dropped, stale, sampled, redrawn = (
-            sum(values) for values in zip(*(part.ring.counters() for part in self._parts), strict=True)
-        )
-        added = reserved - retried
-        return Counters(added, max(0, added - len(self)), dropped, retried, sampled, redrawn, stale)
+        return Counters.of(self.parts)
 
     def repair(self) -> None:
         """Sum the priorities anew; for a replay at rest, after a process was killed in the midst of setting some."""
-        for part in self._parts:
+        for part in self.parts:
             part.ring.rebuild_sums()
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}: {spec.dtype}{list(spec.shape)}" for name, spec in self.layout.fields.items())
-        return f"Replay({self.name!r}, {len(self)} of {self.capacity} rows, {fields})"
-
-
-def _check_name(name: str) -> None:
-    if not name or "/" in name or "*" in name or len(name) > 100:
-        raise ValueError(f"{name!r} names no replay: expected 1 to 100 characters without '/' and '*'")
-
-
-def _checked(episodes: Episodes | None, fields: Mapping[str, Field]) -> Episodes | None:
-    """The episodes' field names, those left at their default only where there is such a field."""
-    if episodes is None:
-        return None
-    default = Episodes()
-    named: dict[str, str | None] = {}
-    for side in ("terminated", "truncated", "reward"):
-        name = getattr(episodes, side)
-        if name is not None and name not in fields:
-            if name != getattr(default, side):
-                raise ValueError(
-                    f"episodes: there is no field {name!r} for {side}; expected one of {', '.join(fields)}"
-                )
-            name = None
-        if name is not None and (fields[name].shape or fields[name].stored is not None):
-            raise ValueError(f"episodes: field {name!r} must be one number a row, stored as it is")
-        named[side] = name
-    return Episodes(**named)
+        return f"Replay({str(self.name)!r}, {len(self)} of {self.capacity} rows, {fields})"

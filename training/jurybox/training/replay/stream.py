@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jurybox import native
 from jurybox.training.replay.part import Part
+
+
+class Adding(Protocol):
+    """The fields of one row or of n, by name: numbers, NumPy arrays or CPU tensors, strided or not.
+
+    Returns:
+        The rows written: fewer than came (0 of 1) where the replay is full and drops.
+
+    Raises:
+        SpecMismatch: a field is missing, unknown, or of another shape or kind of dtype.
+        Timeout: full="block" or the rate limiter let nothing in for `timeout` seconds.
+    """
+
+    def __call__(self, **fields: Any) -> int: ...
 
 
 class Streams:
@@ -20,8 +34,8 @@ class Streams:
     def __init__(self, part: Part, n: int, *, group: bool) -> None:
         self._native = native.ReplayStreams(part.ring, n, group)
         self._fields = part.layout.fields
-        self.add = self._native.add
-        self.extend = self._native.extend
+        self.add: Adding = self._native.add
+        self.extend: Adding = self._native.extend
 
     def __len__(self) -> int:
         return len(self._native)
