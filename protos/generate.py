@@ -11,6 +11,10 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent
 PACKAGE = "jurybox/protocol"
+# Public protocols whose messages other libraries bring as well, under the same names. They get a descriptor pool of
+# their own: one pool takes a name once, and whoever came second could not be imported.
+PUBLIC = ("open_inference",)
+_POOL, _OWN_POOL = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
 
 
 def generate(out: Path) -> list[Path]:
@@ -29,6 +33,9 @@ def generate(out: Path) -> list[Path]:
     services = [str(source) for source in sources if "\nservice " in (ROOT / source).read_text()]
     if services and (code := protoc.main([*arguments[:3], f"--grpc_python_out={out}", *services])):
         raise SystemExit(code)
+    for name in PUBLIC:
+        module = out / PACKAGE / f"{name}_pb2.py"
+        module.write_text(module.read_text().replace(_POOL, _OWN_POOL))
     return sorted(path.relative_to(out) for path in (out / PACKAGE).glob("*_pb2*.py*"))
 
 

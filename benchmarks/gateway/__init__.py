@@ -1,0 +1,1 @@
+"""The gateway beside Triton's Python backend."""

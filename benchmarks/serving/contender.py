@@ -95,6 +95,8 @@ CONTENDERS = {
     "mosec": ("mosec", "Mosec"),
     "triton-shm": ("triton", "TritonShm"),
     "triton-grpc": ("triton", "TritonGrpc"),
+    "jurybox-grpc": ("jurybox_gateway", "GatewayGrpc"),
+    "jurybox-grpc-shm": ("jurybox_gateway", "GatewayShm"),
     "torchrl": ("torchrl", "TorchRl"),
     "litserve": ("litserve", "LitServe"),
     "ray": ("ray_serve", "RayServe"),

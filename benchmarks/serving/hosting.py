@@ -197,4 +197,4 @@ def _environment() -> dict[str, str]:
     kept = {
         key: value for key, value in os.environ.items() if not key.startswith(("JURYBOX_", "PYTHON", "VIRTUAL_ENV"))
     }
-    return {**kept, **single, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return {**kept, **single, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "BENCH_OUR_PYTHON": sys.executable}

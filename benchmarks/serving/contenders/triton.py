@@ -30,12 +30,12 @@ _TYPES = {"float32": "FP32", "uint8": "UINT8"}
 class GrpcAsk(Ask):
     """`infer` with the input in the message."""
 
-    def __init__(self, case: Case, index: int, port: int) -> None:
+    def __init__(self, case: Case, index: int, port: int, input_name: str = "input") -> None:
         from tritonclient import grpc
 
         self._case = case
         self._client = grpc.InferenceServerClient(f"127.0.0.1:{port}")
-        self._input = grpc.InferInput("input", [case.rows, *case.shape], _TYPES[case.dtype])
+        self._input = grpc.InferInput(input_name, [case.rows, *case.shape], _TYPES[case.dtype])
         self._outputs = [grpc.InferRequestedOutput(name) for name, _ in case.outputs]
 
     def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
@@ -50,10 +50,10 @@ class GrpcAsk(Ask):
 class SharedMemoryAsk(GrpcAsk):
     """`infer` with input and outputs in regions that stay registered."""
 
-    def __init__(self, case: Case, index: int, port: int) -> None:
+    def __init__(self, case: Case, index: int, port: int, input_name: str = "input") -> None:
         from tritonclient.utils import shared_memory
 
-        super().__init__(case, index, port)
+        super().__init__(case, index, port, input_name)
         self._library = shared_memory
         self._input_region = self._register(f"in{index}_{port}", case.input_bytes)
         self._input.set_shared_memory(f"in{index}_{port}", case.input_bytes)

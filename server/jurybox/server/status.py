@@ -42,9 +42,11 @@ def status_document(
     server_id: str,
     address: str,
     http: str = "",
+    grpc: str = "",
     draining: bool = False,
     engine_timeout: float = 60.0,
     events: Sequence[dict[str, Any]] = (),
+    devices: Sequence[str] = (),
     now: float | None = None,
     monotonic_ns: int | None = None,
 ) -> dict[str, Any]:
@@ -55,13 +57,14 @@ def status_document(
         lanes: those leased, or about to be free.
         engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
         events: of jurybox.server.supervisor.events.
+        devices: of the engines.
         now: seconds since 1970 instead of the clock's.
         monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.
     """
     now = time.time() if now is None else now
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
     started = float(board.header["started"][0])
-    engines = _engines(board.engines.copy(), engine_timeout, monotonic_ns)
+    engines = _engines(board.engines.copy(), devices, engine_timeout, monotonic_ns)
     counters = board.counters.copy()
     segments = segment_sizes(server_id)
     return {
@@ -70,6 +73,7 @@ def status_document(
             "state": "draining" if draining else _state(engines),
             "address": address,
             "http": http,
+            "grpc": grpc,
             "build": build_version(),
             "protocol": PROTOCOL_VERSION,
             "started": started,
@@ -123,7 +127,7 @@ def segment_sizes(server_id: str) -> dict[str, int]:
     return sizes
 
 
-def _engines(records: NDArray[Any], timeout: float, monotonic_ns: int) -> list[dict[str, Any]]:
+def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, monotonic_ns: int) -> list[dict[str, Any]]:
     engines = []
     for index, record in enumerate(records):
         beat = int(record["heartbeat"])
@@ -132,6 +136,7 @@ def _engines(records: NDArray[Any], timeout: float, monotonic_ns: int) -> list[d
         engines.append(
             {
                 "index": index,
+                "device": devices[index] if index < len(devices) else "",
                 "state": state.name.lower(),
                 "hung": state is EngineState.SERVING and age is not None and age > timeout,
                 "pid": int(record["pid"]),

@@ -14,10 +14,11 @@ def document() -> dict[str, Any]:
     return {
         "server": {
             "id": "abcd1234", "state": "serving", "address": "ipc:///x/engine", "http": "127.0.0.1:8000",
+            "grpc": "127.0.0.1:8001",
             "build": "0.1.0", "protocol": 1, "started": 1.0, "uptime": 90.0,
         },
         "engines": [
-            {"index": 0, "state": "serving", "hung": False, "pid": 42, "epoch": "00000000000000ff",
+            {"index": 0, "device": "cpu", "state": "serving", "hung": False, "pid": 42, "epoch": "00000000000000ff",
              "heartbeat_age": 0.1, "restarts": 0, "expected_wait": 0.0, "device_bytes": 0},
         ],
         "models": [

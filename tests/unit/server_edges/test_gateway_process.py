@@ -13,20 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jurybox.server.gateway.process import CannotListen, listen
+from jurybox.server.gateway.listening import CannotListen, listen
 from jurybox.server.lifeline import spawn
 
 
 class Gateway:
     """A started gateway and this end of its lifeline."""
 
-    def __init__(self, http: str, folder: object) -> None:
+    def __init__(self, folder: object, *, http: str = "", grpc: str = "") -> None:
         self.process, self.lifeline = spawn("jurybox.server.gateway")
         self.lifeline.send(
-            "configure", address=f"ipc://{folder}/engine", http=http, log_level="warning", log_format="json"
+            "configure", address=f"ipc://{folder}/engine", http=http, grpc=grpc, log_level="warning", log_format="json"
         )
 
     def hear(self) -> dict[str, Any]:
@@ -42,7 +45,7 @@ class Gateway:
 
 @pytest.fixture
 def gateway(tmp_path) -> Iterator[Gateway]:
-    gateway = Gateway("127.0.0.1:0", tmp_path)
+    gateway = Gateway(tmp_path, http="127.0.0.1:0")
     yield gateway
     gateway.end()
 
@@ -78,17 +81,38 @@ def test_it_ends_with_its_supervisor_even_while_somebody_is_connected(gateway):
         assert time.monotonic() - began < 5
 
 
-def test_a_port_in_use_is_named_with_the_setting(tmp_path):
+@pytest.mark.parametrize("setting", ["http", "grpc"])
+def test_a_port_in_use_is_named_with_the_setting(tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        gateway = Gateway(f"127.0.0.1:{taken.getsockname()[1]}", tmp_path)
+        gateway = Gateway(tmp_path, **{setting: f"127.0.0.1:{taken.getsockname()[1]}"})
         try:
             failed = gateway.hear()
             assert failed["kind"] == "failed"
             assert f"port {taken.getsockname()[1]} is in use" in failed["reason"]
-            assert "server.http" in failed["reason"]
+            assert f"server.{setting}" in failed["reason"]
             assert gateway.process.wait(10) == 3
         finally:
             gateway.end()
+
+
+def test_grpc_alone_answers_health_and_lists_its_services_without_a_server(tmp_path):
+    gateway = Gateway(tmp_path, grpc="127.0.0.1:0")
+    try:
+        ready = gateway.hear()
+        assert (ready["kind"], ready["http"]) == ("ready", "")
+        with grpc.insecure_channel(ready["grpc"]) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=20.0, wait_for_ready=True)
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError) as unknown:
+                health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=20.0)
+            assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+            services = ProtoReflectionDescriptorDatabase(channel).get_services()
+            assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= set(services)
+            gateway.lifeline.send("stop")
+            assert gateway.process.wait(10) == 0
+    finally:
+        gateway.end()
 
 
 def test_a_host_that_is_not_ours_cannot_be_listened_on():

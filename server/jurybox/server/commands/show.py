@@ -29,7 +29,8 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
     console = _console()
     console.print(
         Text(
-            f"jurybox {server['build']} at {server['address']}: {server['state']}, up {duration(server['uptime'])}, "
+            f"jurybox {server['build']} at {server['address']}{_gateway(server)}: {server['state']}, "
+            f"up {duration(server['uptime'])}, "
             f"{lanes['in_use']} lanes with {lanes['rows']} rows leased, "
             f"{memory['shared_bytes'] / 2**20:.1f} MiB of shared memory"
         )
@@ -96,6 +97,10 @@ def duration(seconds: float | None) -> str:
             value = seconds * scale
             return f"{value:.0f} {unit}" if value >= 10 or value == 0 else f"{value:.1f} {unit}"
     return f"{seconds / 3600:.1f} h"
+
+
+def _gateway(server: dict[str, Any]) -> str:
+    return "".join(f", {scheme}://{server[scheme]}" for scheme in ("http", "grpc") if server[scheme])
 
 
 def _ask(address: str | None) -> dict[str, Any]:

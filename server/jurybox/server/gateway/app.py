@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.datastructures import MutableHeaders
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jurybox.client import Error
 from jurybox.protocol.errors import TABLE
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.gateway.health import not_ready
+from jurybox.server.gateway.health import reasons
 from jurybox.server.gateway.source import StatusSource
 from jurybox.server.gateway.watching import Watching
 from jurybox.server.revision import source_revision
@@ -48,6 +49,7 @@ class Version(BaseModel):
     protocol: int
     python: str
     torch: str | None
+    devices: list[str]  # of the engines, in order
     server: str | None  # new at every start; null when the server does not answer
     models: dict[str, ModelVersion]
 
@@ -76,8 +78,15 @@ class NeverCached:
         await self._app(scope, receive, send_marked)
 
 
-def create_app(source: StatusSource) -> FastAPI:
-    """The application over whatever gives the server's status."""
+def create_app(
+    source: StatusSource, readiness: Callable[[], Awaitable[list[str]]] | None = None, routers: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """The application over whatever gives the server's status.
+
+    Args:
+        readiness: why the server is not ready; without it, what the status document says.
+        routers: bring more paths.
+    """
     app = FastAPI(
         title="Jurybox",
         version=build_version(),
@@ -99,7 +108,7 @@ def create_app(source: StatusSource) -> FastAPI:
     @app.get("/health/ready", responses=ill)
     async def ready(response: Response) -> Health:
         """200 when requests would be answered; 503 with the reasons when not."""
-        return _health(response, await _reasons(source))
+        return _health(response, await (readiness() if readiness else reasons(source)))
 
     @app.get("/health/live", responses=ill)
     async def live(response: Response) -> Health:
@@ -126,20 +135,15 @@ def create_app(source: StatusSource) -> FastAPI:
 
     app.state.watching = Watching(source)
     app.include_router(app.state.watching.router)
+    for router in routers:
+        app.include_router(router)
     return app
 
 
-async def _reasons(source: StatusSource) -> list[str]:
-    try:
-        return not_ready(await source.status())
-    except Error as error:
-        return [str(error)]
-
-
-def _health(response: Response, reasons: list[str]) -> Health:
-    if reasons:
+def _health(response: Response, why: list[str]) -> Health:
+    if why:
         response.status_code = _UNAVAILABLE
-    return Health(status="unavailable" if reasons else "ok", reasons=reasons)
+    return Health(status="unavailable" if why else "ok", reasons=why)
 
 
 def _version(document: dict[str, Any] | None) -> Version:
@@ -149,6 +153,7 @@ def _version(document: dict[str, Any] | None) -> Version:
         protocol=PROTOCOL_VERSION,
         python=platform.python_version(),
         torch=_installed("torch"),
+        devices=[engine["device"] for engine in document["engines"]] if document else [],
         server=document["server"]["id"] if document else None,
         models={
             model["name"]: ModelVersion(

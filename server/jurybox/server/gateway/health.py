@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from jurybox.protocol.errors import Error
+from jurybox.server.gateway.source import StatusSource
+
+
+async def reasons(source: StatusSource) -> list[str]:
+    """Why the server should get no requests now, a silent one included; empty when it is ready."""
+    try:
+        return not_ready(await source.status())
+    except Error as error:
+        return [str(error)]
+
 
 def not_ready(document: dict[str, Any]) -> list[str]:
     """Why the server should get no requests now; empty when it is ready.

@@ -1,111 +1,114 @@
-"""The gateway's process: settings from the lifeline, HTTP until told to stop, or until the supervisor is gone."""
+"""The gateway's process: settings from the lifeline, HTTP and gRPC until told to stop, or the supervisor is gone."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import os
-import socket
-from collections.abc import Generator
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
-from jurybox.server.endpoints import split_host
+from jurybox.server.endpoints import is_loopback, split_host
 from jurybox.server.gateway.app import create_app
+from jurybox.server.gateway.http_server import HttpServer
+from jurybox.server.gateway.inference import http_routes
+from jurybox.server.gateway.inference.door import OpenInference
+from jurybox.server.gateway.listening import CannotListen
 from jurybox.server.gateway.source import ClientSource
 from jurybox.server.lifeline import Lifeline
 from jurybox.server.logs import Log, configure
 
+if TYPE_CHECKING:
+    from jurybox.server.gateway.grpc_server import GrpcServer
+
+_SWITCH = 0.0005  # seconds a busy loop keeps the thread waiting that tells it of answers; Python's own are 5 ms
 _CONFIGURED = 30.0  # seconds to wait for the first message
-_GRACE = 2  # seconds that requests in progress get when the gateway stops
-_BACKLOG = 512
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
-
-
-class CannotListen(OSError):
-    """The HTTP address cannot be had; the message says why and what to change."""
-
-
-def listen(http: str) -> socket.socket:
-    """A listening socket for "host:port"; port 0 takes a free one."""
-    host, port = split_host(http)
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # back at once after a kill
-            listener.bind(where)
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = f"port {port} is in use by another program" if taken else error.strerror or str(error)
-        raise CannotListen(
-            f"cannot listen on http://{http}: {why}; set server.http to another host:port, or to '' for no HTTP"
-        ) from error
-    return listener
-
-
-class _Http(uvicorn.Server):
-    """uvicorn without a say over signals: what a terminal's Ctrl-C means is the supervisor's to decide."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     """Serve until the lifeline says stop, or ends; gives the exit status."""
+    source = ClientSource(orders["address"])
+    endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
+    local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
+    door = OpenInference(orders["address"], source, shared_memory=local)
     try:
-        listener = listen(orders["http"])
+        app = create_app(source, door.reasons, [http_routes.router(door)])
+        http = HttpServer(orders["http"], app) if orders["http"] else None
+        rpc = _grpc_server(orders["grpc"], door) if orders["grpc"] else None
     except (CannotListen, ValueError) as error:
         lifeline.send("failed", reason=str(error))
         return COULD_NOT_START
-    source = ClientSource(orders["address"])
-    app = create_app(source)
-    http = _Http(
-        uvicorn.Config(
-            app,
-            log_config=None,  # its records go where ours go
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=_GRACE,
-        )
-    )
+    stop = asyncio.Event()
+    _obey(lifeline, stop, log)
+    if rpc is not None:
+        await rpc.start()
+    # The HTTP socket listens already: whoever connects from now on is answered.
+    bound = {"http": http.bound if http else "", "grpc": rpc.bound if rpc else ""}
+    lifeline.send("ready", port=http.port if http else 0, **bound)
+    log.debug("listening", **bound)
+    try:
+        served = await _until(stop, http, app.state.watching.close)
+    finally:
+        if rpc is not None:
+            await rpc.stop()
+        door.close()
+        await source.close()
+    return STOPPED if served else FAILED
 
-    def stop() -> None:
-        http.should_exit = True
-        app.state.watching.close()
+
+def _grpc_server(address: str, door: OpenInference) -> GrpcServer:
+    # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
+    from jurybox.server.gateway.grpc_server import GrpcServer
+    from jurybox.server.gateway.inference import grpc_service
+
+    handlers = grpc_service.handlers(door)
+    return GrpcServer(address, [grpc_service.service(door)], door.reasons, handlers=handlers)
+
+
+def _obey(lifeline: Lifeline, stop: asyncio.Event, log: Log) -> None:
+    """Set `stop` when the lifeline says so, or ends."""
+    loop = asyncio.get_running_loop()
 
     def heard() -> None:
         try:
             while (message := lifeline.receive(0)) is not None:
                 if message["kind"] == "stop":
-                    stop()
+                    stop.set()
                 else:
                     log.warning("unknown order", order=message["kind"])
         except (EOFError, OSError):
-            asyncio.get_running_loop().remove_reader(lifeline.fileno())
-            stop()
+            loop.remove_reader(lifeline.fileno())
+            stop.set()
 
-    asyncio.get_running_loop().add_reader(lifeline.fileno(), heard)
-    host, port = listener.getsockname()[:2]
-    bound = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    # The socket listens already: whoever connects from now on is answered.
-    lifeline.send("ready", http=bound, port=port)
-    log.debug("listening", http=bound)
+    loop.add_reader(lifeline.fileno(), heard)
+
+
+async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable[[], None]) -> bool:
+    """Serve until `stop`, or until HTTP ends by itself; gives whether all was well.
+
+    Args:
+        hang_up: ends the answers that go on for as long as somebody watches.
+    """
+    if http is None:
+        await stop.wait()
+        return True
+    running = asyncio.create_task(http.run())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    hang_up()
+    http.stop()
+    return await running
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which takes a tenth off a gRPC call's cost; asyncio's own where there is none for the platform."""
     try:
-        await http.serve(sockets=[listener])
-    finally:
-        await source.close()
-    return STOPPED if http.started else FAILED
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def run(lifeline: Lifeline) -> int:
@@ -116,9 +119,12 @@ def run(lifeline: Lifeline) -> int:
         return STOPPED
     if orders is None or orders["kind"] != "configure":
         return COULD_NOT_START
+    sys.setswitchinterval(_SWITCH)
+    os.environ.setdefault("JURYBOX_SPIN_US", "0")  # a thread that spins for answers takes a core from the calls
     log = configure("gateway", orders["log_level"], orders["log_format"])
     try:
-        return asyncio.run(serve(lifeline, orders, log))
+        with asyncio.Runner(loop_factory=_loop) as runner:
+            return runner.run(serve(lifeline, orders, log))
     except BrokenPipeError:  # the supervisor went while it was being told something
         return STOPPED
 

@@ -18,8 +18,11 @@ _MARGIN = 0.5  # seconds: the client gives up first, and knows better why
 class StatusSource(Protocol):
     """What the application needs to know a server by."""
 
-    async def status(self) -> Document:
-        """The status document of jurybox.server.status. Raises Error, such as ServerGone, when there is none."""
+    async def status(self, *, fresh: bool = False) -> Document:
+        """The status document of jurybox.server.status, made after this call where it is to be `fresh`.
+
+        Raises Error, such as ServerGone, when there is none.
+        """
         ...
 
 
@@ -60,10 +63,10 @@ class ClientSource:
         self._question: asyncio.Future[Document] | None = None
         self._answered = 0.0
 
-    async def status(self) -> Document:
+    async def status(self, *, fresh: bool = False) -> Document:
         """As StatusSource.status."""
         question = self._question
-        if question is None or (question.done() and time.monotonic() - self._answered >= self._keep):
+        if fresh or question is None or (question.done() and time.monotonic() - self._answered >= self._keep):
             question = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
             question.add_done_callback(self._note)
             self._question = question

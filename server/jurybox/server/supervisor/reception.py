@@ -20,7 +20,7 @@ from jurybox.protocol.control_pb2 import (
 )
 from jurybox.protocol.errors import Code, ModelFailed, Refused
 from jurybox.protocol.wire import build_version
-from jurybox.server.config import Settings, model_settings_from_json
+from jurybox.server.config import ModelSettings, Settings, model_settings_from_json
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
@@ -52,7 +52,8 @@ class Reception:
         self._keeper = keeper
         self._events = events
         self.draining = False
-        self.http = settings.server.http  # where the gateway really listens, once it has said so
+        # Where the gateway really listens, once it has said so.
+        self.http, self.grpc = settings.server.http, settings.server.grpc
         self.handlers: dict[str, Any] = {
             "hello": self._hello,
             "lease": self._lease,
@@ -107,9 +108,11 @@ class Reception:
                 server_id=self._server_id,
                 address=self._settings.server.address,
                 http=self.http,
+                grpc=self.grpc,
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
                 events=self._events.last(),
+                devices=self._fleet.devices,
             )
         )
 
@@ -121,12 +124,19 @@ class Reception:
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
         else:
-            settings = self._models.named(request.model).settings
+            settings = self._known_settings(request.model)
         held = self._models.add(request.model, settings)
         for index in self._fleet.living():
             held.begin_load(index)
         self._fleet.order("load", model=held.index, name=held.name, settings=settings.model_dump(mode="json"))
         return held.message()
+
+    def _known_settings(self, name: str) -> ModelSettings:
+        """Of a model that is held, or else was configured at the start and has been unloaded."""
+        configured = self._settings.models.get(name)
+        if configured is not None and name not in {held.name for held in self._models}:
+            return configured
+        return self._models.named(name).settings
 
     def _unload(self, request: UnloadRequest) -> None:
         held = self._models.remove(request.model)

@@ -53,7 +53,7 @@ class Supervisor:
         self._reception = Reception(
             settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events
         )
-        self._gateway = self._gateway_child() if settings.server.http else None
+        self._gateway = self._gateway_child() if settings.server.http or settings.server.grpc else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._desk = Desk(self._context, self._settings.address, self._reception.handlers, log.warning)
@@ -128,7 +128,7 @@ class Supervisor:
         def configure() -> dict[str, Any]:
             settings = self._settings.model_dump(mode="json", include={"address", "log_level", "log_format"})
             # Where it listened before, though any port was good enough then: whoever watches finds it again.
-            return {**settings, "http": self._reception.http}
+            return {**settings, "http": self._reception.http, "grpc": self._reception.grpc}
 
         return Child("gateway", "jurybox.server.gateway", configure)
 
@@ -169,7 +169,7 @@ class Supervisor:
         assert self._gateway is not None
         if message["kind"] == "ready":
             self._gateway.serving = True
-            self._reception.http = message["http"]
+            self._reception.http, self._reception.grpc = message["http"], message["grpc"]
         elif message["kind"] == "failed":
             self._log.error("gateway failed", reason=message["reason"])
             if not self._announced:
@@ -255,6 +255,7 @@ class Supervisor:
                 "serving",
                 address=self._settings.address,
                 http=self._reception.http,
+                grpc=self._reception.grpc,
                 devices=", ".join(self._fleet.devices),
                 models=models,
                 shared_memory_mib=round(memory / 2**20, 1),

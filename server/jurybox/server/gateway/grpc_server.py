@@ -1,0 +1,149 @@
+"""gRPC in the gateway's process: services on one port, with health (grpc.health.v1) and reflection beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from jurybox.server.endpoints import split_host
+from jurybox.server.gateway.grpc_health import Health, Readiness
+from jurybox.server.gateway.http2.front import Handler
+from jurybox.server.gateway.http2.server import FrontServer, inner_address
+from jurybox.server.gateway.listening import CannotListen, bound_name, listen
+
+MAX_MESSAGE_BYTES = 64 << 20
+GRACE = 2.0  # seconds that calls in progress get when the gateway stops
+_CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
+
+
+class _Adder(Protocol):
+    def __call__(self, servicer: Any, server: grpc.aio.Server) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One gRPC service.
+
+    Attributes:
+        name: in full, "package.Service".
+        file: descriptor of the .proto that defines it, for reflection.
+        servicer: answers its calls.
+        add: the generated add_..._to_server, or whatever registers the servicer on a server.
+    """
+
+    name: str
+    file: FileDescriptor
+    servicer: Any
+    add: _Adder
+
+
+class GrpcServer:
+    """A grpc.aio server over some services. Make it in the event loop that serves it.
+
+    Args:
+        address: "host:port"; port 0 takes a free one.
+        services: what is offered besides health and reflection.
+        readiness: why the server is not ready, for grpc.health.v1; an empty list when it is.
+        interceptors: asked in this order before every call.
+        max_message_bytes: of any message, either way.
+        handlers: by path ("/package.Service/Method"), answer unary calls without grpc.aio, which takes ten times
+            the CPU. Used only without `interceptors`, which such calls would not meet.
+
+    Attributes:
+        bound: where it really listens.
+
+    Raises:
+        CannotListen, ValueError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        services: Sequence[Service],
+        readiness: Readiness,
+        *,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        handlers: Mapping[str, Handler] | None = None,
+    ) -> None:
+        self._server = grpc.aio.server(
+            interceptors=list(interceptors),
+            options=(
+                ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.keepalive_time_ms", _CONNECTION_MS),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _CONNECTION_MS // 4),
+            ),
+        )
+        names = [service.name for service in services]
+        self._health = Health(names, readiness)
+        health = Service(
+            "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
+        )
+        for service in (*services, health):
+            service.add(service.servicer, self._server)
+        files = [*(service.file for service in services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+        reflection.enable_server_reflection(
+            (*names, health.name, reflection.SERVICE_NAME), self._server, _pool_of(files)
+        )
+        self._front: FrontServer | None = None
+        inner = inner_address() if handlers and not interceptors else None
+        if handlers and inner:
+            self.bound = self._bind_behind(address, inner, handlers, max_message_bytes)
+        else:
+            self.bound = self._bind(address)
+
+    async def start(self) -> None:
+        """Answer calls from now on."""
+        await self._server.start()
+        if self._front is not None:
+            await self._front.start()
+
+    async def stop(self) -> None:
+        """Take no more calls, and give those in progress a grace."""
+        self._health.stop()
+        if self._front is not None:
+            await self._front.stop(GRACE)
+        await self._server.stop(GRACE)
+
+    def _bind_behind(self, address: str, inner: str, handlers: Mapping[str, Handler], most: int) -> str:
+        listener = listen(address, "grpc")
+        self._server.add_insecure_port(f"unix-abstract:{inner}")
+        self._front = FrontServer(listener, handlers, inner, most)
+        return bound_name(*listener.getsockname()[:2])
+
+    def _bind(self, address: str) -> str:
+        host, _ = split_host(address)
+        listen(address, "grpc").close()  # gRPC's own message names neither the port's state nor a remedy
+        try:
+            return bound_name(host, self._server.add_insecure_port(address))
+        except RuntimeError as error:
+            raise CannotListen(
+                f"cannot listen on grpc://{address}: {error}; set server.grpc to another host:port, or to '' for no "
+                "gRPC"
+            ) from error
+
+
+def _pool_of(files: Sequence[FileDescriptor]) -> DescriptorPool:
+    """One pool with these files and what they import: not every file lives in the process's default one."""
+    pool = DescriptorPool()
+    added: set[str] = set()
+
+    def add(file: FileDescriptor) -> None:
+        if file.name not in added:
+            added.add(file.name)
+            for needed in file.dependencies:
+                add(needed)
+            pool.AddSerializedFile(file.serialized_pb)
+
+    for file in files:
+        add(file)
+    return pool

@@ -1,0 +1,217 @@
+"""The Open Inference Protocol over gRPC: inference.GRPCInferenceService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol import open_inference_pb2_grpc
+from jurybox.protocol.errors import TABLE, Code, Error, Refused
+from jurybox.server.gateway.grpc_server import Service
+from jurybox.server.gateway.http2.front import Handler
+from jurybox.server.gateway.inference import models
+from jurybox.server.gateway.inference.door import OpenInference
+from jurybox.server.gateway.inference.grpc_messages import message_of, plain_value, request_of
+from jurybox.server.gateway.inference.tensors import malformed
+
+Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
+
+_PIPELINED = 64  # requests of one stream in flight
+_STATUS = {status.value[0]: status for status in grpc.StatusCode}
+_METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+
+
+def service(door: OpenInference) -> Service:
+    """The service, for a GrpcServer."""
+    return Service(
+        _METHODS.full_name,
+        pb.DESCRIPTOR,
+        InferenceServicer(door),
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+    )
+
+
+def handlers(door: OpenInference) -> dict[str, Handler]:
+    """The calls that are asked often, for a GrpcServer to answer without grpc.aio."""
+
+    async def infer(message: bytes, seconds: float | None) -> bytes:
+        try:
+            request = pb.ModelInferRequest.FromString(message)
+        except DecodeError as error:
+            raise malformed(f"not a ModelInferRequest: {error}") from error
+        return message_of(await door.inference.infer(request_of(request, seconds))).SerializeToString()
+
+    return {f"/{_METHODS.full_name}/ModelInfer": infer}
+
+
+class InferenceServicer:
+    """Every call of the service; errors are those of the table in jurybox.protocol.errors."""
+
+    def __init__(self, door: OpenInference) -> None:
+        self._door = door
+
+    # ---- health and metadata
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=await self._door.live())
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=not await self._door.reasons())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        why = await _answered(context, self._door.model_reason(request.name, request.version))
+        return pb.ModelReadyResponse(ready=not why)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**models.server_metadata())
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        model = await _answered(context, self._door.described(request.name, request.version))
+        return ParseDict(models.metadata(model), pb.ModelMetadataResponse())
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        model = await _answered(context, self._door.described(request.name, request.version))
+        return ParseDict({"config": models.config(model)}, pb.ModelConfigResponse())
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        found = await _answered(context, self._door.statistics(request.name, request.version))
+        return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
+
+    # ---- inference
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        try:
+            return message_of(await self._door.inference.infer(request_of(request, context.time_remaining())))
+        except Error as error:
+            await _abort(context, error)
+
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """One answer or one error for every request, in their order; many are in flight at once."""
+        room = asyncio.Semaphore(_PIPELINED)
+        asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
+
+        async def take_in() -> None:
+            try:
+                async for request in requests:
+                    await room.acquire()
+                    asked.put_nowait(asyncio.create_task(self._streamed(request)))
+            finally:
+                asked.put_nowait(None)
+
+        taking = asyncio.create_task(take_in())
+        try:
+            while (answer := await asked.get()) is not None:
+                yield await answer
+                room.release()
+        finally:
+            taking.cancel()
+            while not asked.empty():
+                if (left := asked.get_nowait()) is not None:
+                    left.cancel()
+
+    async def _streamed(self, request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+        try:
+            answer = message_of(await self._door.inference.infer(request_of(request, None)))
+        except Error as error:
+            named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+            return pb.ModelStreamInferResponse(error_message=str(error), infer_response=named)
+        return pb.ModelStreamInferResponse(infer_response=answer)
+
+    # ---- model repository
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        found = await _answered(context, self._door.index(request.repository_name, ready=request.ready))
+        return ParseDict({"models": found}, pb.RepositoryIndexResponse())
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        given = {name: plain_value(name, value) for name, value in request.parameters.items()}
+        await _answered(context, self._door.repository.load(request.repository_name, request.model_name, given))
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        given = {name: plain_value(name, value) for name, value in request.parameters.items()}
+        await _answered(context, self._door.repository.unload(request.repository_name, request.model_name, given))
+        return pb.RepositoryModelUnloadResponse()
+
+    # ---- shared memory
+
+    async def SystemSharedMemoryStatus(
+        self, request: pb.SystemSharedMemoryStatusRequest, context: Context
+    ) -> pb.SystemSharedMemoryStatusResponse:
+        answer = pb.SystemSharedMemoryStatusResponse()
+        for region in await _done(context, lambda: self._door.regions.status(request.name)):
+            answer.regions[region.name].MergeFrom(
+                pb.SystemSharedMemoryStatusResponse.RegionStatus(
+                    name=region.name, key=region.key, offset=region.offset, byte_size=region.size
+                )
+            )
+        return answer
+
+    async def SystemSharedMemoryRegister(
+        self, request: pb.SystemSharedMemoryRegisterRequest, context: Context
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        register = self._door.regions.register
+        await _done(context, lambda: register(request.name, request.key, request.offset, request.byte_size))
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def SystemSharedMemoryUnregister(
+        self, request: pb.SystemSharedMemoryUnregisterRequest, context: Context
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
+        self._door.regions.unregister(request.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(
+        self, request: pb.CudaSharedMemoryStatusRequest, context: Context
+    ) -> pb.CudaSharedMemoryStatusResponse:
+        return pb.CudaSharedMemoryStatusResponse()  # there are none
+
+    async def CudaSharedMemoryRegister(self, request: pb.CudaSharedMemoryRegisterRequest, context: Context) -> NoReturn:
+        await _abort(context, unsupported("CUDA shared memory"))
+
+    async def CudaSharedMemoryUnregister(
+        self, request: pb.CudaSharedMemoryUnregisterRequest, context: Context
+    ) -> pb.CudaSharedMemoryUnregisterResponse:
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+    async def TraceSetting(self, request: pb.TraceSettingRequest, context: Context) -> NoReturn:
+        await _abort(context, unsupported("the trace extension"))
+
+    async def LogSettings(self, request: pb.LogSettingsRequest, context: Context) -> NoReturn:
+        await _abort(context, unsupported("the logging extension"))
+
+
+def unsupported(what: str) -> Refused:
+    """The error for a part of the protocol that is not served."""
+    return Refused(f"{what} is not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED)
+
+
+async def _answered(context: Context, answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except Error as error:
+        await _abort(context, error)
+
+
+async def _done(context: Context, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Error as error:
+        await _abort(context, error)
+
+
+async def _abort(context: Context, error: Error) -> NoReturn:
+    row = TABLE.get(error.code)
+    await context.abort(_STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN, str(error))
+    raise AssertionError("abort raises")

@@ -1,0 +1,210 @@
+"""The Open Inference Protocol over HTTP: the paths under /v2."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for
+from jurybox.server.gateway.inference import models
+from jurybox.server.gateway.inference.door import OpenInference
+from jurybox.server.gateway.inference.http_infer import LENGTH, body_of, read_json, request_of
+from jurybox.server.gateway.inference.shared_memory import Region
+from jurybox.server.gateway.inference.tensors import malformed
+
+MAX_BODY_BYTES = 64 << 20
+_MODEL = "/v2/models/{name:path}"
+_WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+def router(door: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
+    """The paths, for `create_app`; `most` bounds a body in bytes, compressed or not."""
+    paths = APIRouter(tags=["Open Inference Protocol"])
+    _health(paths, door)
+    _repository(paths, door, most)
+    _shared_memory(paths, door, most)
+    _models(paths, door, most)  # last: a model's name may have slashes, so its path takes what nobody else did
+    return paths
+
+
+def _health(paths: APIRouter, door: OpenInference) -> None:
+    @paths.get("/v2")
+    @paths.get("/v2/", include_in_schema=False)
+    async def metadata() -> dict[str, Any]:
+        """Name, build and extensions."""
+        return models.server_metadata()
+
+    @paths.get("/v2/health/live")
+    async def live() -> Response:
+        """200 while the supervisor answers."""
+        return JSONResponse({"live": True}) if await door.live() else JSONResponse({"live": False}, 503)
+
+    @paths.get("/v2/health/ready")
+    async def ready() -> Response:
+        """200 when every model is loaded and answers; 503 with the reasons when not."""
+        return _ready(await door.reasons())
+
+
+def _models(paths: APIRouter, door: OpenInference, most: int) -> None:
+    @paths.get("/v2/models/stats")
+    async def every_statistics() -> dict[str, Any]:
+        """Counters of every model."""
+        return {"model_stats": await door.statistics("", "")}
+
+    for prefix in (_MODEL + "/versions/{version}", _MODEL):
+        _model(paths, prefix, door, most)
+
+
+def _model(paths: APIRouter, prefix: str, door: OpenInference, most: int) -> None:
+    @paths.post(prefix + "/infer")
+    async def infer(request: Request, name: str, version: str = "") -> Response:
+        """Answer rows: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
+        body = await _body(request, most)
+        asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
+        answer = await door.inference.infer(asked)
+        content, length = body_of(answer, binary, all_binary=all_binary)
+        if length is None:
+            return Response(content, media_type="application/json")
+        return Response(content, headers={LENGTH: str(length)}, media_type="application/octet-stream")
+
+    @paths.get(prefix + "/ready")
+    async def ready(name: str, version: str = "") -> Response:
+        """200 when the model is loaded and answers; 503 with the reason when not."""
+        why = await door.model_reason(name, version)
+        return _ready([why] if why else [])
+
+    @paths.get(prefix + "/config")
+    async def config(name: str, version: str = "") -> dict[str, Any]:
+        """The model's configuration."""
+        return models.config(await door.described(name, version))
+
+    @paths.get(prefix + "/stats")
+    async def statistics(name: str, version: str = "") -> dict[str, Any]:
+        """The model's counters."""
+        return {"model_stats": await door.statistics(name, version)}
+
+    @paths.get(prefix)
+    async def metadata(name: str, version: str = "") -> dict[str, Any]:
+        """What the model takes and gives."""
+        return models.metadata(await door.described(name, version))
+
+
+def _repository(paths: APIRouter, door: OpenInference, most: int) -> None:
+    @paths.post("/v2/repository/index")
+    async def index(request: Request) -> list[dict[str, Any]]:
+        """The models there are; {"ready": true} for those that are ready."""
+        given = await _json(request, most)
+        ready = given.pop("ready", False)
+        if given or type(ready) is not bool:
+            raise malformed('expected no body, or {"ready": true}')
+        return await door.index("", ready=ready)
+
+    @paths.post("/v2/repository/models/{name:path}/load")
+    async def load(request: Request, name: str) -> Response:
+        """Load a configured model, or load it again."""
+        await door.repository.load("", name, await _parameters(request, most))
+        return JSONResponse({})
+
+    @paths.post("/v2/repository/models/{name:path}/unload")
+    async def unload(request: Request, name: str) -> Response:
+        """Serve a model no longer."""
+        await door.repository.unload("", name, await _parameters(request, most))
+        return JSONResponse({})
+
+
+def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
+    @paths.get("/v2/systemsharedmemory/status")
+    @paths.get("/v2/systemsharedmemory/region/{name}/status")
+    async def status(name: str = "") -> list[dict[str, Any]]:
+        """The registered regions."""
+        return [_region(region) for region in door.regions.status(name)]
+
+    @paths.post("/v2/systemsharedmemory/region/{name}/register")
+    async def register(request: Request, name: str) -> Response:
+        """Register memory that the client made: {"key": "/name", "offset": 0, "byte_size": 1024}."""
+        given = await _json(request, most)
+        key, offset, size = given.pop("key", None), given.pop("offset", 0), given.pop("byte_size", None)
+        if given or type(key) is not str or type(offset) is not int or type(size) is not int:
+            raise malformed('expected {"key": "/name", "offset": bytes, "byte_size": bytes}')
+        door.regions.register(name, key, offset, size)
+        return JSONResponse({})
+
+    @paths.post("/v2/systemsharedmemory/unregister")
+    @paths.post("/v2/systemsharedmemory/region/{name}/unregister")
+    async def unregister(name: str = "") -> Response:
+        """Let a region go, or all."""
+        door.regions.unregister(name)
+        return JSONResponse({})
+
+    @paths.get("/v2/cudasharedmemory/status")
+    async def cuda_status() -> list[dict[str, Any]]:
+        """There are none."""
+        return []
+
+    @paths.post("/v2/cudasharedmemory/{what:path}")
+    async def cuda(what: str) -> Response:
+        """Not served."""
+        raise Refused("CUDA shared memory is not served here: use system shared memory", Code.UNSUPPORTED)
+
+    @paths.api_route("/v2/trace/setting", methods=["GET", "POST"], include_in_schema=False)
+    @paths.api_route("/v2/logging", methods=["GET", "POST"], include_in_schema=False)
+    async def absent() -> Response:
+        raise Refused(
+            f"trace and log settings are not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED
+        )
+
+    @paths.api_route("/v2/{path:path}", methods=["PUT", "DELETE", "PATCH"], include_in_schema=False)
+    async def nowhere(path: str) -> Response:
+        raise ModelNotFound(f"/v2/{path[:80]} takes GET or POST")
+
+
+def _ready(reasons: list[str]) -> Response:
+    return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+def _region(region: Region) -> dict[str, Any]:
+    return {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.size}
+
+
+async def _parameters(request: Request, most: int) -> dict[str, Any]:
+    given = await _json(request, most)
+    parameters = given.pop("parameters", {})
+    if given or not isinstance(parameters, dict):
+        raise malformed('expected no body, or {"parameters": {...}}')
+    return parameters
+
+
+async def _json(request: Request, most: int) -> dict[str, Any]:
+    body = await _body(request, most)
+    return read_json(body) if body else {}
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body, decompressed where it is compressed, and at most so many bytes of it."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        parts.append(part)
+    body = b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        return body
+    if encoding not in _WINDOW:
+        raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
+    decoder = zlib.decompressobj(_WINDOW[encoding])
+    try:
+        plain = decoder.decompress(body, most)
+    except zlib.error as error:
+        raise malformed(f"the body is no {encoding}: {error}") from error
+    if decoder.unconsumed_tail:
+        raise _too_large(most)
+    return plain
+
+
+def _too_large(most: int) -> Exception:
+    return error_for(Code.TOO_LARGE, f"the body has more than {most} bytes: send fewer rows in a request")

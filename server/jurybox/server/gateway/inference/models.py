@@ -1,0 +1,144 @@
+"""What the protocol tells of models: metadata, configuration, statistics, the repository's index.
+
+All of it comes from the server's status document. Plain dicts with the protocol's field names, which are those of its
+JSON and of its messages alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jurybox.protocol.errors import Code, ModelNotFound, Refused
+from jurybox.protocol.spec import OIP_NAMES
+from jurybox.protocol.wire import build_version
+from jurybox.server.gateway.inference.parameters import weights_version
+
+Document = dict[str, Any]
+
+NAME = "jurybox"
+EXTENSIONS = (
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "parameters",
+    "statistics",
+    "system_shared_memory",
+    "binary_tensor_data",
+)
+_STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE"}
+
+
+def server_metadata() -> dict[str, Any]:
+    """Name, build, and which extensions of the protocol are served."""
+    return {"name": NAME, "version": build_version(), "extensions": list(EXTENSIONS)}
+
+
+def find(document: Document, name: str) -> dict[str, Any]:
+    """A model's part of the status document. Raises ModelNotFound, naming those there are."""
+    for model in document["models"]:
+        if model["name"] == name:
+            return dict(model)
+    there = ", ".join(sorted(model["name"] for model in document["models"])) or "none"
+    raise ModelNotFound(f"no model {name!r} is served here; there are: {there}")
+
+
+def described(document: Document, name: str, version: str) -> dict[str, Any]:
+    """As `find`, for a model that has loaded, in a version that can have been published.
+
+    Raises:
+        ModelNotFound: no such model or version. Refused (code NOT_READY): it is loading, or could not be.
+    """
+    model = find(document, name)
+    if weights_version(version) > model["weights"]["newest"]:
+        raise ModelNotFound(
+            f"version {version} of model {name!r} was never published: the newest is {model['weights']['newest']}"
+        )
+    if not model["inputs"]:
+        why = f": {model['reason']}" if model["reason"] else ""
+        raise Refused(f"model {name!r} is {model['state']}{why}", Code.NOT_READY)
+    return model
+
+
+def metadata(model: dict[str, Any]) -> dict[str, Any]:
+    """What the model takes and gives; -1 stands for any number of rows."""
+
+    def tensors(specs: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "datatype": OIP_NAMES[spec["dtype"]], "shape": [-1, *spec["shape"]]}
+            for name, spec in specs.items()
+        ]
+
+    return {
+        "name": model["name"],
+        "versions": [str(model["weights"]["version"])],
+        "platform": NAME,
+        "inputs": tensors(model["inputs"]),
+        "outputs": tensors(model["outputs"]),
+    }
+
+
+def config(model: dict[str, Any]) -> dict[str, Any]:
+    """The model's configuration, as far as Triton's fields can tell it; `dims` are of one row."""
+
+    def tensors(specs: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "data_type": f"TYPE_{OIP_NAMES[spec['dtype']]}", "dims": list(spec["shape"])}
+            for name, spec in specs.items()
+        ]
+
+    return {
+        "name": model["name"],
+        "platform": NAME,
+        "backend": NAME,
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": model["max_batch"],
+        "input": tensors(model["inputs"]),
+        "output": tensors(model["outputs"]),
+        "dynamic_batching": {},
+    }
+
+
+def statistics(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's counters since the server's start, of all its clients, not only those of the gateway.
+
+    Counts are exact. The board counts times in powers of two, so a sum of nanoseconds is an estimate: each bucket's
+    middle on the logarithmic scale, at most a factor of 1.42 off for every single time.
+    """
+    batches, requests = model["batches"], model["requests"]
+    histograms = model["histograms"]
+    queue, forward, whole = (_sum_ns(histograms[name]) for name in ("queue_ns", "forward_ns", "request_ns"))
+    return {
+        "name": model["name"],
+        "version": str(model["weights"]["version"]),
+        "last_inference": 0,
+        "inference_count": model["rows"],
+        "execution_count": batches,
+        "inference_stats": {
+            "success": {"count": requests, "ns": whole},
+            "fail": {"count": model["failed"] + model["expired"] + model["refused"], "ns": 0},
+            "queue": {"count": requests, "ns": queue},
+            "compute_input": {"count": requests, "ns": 0},
+            "compute_infer": {"count": batches, "ns": forward},
+            "compute_output": {"count": requests, "ns": 0},
+            "cache_hit": {"count": 0, "ns": 0},
+            "cache_miss": {"count": 0, "ns": 0},
+        },
+    }
+
+
+def index(document: Document, *, ready: bool) -> list[dict[str, Any]]:
+    """The models there are, only those that are ready if so asked."""
+    return [
+        {
+            "name": model["name"],
+            "version": str(model["weights"]["version"]),
+            "state": _STATES[model["state"]],
+            "reason": model["reason"],
+        }
+        for model in document["models"]
+        if not ready or model["state"] == "ready"
+    ]
+
+
+def _sum_ns(counts: list[int]) -> int:
+    return round(sum(count * 2 ** (bucket - 0.5) for bucket, count in enumerate(counts) if bucket))

@@ -1,0 +1,156 @@
+"""The system-shared-memory extension: tensors in POSIX shared memory that a client made and registered here.
+
+Regions are read and written through their file, never mapped: a client that shrinks one gets an error where a mapping
+would end this process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Code, Refused
+from jurybox.server.gateway.inference.parameters import Place
+from jurybox.server.gateway.inference.tensors import malformed
+
+_POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects, whatever JURYBOX_SHM_DIR says of ours
+_KEY = re.compile(r"/?[^/\0]{1,254}")
+_MOST_REGIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A registered stretch of shared memory; `fd` is open for as long as it stays registered."""
+
+    name: str
+    key: str
+    offset: int
+    size: int
+    fd: int
+
+
+class Regions:
+    """The registered regions, shared by all transports.
+
+    Args:
+        allowed: False where clients on other hosts could name this host's memory.
+        folder: of the shared-memory file system.
+    """
+
+    def __init__(self, *, allowed: bool = True, folder: Path = _POSIX) -> None:
+        self._allowed = allowed
+        self._folder = folder
+        self._regions: dict[str, Region] = {}
+
+    def register(self, name: str, key: str, offset: int, size: int) -> None:
+        """Take a region in; it stays until `unregister`.
+
+        Raises:
+            Refused: there is none of that key, it is not this user's, it is too small, or the name is taken.
+        """
+        if not self._allowed:
+            raise Refused("shared memory is for clients on this host: it is off where the gateway is not on loopback")
+        if not name or name in self._regions:
+            what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
+            raise Refused(what, Code.MALFORMED)
+        if len(self._regions) >= _MOST_REGIONS:
+            raise Refused(f"{_MOST_REGIONS} regions are registered: unregister those not needed", Code.BUSY)
+        fd = self._open(key)
+        try:
+            there = os.fstat(fd).st_size
+            if size < 1 or offset < 0 or offset + size > there:
+                raise Refused(
+                    f"region {name!r}: bytes {offset} to {offset + size} were asked for, {key!r} has {there}",
+                    Code.MALFORMED,
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        self._regions[name] = Region(name, key, offset, size, fd)
+
+    def unregister(self, name: str = "") -> None:
+        """Let a region go, all of them without a name. Harmless where there is none of that name."""
+        for region in [self._regions[name]] if name in self._regions else [] if name else [*self._regions.values()]:
+            del self._regions[region.name]
+            os.close(region.fd)
+
+    def status(self, name: str = "") -> list[Region]:
+        """A region, all of them without a name. Raises Refused (code MODEL_NOT_FOUND) where there is none."""
+        return [self._named(name)] if name else list(self._regions.values())
+
+    def check(self, place: Place, size: int, tensor: str) -> None:
+        """Whether `size` bytes of a tensor fit there.
+
+        Raises:
+            Refused: no such region. ProtocolMismatch (code MALFORMED): the place lies outside of it, or is too small.
+        """
+        region = self._named(place.region)
+        if place.offset + place.size > region.size:
+            raise malformed(
+                f"tensor {tensor!r}: bytes {place.offset} to {place.offset + place.size} of region {region.name!r} "
+                f"were asked for, it has {region.size}"
+            )
+        if place.size < size:
+            raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} of region {region.name!r} were given")
+
+    def read(self, place: Place, shape: tuple[int, ...], dtype: np.dtype[Any], tensor: str) -> NDArray[Any]:
+        """A copy of the tensor there. Raises as `check`; also where the memory has been shrunk since."""
+        array = np.empty(shape, dtype)
+        if place.size != array.nbytes:
+            raise malformed(f"tensor {tensor!r} has {array.nbytes} bytes, {place.size} were given in shared memory")
+        self.check(place, array.nbytes, tensor)
+        region = self._named(place.region)
+        if os.preadv(region.fd, [array.reshape(-1).view(np.uint8).data], region.offset + place.offset) != array.nbytes:
+            raise self._shrunk(region)
+        return array
+
+    def write(self, place: Place, array: NDArray[Any], tensor: str) -> None:
+        """Copy a tensor there. Raises as `read`."""
+        self.check(place, array.nbytes, tensor)
+        region = self._named(place.region)
+        at = region.offset + place.offset
+        if os.fstat(region.fd).st_size < at + array.nbytes:  # writing would grow it again
+            raise self._shrunk(region)
+        os.pwritev(region.fd, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data], at)
+
+    def close(self) -> None:
+        """Let all go."""
+        self.unregister()
+
+    def _named(self, name: str) -> Region:
+        region = self._regions.get(name)
+        if region is None:
+            there = ", ".join(sorted(self._regions)[:20]) or "none"
+            raise Refused(f"no region {name!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND)
+        return region
+
+    def _open(self, key: str) -> int:
+        """The file of a key: this user's, and none of the server's own."""
+        if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
+            raise Refused(f"key {key!r}: expected a name as shm_open(3) takes it, such as '/my_input'", Code.MALFORMED)
+        name = key.removeprefix("/")
+        if name.startswith("jurybox-"):
+            raise Refused(f"{key!r} is the server's own memory: register memory that you made")
+        try:
+            fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise Refused(
+                f"shared memory {key!r} cannot be opened in {self._folder}: {error.strerror}; the client makes it, on "
+                "this host and as the server's user",
+                Code.MALFORMED,
+            ) from error
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            os.close(fd)
+            raise Refused(f"{key!r} is not shared memory of the server's user")
+        return fd
+
+    def _shrunk(self, region: Region) -> Exception:
+        return malformed(f"region {region.name!r} has been shrunk since it was registered: register it again")

@@ -1,0 +1,46 @@
+"""One server with both doors of the gateway open, for all tests here: they must leave it as they found it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tests.serving import serving
+
+LOCAL = "127.0.0.1:0"
+
+
+@pytest.fixture(scope="package")
+def gateway(tmp_path_factory):
+    """A running server with its addresses: `http`, `grpc`."""
+    models = {
+        "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+        "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
+        "policy": {"factory": "tests.models:affine", "publish": "double_buffer", "keep_versions": 2},
+        "team/moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
+    }
+    with serving(tmp_path_factory.mktemp("gateway"), models, http=LOCAL, grpc=LOCAL) as running:
+        with running.connect() as connection:
+            told = connection.status()["server"]
+        yield SimpleNamespace(server=running, http=told["http"], grpc=told["grpc"])
+
+
+@pytest.fixture
+def rpc(gateway):
+    with tritonclient.grpc.InferenceServerClient(gateway.grpc) as client:
+        yield client
+
+
+@pytest.fixture
+def web(gateway):
+    with tritonclient.http.InferenceServerClient(gateway.http, concurrency=8, network_timeout=20.0) as client:
+        yield client
+
+
+@pytest.fixture
+def curl(gateway):
+    with httpx.Client(base_url=f"http://{gateway.http}", timeout=20.0) as client:
+        yield client

@@ -1,0 +1,184 @@
+"""The gRPC door below tritonclient: health, reflection, deadlines, bytes that are no request, requests given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from tests.serving import wait_until
+
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+ROW = np.array([[1, 2, 3, 4]], np.float32)
+
+
+@pytest.fixture
+def channel(gateway):
+    with grpc.insecure_channel(gateway.grpc) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel):
+    return GRPCInferenceServiceStub(channel)
+
+
+def request(rows=ROW, model="affine", **fields):
+    tensor = pb.ModelInferRequest.InferInputTensor(name="observation", datatype="FP32", shape=rows.shape)
+    message = pb.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=[rows.tobytes()])
+    for name, value in fields.items():
+        message.parameters[name].int64_param = value
+    return message
+
+
+def values(answer):
+    return np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(tuple(answer.outputs[0].shape))
+
+
+def test_reflection_tells_the_services_and_their_messages(channel):
+    database = ProtoReflectionDescriptorDatabase(channel)
+    services = set(database.get_services())
+    assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= services
+    file = database.FindFileContainingSymbol("inference.GRPCInferenceService")
+    assert "ModelInferRequest" in {message.name for message in file.message_type}
+
+
+@pytest.mark.parametrize("service", ["", "inference.GRPCInferenceService"])
+def test_health_is_told_and_can_be_watched(channel, service):
+    health = health_pb2_grpc.HealthStub(channel)
+    asked = health_pb2.HealthCheckRequest(service=service)
+    assert health.Check(asked, timeout=10).status == SERVING
+    watching = health.Watch(asked, timeout=10)
+    assert next(watching).status == SERVING
+    watching.cancel()
+
+
+def test_typed_contents_do_as_well_as_raw_ones(stub):
+    message = request()
+    del message.raw_input_contents[:]
+    message.inputs[0].contents.fp32_contents.extend([1, 2, 3, 4])
+    assert values(stub.ModelInfer(message, timeout=10)).tolist() == [[3, 5, 7, 9]]
+
+
+def test_a_deadline_is_kept_and_its_rows_come_back(stub):
+    slow = np.full((1, 4), 500_000, np.float32)  # half a second
+    for _ in range(8):
+        with pytest.raises(grpc.RpcError) as late:
+            stub.ModelInfer(request(slow, "team/moody"), timeout=0.05)
+        assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    # A lane has 16 rows at the most here: with one lost to each of the calls above this would not be answered.
+    assert len(values(stub.ModelInfer(request(np.zeros((64, 4), np.float32), "team/moody"), timeout=20))) == 64
+
+
+def test_calls_that_are_given_up_give_their_rows_back(stub, gateway):
+    slow = np.full((1, 4), 200_000, np.float32)
+    for _ in range(3):
+        calls = [stub.ModelInfer.future(request(slow, "team/moody"), timeout=20) for _ in range(20)]
+        time.sleep(0.05)
+        for call in calls:
+            call.cancel()
+    assert len(values(stub.ModelInfer(request(np.zeros((64, 4), np.float32), "team/moody"), timeout=30))) == 64
+
+    def idle():
+        with gateway.server.connect() as connection:
+            return all(model["waiting"] == 0 for model in connection.status()["models"])
+
+    wait_until(idle, what="every row answered")
+
+
+def test_requests_at_the_same_time_go_in_one_batch(stub, gateway):
+    def batches():
+        with gateway.server.connect() as connection:
+            model = next(one for one in connection.status()["models"] if one["name"] == "team/moody")
+            return model["batches"], model["rows"]
+
+    before = batches()
+    block = stub.ModelInfer.future(request(np.full((1, 4), 300_000, np.float32), "team/moody"), timeout=20)
+    time.sleep(0.1)  # the engine computes it while the others come
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: stub.ModelInfer(request(model="team/moody"), timeout=20), range(8)))
+    block.result()
+    after = batches()
+    assert after[1] - before[1] >= 9
+    assert after[0] - before[0] <= 6  # each alone would be nine
+
+
+@pytest.mark.parametrize(
+    ("broken", "code", "said"),
+    [
+        (lambda m: m.raw_input_contents.append(b"more"), "INVALID_ARGUMENT", "2 raw_input_contents came for 1 inputs"),
+        (lambda m: m.inputs[0].contents.fp32_contents.append(1), "INVALID_ARGUMENT", "contents beside raw"),
+        (lambda m: m.ClearField("raw_input_contents"), "INVALID_ARGUMENT", "came without data"),
+        (lambda m: m.ClearField("inputs"), "INVALID_ARGUMENT", "raw_input_contents"),
+        (lambda m: m.ClearField("model_name"), "NOT_FOUND", "no model ''"),
+        (lambda m: m.inputs[0].shape.append(1), "INVALID_ARGUMENT", "expected shape [n, 4]"),
+        (lambda m: m.inputs[0].shape.__setitem__(0, 2**62), "INVALID_ARGUMENT", "bytes for shape"),
+        (lambda m: m.parameters["priority"], "INVALID_ARGUMENT", "holds no value"),
+        (lambda m: setattr(m, "model_version", "-1"), "NOT_FOUND", "expected a whole number"),
+    ],
+)
+def test_a_wrong_request_is_told_what_was_expected(stub, broken, code, said):
+    message = request()
+    broken(message)
+    with pytest.raises(grpc.RpcError) as wrong:
+        stub.ModelInfer(message, timeout=10)
+    assert (wrong.value.code().name, said in wrong.value.details()) == (code, True), wrong.value.details()
+    assert values(stub.ModelInfer(request(), timeout=10)).tolist() == [[3, 5, 7, 9]]
+
+
+@pytest.mark.parametrize("body", [b"\xff" * 100, b"", b"\x0a\x05affi"])
+def test_bytes_that_are_no_request_are_an_error_and_end_nothing(channel, stub, body):
+    raw = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    with pytest.raises(grpc.RpcError):
+        raw(body, timeout=10)
+    with pytest.raises(grpc.RpcError) as unknown:
+        channel.unary_unary("/inference.GRPCInferenceService/Nonsense")(b"", timeout=10)
+    assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert values(stub.ModelInfer(request(), timeout=10)).tolist() == [[3, 5, 7, 9]]
+
+
+def test_a_message_beyond_the_bound_is_refused(stub):
+    rows = np.zeros(((65 << 20) // 16, 4), np.float32)
+    with pytest.raises(grpc.RpcError) as large:
+        stub.ModelInfer(request(rows), timeout=20)
+    assert large.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_killed_engine_is_not_noticed_by_who_can_wait(stub, gateway):
+    import os
+    import signal
+
+    stub.ModelInfer(request(), timeout=10)
+    answers, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answers.append(values(stub.ModelInfer(request(), timeout=30))[0, 0])
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        time.sleep(0.2)
+        os.kill(gateway.server.pids()["engine-0"], signal.SIGKILL)
+        killed = len(answers)
+        wait_until(lambda: len(answers) > killed + 100, 30, "answers by the next engine")
+        stop.set()
+        for one in asking:
+            one.result()
+    assert set(answers) == {3.0}
+
+
+def test_tritonclient_lives_beside_our_own_messages(rpc, stub):
+    assert rpc.is_server_live() and stub.ServerLive(pb.ServerLiveRequest(), timeout=10).live
+    assert (
+        tritonclient.grpc.service_pb2.ModelInferRequest.DESCRIPTOR.full_name
+        == pb.ModelInferRequest.DESCRIPTOR.full_name
+    )

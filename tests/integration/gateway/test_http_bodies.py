@@ -1,0 +1,154 @@
+"""HTTP as curl speaks it: JSON that a person writes, and bodies that are wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+ANSWER = [3.0, 5.0, 7.0, 9.0]
+INFER = "/v2/models/affine/infer"
+
+
+def ask(curl, tensor=None, path=INFER, **fields):
+    return curl.post(path, json={"inputs": [{**ROW, **(tensor or {})}], **fields})
+
+
+def test_json_in_and_json_out(curl):
+    answer = ask(curl, id="a")
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "model_name": "affine", "model_version": "0", "id": "a",
+        "outputs": [{"name": "action", "datatype": "FP32", "shape": [1, 4], "data": ANSWER}],
+    }  # fmt: skip
+
+
+def test_data_may_be_nested_as_the_shape_says(curl):
+    assert ask(curl, {"data": [[1, 2, 3, 4]]}).json()["outputs"][0]["data"] == ANSWER
+    assert ask(curl, {"data": [[1, 2], [3, 4]]}).status_code == 422
+
+
+def test_a_version_in_the_path(curl):
+    assert ask(curl, path="/v2/models/affine/versions/0/infer").status_code == 200
+    assert ask(curl, path="/v2/models/affine/versions/9/infer").status_code in (403, 404)
+
+
+def test_a_models_name_may_have_slashes(curl):
+    assert ask(curl, path="/v2/models/team/moody/infer").json()["outputs"][0]["data"] == [2, 3, 4, 5]
+    assert curl.get("/v2/models/team/moody").json()["name"] == "team/moody"
+    assert curl.get("/v2/models/team/moody/versions/0/ready").status_code == 200
+
+
+def test_binary_tensors_follow_the_json(curl):
+    import numpy as np
+
+    row = np.array([[1, 2, 3, 4]], "<f4").tobytes()
+    tensor = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "parameters": {"binary_data_size": 16}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    answer = curl.post(INFER, content=head + row, headers={"Inference-Header-Content-Length": str(len(head))})
+    length = int(answer.headers["inference-header-content-length"])
+    assert json.loads(answer.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 16}
+    assert np.frombuffer(answer.content[length:], "<f4").tolist() == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("tensor", "status", "said"),
+    [
+        ({"datatype": "FP64"}, 422, "expected datatype FP32, came 'FP64'"),
+        ({"datatype": "BYTES", "data": ["a"]}, 422, "models here take numbers, not strings"),
+        ({"shape": [4]}, 422, "expected shape [n, 4], came [4]: the rows come first"),
+        ({"shape": [1, 5]}, 422, "expected shape [n, 4]"),
+        ({"shape": [0, 4], "data": []}, 422, "expected shape [n, 4]"),
+        ({"shape": [-1, 4]}, 422, "expected shape [n, 4]"),
+        ({"shape": [1.0, 4]}, 422, "expected shape [n, 4]"),
+        ({"shape": [10**9, 4]}, 422, "expected 4000000000 values"),
+        ({"shape": [[1], 4]}, 422, "expected shape [n, 4]"),
+        ({"shape": "1,4"}, 400, "expected a list of whole numbers"),
+        ({"data": [1, 2, 3]}, 422, "expected 4 values for shape [1, 4], 3 came"),
+        ({"data": [1, 2, 3, "4"]}, 422, "expected values of FP32, came '4'"),
+        ({"data": [1, 2, 3, True]}, 422, "expected values of FP32, came 'True'"),
+        ({"data": [1, 2, 3, None]}, 422, "expected values of FP32"),
+        ({"data": [1, 2, 3, {"a": 1}]}, 422, "expected values of FP32"),
+        ({"data": 1}, 400, "expected a list of numbers"),
+        ({"name": "picture"}, 422, "input 'picture' is not the model's; model 'affine' takes observation"),
+        ({"name": 7}, 400, "name is int, expected a string"),
+        ({"parameters": {"binary_data_size": 16}}, 400, "no data beside it"),
+        ({"parameters": {"shared_memory_region": "x"}}, 400, "shared_memory_byte_size"),
+        ({"parameters": {"quantized": True}}, 501, "parameter 'quantized' is not known here"),
+        ({"parameters": []}, 400, "parameters is list, expected an object"),
+        ({"colour": "red"}, 400, "field 'colour' is not known here"),
+    ],
+)
+def test_a_wrong_tensor_is_told_what_was_expected(curl, tensor, status, said):
+    answer = ask(curl, tensor)
+    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "said"),
+    [
+        ({"inputs": []}, 422, "takes observation; came none"),
+        ({"inputs": [ROW, ROW]}, 422, "came twice"),
+        ({"inputs": {}}, 400, "inputs: expected a list of objects"),
+        ({"inputs": [1]}, 400, "inputs: expected a list of objects"),
+        ({"outputs": [{"name": "score"}]}, 422, "output 'score' is not the model's; there are action"),
+        ({"outputs": [{}]}, 400, "name is NoneType"),
+        ({"id": 5}, 400, "id is int, expected a string"),
+        ({"parameters": {"timeout": -1}}, 400, "timeout='-1': expected a whole number"),
+        ({"parameters": {"timeout": 1.5}}, 400, "timeout='1.5': expected a whole number"),
+        ({"parameters": {"priority": 3}}, 501, "priority=3"),
+        ({"model": "x"}, 400, "field 'model' is not known here"),
+    ],
+)
+def test_a_wrong_request_is_told_what_was_expected(curl, fields, status, said):
+    answer = ask(curl, **fields)
+    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.json()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"", {}, 400),
+        (b"{", {}, 400),
+        (b"[]", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (b"{}", {"Inference-Header-Content-Length": "3"}, 400),
+        (b"{}", {"Inference-Header-Content-Length": "-1"}, 400),
+        (b"{}", {"Inference-Header-Content-Length": "two"}, 400),
+        (b'{"inputs": []}extra', {"Inference-Header-Content-Length": "14"}, 400),
+        (b"nonsense", {"Content-Encoding": "gzip"}, 400),
+        (b"nonsense", {"Content-Encoding": "br"}, 400),
+    ],
+)
+def test_a_body_that_is_none_is_an_error_and_ends_nothing(curl, body, headers, status):
+    assert curl.post(INFER, content=body, headers=headers).status_code == status
+    assert ask(curl).status_code == 200
+
+
+def test_a_body_beyond_the_bound_is_refused(curl):
+    import gzip
+
+    bomb = gzip.compress(b" " * (65 << 20))
+    answer = curl.post(INFER, content=bomb, headers={"Content-Encoding": "gzip"})
+    assert (answer.status_code, "has more than" in answer.json()["error"]) == (413, True)
+
+
+def test_a_model_that_fails_is_named_and_nan_is_not_said_in_json(curl):
+    broken = ask(curl, {"data": [666, 0, 0, 0]}, path="/v2/models/team/moody/infer")
+    assert (broken.status_code, "this row breaks the model" in broken.json()["error"]) == (500, True)
+    huge = ask(curl, {"data": [3e38, 3e38, 3e38, 3e38]})
+    assert (huge.status_code, "ask for it with binary_data" in huge.json()["error"]) == (501, True)
+
+
+def test_version_names_build_torch_devices_and_weights(curl):
+    told = curl.get("/version").json()
+    assert told["torch"] and told["devices"] == ["cpu"] and told["protocol"] and "revision" in told
+    assert set(told["models"]["affine"]) >= {"version", "digest", "age"}
+
+
+def test_health_means_that_every_model_answers(curl):
+    answer = curl.get("/health/ready")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "reasons": []})
+    assert curl.get("/v2/health/ready").json() == {"ready": True, "reasons": []}

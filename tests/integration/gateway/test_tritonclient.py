@@ -1,0 +1,409 @@
+"""An unmodified tritonclient against a real server: its documented calls, over gRPC and HTTP, blocking and asyncio."""
+
+from __future__ import annotations
+
+import queue
+from functools import partial
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.grpc.aio
+import tritonclient.http
+import tritonclient.http.aio
+from tests.serving import wait_until
+from tritonclient.utils import InferenceServerException, shared_memory
+
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+ANSWER = 2 * ROWS + 1
+
+
+@pytest.fixture(params=["grpc", "http"])
+def kind(request):
+    """The library's module and a client, which share most of their calls."""
+    module = {"grpc": tritonclient.grpc, "http": tritonclient.http}[request.param]
+    return module, request.getfixturevalue({"grpc": "rpc", "http": "web"}[request.param])
+
+
+def observation(module, rows=ROWS):
+    tensor = module.InferInput("observation", list(rows.shape), "FP32")
+    tensor.set_data_from_numpy(rows)
+    return tensor
+
+
+def plain(answer):
+    """A message as a dict, as the HTTP client gives it."""
+    from google.protobuf.json_format import MessageToDict
+
+    return answer if isinstance(answer, (dict, list)) else MessageToDict(answer, preserving_proto_field_name=True)
+
+
+# ---- health and metadata
+
+
+def test_health(kind):
+    _, client = kind
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("affine") and client.is_model_ready("team/moody")
+
+
+def test_a_version_that_is_not_held_is_not_ready(kind):
+    _, client = kind
+    assert not client.is_model_ready("affine", "77")
+
+
+def test_server_metadata(kind):
+    _, client = kind
+    told = plain(client.get_server_metadata())
+    assert told["name"] == "jurybox"
+    assert {"system_shared_memory", "binary_tensor_data", "statistics", "model_repository"} <= set(told["extensions"])
+
+
+def test_model_metadata(kind):
+    _, client = kind
+    told = plain(client.get_model_metadata("two"))
+    assert (told["name"], told["versions"], told["platform"]) == ("two", ["0"], "jurybox")
+    image, scale = told["inputs"]
+    assert (image["name"], image["datatype"], list(map(int, image["shape"]))) == ("image", "UINT8", [-1, 64, 64, 3])
+    assert (scale["datatype"], list(map(int, scale["shape"]))) == ("FP32", [-1])
+    assert [output["name"] for output in told["outputs"]] == ["brightness", "corner"]
+
+
+def test_model_config(kind):
+    _, client = kind
+    told = plain(client.get_model_config("two"))
+    told = told.get("config", told)
+    assert (told["name"], told["max_batch_size"], told["backend"]) == ("two", 8, "jurybox")
+    assert (told["input"][0]["data_type"], list(map(int, told["input"][0]["dims"]))) == ("TYPE_UINT8", [64, 64, 3])
+    assert "dynamic_batching" in told
+
+
+@pytest.mark.parametrize("call", ["get_model_metadata", "get_model_config", "get_inference_statistics"])
+def test_an_unknown_model_is_told_with_those_there_are(kind, call):
+    _, client = kind
+    with pytest.raises(InferenceServerException, match="no model 'nobody'.*affine"):
+        getattr(client, call)("nobody")
+
+
+# ---- inference
+
+
+def test_infer_with_all_outputs(kind):
+    module, client = kind
+    answer = client.infer("affine", [observation(module)], request_id="seventh")
+    np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
+    told = plain(answer.get_response())
+    assert (told["id"], told["model_name"], told["model_version"]) == ("seventh", "affine", "0")
+
+
+def test_infer_with_two_inputs_and_one_of_two_outputs(kind):
+    module, client = kind
+    image = module.InferInput("image", [2, 64, 64, 3], "UINT8")
+    image.set_data_from_numpy(np.full((2, 64, 64, 3), 7, np.uint8))
+    scale = module.InferInput("scale", [2], "FP32")
+    scale.set_data_from_numpy(np.array([1, 10], np.float32))
+    answer = client.infer("two", [scale, image], outputs=[module.InferRequestedOutput("brightness")])
+    np.testing.assert_array_equal(answer.as_numpy("brightness"), [7, 70])
+    assert answer.as_numpy("corner") is None
+
+
+def test_more_rows_than_a_batch_go_in_pieces(kind):
+    module, client = kind
+    rows = np.arange(4 * 300, dtype=np.float32).reshape(300, 4)  # max_batch is 16, the arena has 256
+    answer = client.infer("affine", [observation(module, rows)])
+    np.testing.assert_array_equal(answer.as_numpy("action"), 2 * rows + 1)
+
+
+def test_http_infer_in_json(web):
+    tensor = tritonclient.http.InferInput("observation", [3, 4], "FP32")
+    tensor.set_data_from_numpy(ROWS, binary_data=False)
+    output = tritonclient.http.InferRequestedOutput("action", binary_data=False)
+    np.testing.assert_array_equal(web.infer("affine", [tensor], outputs=[output]).as_numpy("action"), ANSWER)
+
+
+@pytest.mark.parametrize("way", ["gzip", "deflate"])
+def test_compressed_requests(kind, way):
+    module, client = kind
+    if module is tritonclient.http:
+        answer = client.infer("affine", [observation(module)], request_compression_algorithm=way,
+                              response_compression_algorithm=way)  # fmt: skip
+    else:
+        answer = client.infer("affine", [observation(module)], compression_algorithm=way)
+    np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
+
+
+def test_grpc_async_infer(rpc):
+    answers: queue.Queue = queue.Queue()
+    for n in range(20):
+        rpc.async_infer("affine", [observation(tritonclient.grpc, ROWS + n)], request_id=str(n),
+                        callback=lambda result, error: answers.put((result, error)))  # fmt: skip
+    for _ in range(20):
+        result, error = answers.get(timeout=20)
+        assert error is None
+        n = int(result.get_response().id)
+        np.testing.assert_array_equal(result.as_numpy("action"), 2 * (ROWS + n) + 1)
+
+
+def test_http_async_infer(web):
+    asked = [web.async_infer("affine", [observation(tritonclient.http, ROWS + n)]) for n in range(20)]
+    for n, request in enumerate(asked):
+        np.testing.assert_array_equal(request.get_result(timeout=20).as_numpy("action"), 2 * (ROWS + n) + 1)
+
+
+def test_a_stream_answers_in_order_and_survives_an_error(rpc):
+    answers: queue.Queue = queue.Queue()
+    rpc.start_stream(callback=lambda result, error: answers.put((result, error)))
+    for n in range(100):
+        name = "nobody" if n == 50 else "affine"
+        rpc.async_stream_infer(name, [observation(tritonclient.grpc, ROWS + n)], request_id=str(n))
+    for n in range(100):
+        result, error = answers.get(timeout=20)
+        if n == 50:
+            assert "no model 'nobody'" in str(error)
+        else:
+            assert (error, result.get_response().id) == (None, str(n))
+            np.testing.assert_array_equal(result.as_numpy("action"), 2 * (ROWS + n) + 1)
+    rpc.stop_stream()
+
+
+def test_a_stream_says_which_answer_is_the_last_where_asked(rpc):
+    answers: queue.Queue = queue.Queue()
+    rpc.start_stream(callback=lambda result, error: answers.put((result, error)))
+    rpc.async_stream_infer("affine", [observation(tritonclient.grpc)], enable_empty_final_response=True)
+    result, _ = answers.get(timeout=20)
+    assert result.get_response().parameters["triton_final_response"].bool_param
+    rpc.stop_stream()
+
+
+async def test_asyncio_over_grpc(gateway):
+    async with tritonclient.grpc.aio.InferenceServerClient(gateway.grpc) as client:
+        assert await client.is_server_ready() and await client.is_model_ready("affine")
+        answer = await client.infer("affine", [observation(tritonclient.grpc.aio)])
+        np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
+
+        async def requests():
+            for n in range(10):
+                yield {"model_name": "affine", "inputs": [observation(tritonclient.grpc.aio, ROWS + n)]}
+
+        n = 0
+        async for result, error in client.stream_infer(requests()):
+            assert error is None
+            np.testing.assert_array_equal(result.as_numpy("action"), 2 * (ROWS + n) + 1)
+            n += 1
+        assert n == 10
+
+
+async def test_asyncio_over_http(gateway):
+    async with tritonclient.http.aio.InferenceServerClient(gateway.http) as client:
+        assert await client.is_server_ready()
+        assert (await client.get_model_metadata("affine"))["name"] == "affine"
+        answer = await client.infer("affine", [observation(tritonclient.http.aio)])
+        np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
+
+
+# ---- parameters: honoured or refused, never ignored
+
+
+def test_a_timeout_is_kept(kind):
+    module, client = kind
+    slow = np.full((1, 4), 1_000_000, np.float32)  # the model sleeps a second
+    with pytest.raises(InferenceServerException) as late:
+        client.infer("team/moody", [observation(module, slow)], timeout=200_000)
+    assert late.value.status() in ("StatusCode.DEADLINE_EXCEEDED", "504")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"priority": 1}, "priority=1: requests are answered in the order they come"),
+        ({"sequence_id": 7, "sequence_start": True}, "models here keep no state"),
+        ({"parameters": {"temperature": 1}}, "parameter 'temperature' is not known here"),
+        ({"model_version": "77"}, "so no version"),
+        ({"model_version": "latest"}, "expected a whole number"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(kind, asked, said):
+    module, client = kind
+    with pytest.raises(InferenceServerException, match=said):
+        client.infer("affine", [observation(module)], **asked)
+
+
+def test_classification_is_refused_by_name(kind):
+    module, client = kind
+    with pytest.raises(InferenceServerException, match="classification is not done here"):
+        client.infer("affine", [observation(module)], outputs=[module.InferRequestedOutput("action", class_count=2)])
+
+
+# ---- versions
+
+
+def test_a_version_pins_the_weights_while_they_are_held(gateway, kind):
+    module, client = kind
+    with gateway.server.connect() as connection, connection.publisher("policy") as publisher:
+        model = connection.model("policy", rows=1)
+        for _ in range(4):
+            newest = publisher.publish({"scale": np.float32(0), "offset": np.float32(publisher.version + 1)})
+            wait_until(lambda: model.infer_reply(ROWS[:1]).version == newest, what="adoption")  # noqa: B023
+        model.close()
+    for version in ("", str(newest), str(newest - 1)):
+        answer = client.infer("policy", [observation(module)], model_version=version)
+        assert plain(answer.get_response())["model_version"] == (version or str(newest))
+        np.testing.assert_array_equal(answer.as_numpy("action"), np.full((3, 4), int(version or newest)))
+    assert client.is_model_ready("policy", str(newest - 1))
+    assert plain(client.get_model_metadata("policy"))["versions"] == [str(newest)]
+    for version in ("0", "1", str(newest + 1)):
+        assert not client.is_model_ready("policy", version)
+        with pytest.raises(InferenceServerException, match="version"):
+            client.infer("policy", [observation(module)], model_version=version)
+
+
+# ---- statistics, repository, shared memory
+
+
+def test_statistics_count_requests_rows_and_batches(kind):
+    module, client = kind
+
+    def read():
+        (model,) = plain(client.get_inference_statistics("affine"))["model_stats"]
+        success = model["inference_stats"]["success"]
+        return int(model["inference_count"]), int(success["count"]), int(success["ns"]), int(model["execution_count"])
+
+    client.infer("affine", [observation(module)])
+    before = read()
+    client.infer("affine", [observation(module)])
+    after = read()
+    assert after[0] >= before[0] + 3 and after[1] > before[1] and after[2] > before[2] and after[3] > before[3]
+    names = {model["name"] for model in plain(client.get_inference_statistics())["model_stats"]}
+    assert names == {"affine", "two", "policy", "team/moody"}
+
+
+def test_unload_and_load(kind):
+    module, client = kind
+
+    def states():
+        told = plain(client.get_model_repository_index())
+        return {model["name"]: model["state"] for model in (told if isinstance(told, list) else told["models"])}
+
+    client.unload_model("team/moody")
+    assert "team/moody" not in states()
+    with pytest.raises(InferenceServerException, match="no model 'team/moody'"):
+        client.infer("team/moody", [observation(module)])
+    client.load_model("team/moody")
+    assert states()["team/moody"] == "READY"
+    np.testing.assert_array_equal(client.infer("team/moody", [observation(module)]).as_numpy("action"), ROWS + 1)
+    client.load_model("team/moody")  # again, while it serves
+    np.testing.assert_array_equal(client.infer("team/moody", [observation(module)]).as_numpy("action"), ROWS + 1)
+
+
+def test_a_request_cannot_bring_code(kind):
+    _, client = kind
+    with pytest.raises(InferenceServerException, match="name code to run"):
+        client.load_model("affine", config='{"factory": "os:abort"}')
+    with pytest.raises(InferenceServerException, match="no model 'nobody'"):
+        client.load_model("nobody")
+    assert client.is_model_ready("affine")
+
+
+@pytest.fixture
+def region():
+    made = []
+
+    def make(name, size):
+        made.append(shared_memory.create_shared_memory_region(name, f"/oip_test_{name}", size))
+        return made[-1]
+
+    yield make
+    for handle in made:
+        shared_memory.destroy_shared_memory_region(handle)
+
+
+def test_inputs_and_outputs_in_shared_memory(kind, region):
+    module, client = kind
+    given, got = region("given", 2 * ROWS.nbytes), region("got", 2 * ROWS.nbytes)
+    shared_memory.set_shared_memory_region(given, [np.zeros_like(ROWS), ROWS])
+    client.register_system_shared_memory("given", "/oip_test_given", 2 * ROWS.nbytes)
+    client.register_system_shared_memory("got", "/oip_test_got", ROWS.nbytes, offset=ROWS.nbytes)
+    try:
+        told = plain(client.get_system_shared_memory_status())
+        told = told["regions"].values() if isinstance(told, dict) else told
+        assert {(one["name"], one["key"], int(one.get("offset", 0)), int(one["byte_size"])) for one in told} == {
+            ("given", "/oip_test_given", 0, 2 * ROWS.nbytes), ("got", "/oip_test_got", ROWS.nbytes, ROWS.nbytes),
+        }  # fmt: skip
+        tensor = module.InferInput("observation", [3, 4], "FP32")
+        tensor.set_shared_memory("given", ROWS.nbytes, offset=ROWS.nbytes)
+        output = module.InferRequestedOutput("action")
+        output.set_shared_memory("got", ROWS.nbytes)
+        client.infer("affine", [tensor], outputs=[output])
+        read = partial(shared_memory.get_contents_as_numpy, got, np.float32, [3, 4])
+        np.testing.assert_array_equal(read(offset=ROWS.nbytes), ANSWER)
+        np.testing.assert_array_equal(read(), np.zeros_like(ROWS))  # beside the region nothing is written
+
+        # Input in shared memory, output in the answer.
+        np.testing.assert_array_equal(client.infer("affine", [tensor]).as_numpy("action"), ANSWER)
+        output.set_shared_memory("got", ROWS.nbytes, offset=4)
+        with pytest.raises(InferenceServerException, match="of region 'got' were asked for, it has"):
+            client.infer("affine", [tensor], outputs=[output])
+    finally:
+        client.unregister_system_shared_memory("given")
+        client.unregister_system_shared_memory()
+    assert not plain(client.get_system_shared_memory_status())
+    with pytest.raises(InferenceServerException, match="no region 'given' is registered"):
+        client.infer("affine", [tensor])
+
+
+@pytest.mark.parametrize(
+    ("key", "offset", "size", "said"),
+    [
+        ("/oip_test_small", 0, 1 << 40, "has 64"),
+        ("/oip_test_small", 60, 8, "has 64"),
+        ("/oip_test_small", 2**63 - 1, 8, "has 64"),
+        ("/oip_test_small", 0, 0, "has 64"),
+        ("/oip_test_absent", 0, 8, "cannot be opened"),
+        ("/../etc/passwd", 0, 8, "expected a name as shm_open"),
+        ("..", 0, 8, "expected a name as shm_open"),
+        ("/jurybox-0-abcd-board-0", 0, 8, "the server's own memory"),
+    ],
+)
+def test_memory_that_is_not_there_cannot_be_registered(kind, region, key, offset, size, said):
+    _, client = kind
+    region("small", 64)
+    with pytest.raises(InferenceServerException, match=said):
+        client.register_system_shared_memory("wrong", key, size, offset)
+    assert not plain(client.get_system_shared_memory_status())
+
+
+def test_a_region_that_was_shrunk_is_an_error_and_ends_nothing(kind, region):
+    import os
+
+    module, client = kind
+    region("shrunk", 4096)
+    client.register_system_shared_memory("shrunk", "/oip_test_shrunk", 4096)
+    try:
+        os.truncate("/dev/shm/oip_test_shrunk", 8)
+        tensor = module.InferInput("observation", [3, 4], "FP32")
+        tensor.set_shared_memory("shrunk", ROWS.nbytes)
+        with pytest.raises(InferenceServerException, match="shrunk since it was registered"):
+            client.infer("affine", [tensor])
+        output = module.InferRequestedOutput("action")
+        output.set_shared_memory("shrunk", ROWS.nbytes)
+        with pytest.raises(InferenceServerException, match="shrunk since it was registered"):
+            client.infer("affine", [observation(module)], outputs=[output])
+    finally:
+        client.unregister_system_shared_memory("shrunk")
+        os.truncate("/dev/shm/oip_test_shrunk", 4096)
+    assert client.is_server_ready()
+
+
+def test_cuda_shared_memory_is_refused_in_words(kind):
+    _, client = kind
+    assert not plain(client.get_cuda_shared_memory_status())
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is not served here"):
+        client.register_cuda_shared_memory("x", b"aGFuZGxl", 0, 64)
+
+
+def test_trace_and_log_settings_are_refused_in_words(kind):
+    _, client = kind
+    with pytest.raises(InferenceServerException, match="not served here"):
+        client.get_log_settings()
+    with pytest.raises(InferenceServerException, match="not served here"):
+        client.get_trace_settings()
