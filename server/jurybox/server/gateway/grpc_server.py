@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +14,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jurybox.server.endpoints import split_host
 from jurybox.server.gateway.grpc_health import Health, Readiness
-from jurybox.server.gateway.http2.front import Handler
-from jurybox.server.gateway.http2.server import FrontServer, inner_address
 from jurybox.server.gateway.listening import CannotListen, bound_name, listen
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -53,8 +51,6 @@ class GrpcServer:
         readiness: why the server is not ready, for grpc.health.v1; an empty list when it is.
         interceptors: asked in this order before every call.
         max_message_bytes: of any message, either way.
-        handlers: by path ("/package.Service/Method"), answer unary calls without grpc.aio, which takes ten times
-            the CPU. Used only without `interceptors`, which such calls would not meet.
 
     Attributes:
         bound: where it really listens.
@@ -71,7 +67,6 @@ class GrpcServer:
         *,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        handlers: Mapping[str, Handler] | None = None,
     ) -> None:
         self._server = grpc.aio.server(
             interceptors=list(interceptors),
@@ -94,31 +89,16 @@ class GrpcServer:
         reflection.enable_server_reflection(
             (*names, health.name, reflection.SERVICE_NAME), self._server, _pool_of(files)
         )
-        self._front: FrontServer | None = None
-        inner = inner_address() if handlers and not interceptors else None
-        if handlers and inner:
-            self.bound = self._bind_behind(address, inner, handlers, max_message_bytes)
-        else:
-            self.bound = self._bind(address)
+        self.bound = self._bind(address)
 
     async def start(self) -> None:
         """Answer calls from now on."""
         await self._server.start()
-        if self._front is not None:
-            await self._front.start()
 
     async def stop(self) -> None:
         """Take no more calls, and give those in progress a grace."""
         self._health.stop()
-        if self._front is not None:
-            await self._front.stop(GRACE)
         await self._server.stop(GRACE)
-
-    def _bind_behind(self, address: str, inner: str, handlers: Mapping[str, Handler], most: int) -> str:
-        listener = listen(address, "grpc")
-        self._server.add_insecure_port(f"unix-abstract:{inner}")
-        self._front = FrontServer(listener, handlers, inner, most)
-        return bound_name(*listener.getsockname()[:2])
 
     def _bind(self, address: str) -> str:
         host, _ = split_host(address)

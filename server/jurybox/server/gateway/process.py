@@ -35,7 +35,7 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     try:
         app = create_app(source, door.reasons, [http_routes.router(door)])
         http = HttpServer(orders["http"], app) if orders["http"] else None
-        rpc = _grpc_server(orders["grpc"], door) if orders["grpc"] else None
+        rpc = _grpc_server(orders, door) if orders["grpc"] else None
     except (CannotListen, ValueError) as error:
         lifeline.send("failed", reason=str(error))
         return COULD_NOT_START
@@ -57,13 +57,14 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     return STOPPED if served else FAILED
 
 
-def _grpc_server(address: str, door: OpenInference) -> GrpcServer:
+def _grpc_server(orders: dict[str, Any], door: OpenInference) -> GrpcServer:
     # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
+    from jurybox.server.gateway import remote_weights
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.inference import grpc_service
 
-    handlers = grpc_service.handlers(door)
-    return GrpcServer(address, [grpc_service.service(door)], door.reasons, handlers=handlers)
+    services = [grpc_service.service(door), remote_weights.service(orders["address"])]
+    return GrpcServer(orders["grpc"], services, door.reasons)
 
 
 def _obey(lifeline: Lifeline, stop: asyncio.Event, log: Log) -> None:

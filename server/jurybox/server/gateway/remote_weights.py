@@ -18,6 +18,7 @@ import numpy as np
 
 from jurybox.client import connect
 from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol import remote_weights_pb2
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 from jurybox.protocol.remote_weights_pb2 import (
     BeginPublication,
@@ -39,12 +40,20 @@ from jurybox.protocol.weights.transfer import (
     restored,
     transfer_layout,
 )
+from jurybox.server.gateway.grpc_server import Service
 
 _CONNECT = 5.0  # seconds
 _STALL = 30.0  # seconds between two messages of one publication
 _THREADS = 8
 _MOST_BYTES = 8 << 30  # of one model's weights
+_NAME = PUBLISH.rpartition("/")[0].lstrip("/")  # of the service
 _T = TypeVar("_T")
+
+
+def service(address: str) -> Service:
+    """The service, for a GrpcServer; `address` is the server's."""
+    servicer = RemoteWeights(address)
+    return Service(_NAME, remote_weights_pb2.DESCRIPTOR, servicer, lambda servicer, server: servicer.add_to(server))
 
 
 class RemoteWeights:
@@ -72,8 +81,7 @@ class RemoteWeights:
                 self.read, ReadRequest.FromString, ReadReply.SerializeToString
             ),
         }
-        service = PUBLISH.rpartition("/")[0].lstrip("/")
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, handlers),))
 
     async def publish(self, requests: AsyncIterator[PublishRequest], _context: Any) -> AsyncIterator[PublishReply]:
         """One publisher, for as long as the stream lasts."""

@@ -8,17 +8,14 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.json_format import ParseDict
-from google.protobuf.message import DecodeError
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol import open_inference_pb2_grpc
 from jurybox.protocol.errors import TABLE, Code, Error, Refused
 from jurybox.server.gateway.grpc_server import Service
-from jurybox.server.gateway.http2.front import Handler
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.door import OpenInference
 from jurybox.server.gateway.inference.grpc_messages import message_of, plain_value, request_of
-from jurybox.server.gateway.inference.tensors import malformed
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 
@@ -35,19 +32,6 @@ def service(door: OpenInference) -> Service:
         InferenceServicer(door),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
     )
-
-
-def handlers(door: OpenInference) -> dict[str, Handler]:
-    """The calls that are asked often, for a GrpcServer to answer without grpc.aio."""
-
-    async def infer(message: bytes, seconds: float | None) -> bytes:
-        try:
-            request = pb.ModelInferRequest.FromString(message)
-        except DecodeError as error:
-            raise malformed(f"not a ModelInferRequest: {error}") from error
-        return message_of(await door.inference.infer(request_of(request, seconds))).SerializeToString()
-
-    return {f"/{_METHODS.full_name}/ModelInfer": infer}
 
 
 class InferenceServicer:
