@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.serving import wait_until
 
+from jurybox.client.remote_weights import RemotePublisher
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -47,7 +48,7 @@ def values(answer):
 def test_reflection_tells_the_services_and_their_messages(channel):
     database = ProtoReflectionDescriptorDatabase(channel)
     services = set(database.get_services())
-    assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= services
+    assert {"inference.GRPCInferenceService", "jurybox.RemoteWeights", "grpc.health.v1.Health"} <= services
     file = database.FindFileContainingSymbol("inference.GRPCInferenceService")
     assert "ModelInferRequest" in {message.name for message in file.message_type}
 
@@ -182,3 +183,12 @@ def test_tritonclient_lives_beside_our_own_messages(rpc, stub):
         tritonclient.grpc.service_pb2.ModelInferRequest.DESCRIPTOR.full_name
         == pb.ModelInferRequest.DESCRIPTOR.full_name
     )
+
+
+def test_a_learner_elsewhere_publishes_on_the_same_port(channel, gateway):
+    with gateway.server.connect() as connection, RemotePublisher(channel, "policy") as publisher:
+        model = connection.model("policy")
+        version = publisher.publish({"scale": np.array(3, np.float32), "offset": np.array(5, np.float32)})
+        wait_until(lambda: model.infer_reply(ROW).version == version, 10, "adoption")
+        np.testing.assert_array_equal(model.infer(ROW), 3 * ROW + 5)
+        publisher.publish({"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)})  # as it was loaded
