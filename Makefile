@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native soak lint format bench monitoring proto clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint format bench monitoring proto clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -35,6 +35,9 @@ test-containers: setup  ## needs a container engine
 
 test-browser: setup  ## needs chromium
 	$(BIN)/python -m pytest -m browser --timeout 600
+
+fuzz: setup  ## the long fuzzing: 100,000 inputs at the ZeroMQ doors, 15,000 gRPC calls, HTTP by its description
+	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 1800
 
 soak: setup  ## runs as long as SOAK_SECONDS says (default 1800)
 	$(BIN)/python -m pytest -m soak --timeout 0

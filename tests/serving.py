@@ -28,6 +28,11 @@ class RunningServer:
     def connect(self, **options: object) -> Server:
         return connect(self.address, **{"timeout": 20.0, **options})
 
+    def listening(self, door: str) -> str:
+        """Where "http", "grpc" or "tcp" really listens, "host:port"."""
+        with self.connect() as client:
+            return client.status()["server"][door]
+
     def pids(self) -> dict[str, int]:
         """Process ids by role, engines from the board, the gateway from the process table."""
         found = {"supervisor": self.process.pid}
@@ -35,6 +40,8 @@ class RunningServer:
             line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if b"jurybox.server.gateway" in line:
                 found["gateway"] = child
+            elif b"jurybox.server.relay" in line:
+                found["relay"] = child
             elif b"jurybox.server.engine" in line:
                 found[f"engine-{sum(role.startswith('engine') for role in found)}"] = child
         return found

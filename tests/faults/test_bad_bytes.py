@@ -86,7 +86,7 @@ def test_a_peer_of_another_protocol_version_is_told_both_versions(server, dealer
 def ticket(server, client, **fields):
     model = client.model("affine")
     lease = model._lane
-    board = client._board
+    board = client._link.board
     lane = next(i for i, record in enumerate(board.lanes) if record["lease"])
     record = board.lanes[lane]
     ticket = np.zeros(1, wire.TICKET)

@@ -40,7 +40,7 @@ def test_more_rows_than_lane_and_batch_go_in_pieces_and_come_back_in_order(clien
     np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
 
 
-def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(client):
+def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(leased, client):
     model = client.model("affine")
     small = model._lane.free.total
     x = rows(16)
@@ -51,7 +51,7 @@ def test_a_client_that_brings_more_rows_than_it_was_given_gets_more(client):
         assert fixed._lane.free.total == 4  # it had said what it needs
 
 
-def test_a_client_that_cannot_get_more_rows_makes_do_with_pieces(client):
+def test_a_client_that_cannot_get_more_rows_makes_do_with_pieces(leased, client):
     with client.model("moody", rows=60), client.model("moody") as model:
         x = rows(8)
         np.testing.assert_array_equal(model.infer(x), x + 1)
@@ -182,17 +182,17 @@ def test_a_full_lane_is_busy_until_results_are_collected(client):
     model.result(model.submit(rows(4)))
 
 
-def test_a_full_arena_is_busy_and_says_so(client):
+def test_a_full_arena_is_busy_and_says_so(leased, client):
     with client.model("moody", rows=60), pytest.raises(Busy, match=r"60 of the arena's 64 rows|leased"):
         client.model("moody", rows=10, timeout=0.2)
 
 
-def test_more_rows_than_the_arena_has_are_refused(client):
+def test_more_rows_than_the_arena_has_are_refused(leased, client):
     with pytest.raises(Refused, match=r"models\.moody\.rows"):
         client.model("moody", rows=65)
 
 
-def test_a_late_answer_is_dropped_and_its_rows_come_back(client):
+def test_a_late_answer_is_dropped_and_its_rows_come_back(leased, client):
     model = client.model("moody", rows=2)
     slow = np.full((2, 4), 400_000, np.float32)
     with pytest.raises(Timeout, match="did not answer in time"):
@@ -210,7 +210,7 @@ def test_a_late_answer_is_dropped_and_its_rows_come_back(client):
         pytest.fail("the rows never came back")
 
 
-def test_rows_of_a_timed_out_request_stay_with_their_holder(client):
+def test_rows_of_a_timed_out_request_stay_with_their_holder(leased, client):
     model = client.model("moody", rows=3)
     with model.rows(2) as held:
         held.inputs["observation"][:] = 300_000
@@ -242,8 +242,8 @@ def test_a_model_that_could_not_be_loaded_says_why(client):
         client.model("liar")
 
 
-def test_a_closed_model_and_a_closed_connection_say_so(server, door):
-    connection = server.connect(door=door)
+def test_a_closed_model_and_a_closed_connection_say_so(connecting):
+    connection = connecting()
     model = connection.model("affine")
     model.close()
     with pytest.raises(Refused, match="was closed"):

@@ -16,17 +16,27 @@ from jurybox.protocol.wire import PREFIX, prefix_error
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
+_MOST_BYTES = 64 << 20  # of an answer; a status document has some ten thousand
 
 
 class Control:
     """Calls on the control door of one server. Thread-safe: calls go one after another.
 
     A DEALER rather than a REQ socket: a lost reply costs a time-out, not the socket.
+
+    Args:
+        open_socket: makes the socket, connected; without it one to an address of this host.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        open_socket: Callable[[], zmq.Socket[bytes]] | None = None,
+    ) -> None:
         self.address = address
         self._context = context
+        self._open = open_socket or self._open_local
         self._lock = threading.Lock()
         self._number = 0
         self._socket = self._open()
@@ -47,13 +57,16 @@ class Control:
             self._number += 1
             number = _NUMBER.pack(self._number)
             body = ControlRequest(**request).SerializeToString()  # type: ignore[arg-type]
-            self._socket.send_multipart((PREFIX, number, body))
+            try:
+                self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+            except zmq.Again:  # libzmq gives a connection up for good when its handshake is refused
+                self._reopen()
+                self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
             deadline = time.monotonic() + timeout
             while True:
                 left = deadline - time.monotonic()
                 if left <= 0 or not still_there():
-                    self._socket.close()  # a late reply must not meet the next call, nor wait for ever in a queue
-                    self._socket = self._open()
+                    self._reopen()  # a late reply must not meet the next call, nor wait for ever in a queue
                     raise ServerGone(
                         f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
                         "Start one with 'jurybox serve', or set JURYBOX_ADDRESS"
@@ -67,9 +80,14 @@ class Control:
         with self._lock:
             self._socket.close()
 
-    def _open(self) -> zmq.Socket[bytes]:
+    def _reopen(self) -> None:
+        self._socket.close()
+        self._socket = self._open()
+
+    def _open_local(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         socket.connect(self.address)

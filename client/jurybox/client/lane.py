@@ -6,18 +6,34 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Caller, Door, Outgoing
 from jurybox.client.free_rows import FreeRows
-from jurybox.protocol.arena import Arena
-from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout
 
 _NOT_SENT = -1
 _SERVING = int(EngineState.SERVING)
+
+
+class BoardView(Protocol):
+    """What a lane reads of a board: records of board.ENGINE, and whether the server lives."""
+
+    engines: NDArray[Any]
+
+    def server_lives(self) -> bool: ...
+
+
+class RowMemory(Protocol):
+    """What a lane uses of an arena: arrays of shape (rows, *row shape) by name."""
+
+    inputs: dict[str, NDArray[Any]]
+    outputs: dict[str, NDArray[Any]]
+
+    def close(self) -> None: ...
 
 
 class Ticket:
@@ -52,8 +68,8 @@ class Lane:
     def __init__(
         self,
         model: str,
-        board: Board,
-        arena: Arena,
+        board: BoardView,
+        arena: RowMemory,
         door: Door,
         lease: int,
         first: int,
@@ -185,6 +201,10 @@ class Lane:
             self._dispatch(answers)
         elif time.monotonic() - self._looked > LOOK_AFTER / 2:
             self._look_after()
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """Have `arrived` called in the loop's thread when answers may have come: it calls `receive_now`."""
+        self._door.watch(loop, arrived)
 
     def receive_now(self) -> None:
         """Take in the answers that are there."""

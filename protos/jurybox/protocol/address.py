@@ -13,11 +13,14 @@ _IPC = "ipc://"
 
 def default_address() -> str:
     """JURYBOX_ADDRESS, or an ipc address in $XDG_RUNTIME_DIR/jurybox, or in /tmp/jurybox-<uid>."""
-    if given := os.environ.get("JURYBOX_ADDRESS"):
-        return given
+    return os.environ.get("JURYBOX_ADDRESS") or local_address("engine")
+
+
+def local_address(name: str) -> str:
+    """An ipc address of that name in this user's folder: $XDG_RUNTIME_DIR/jurybox, or /tmp/jurybox-<uid>."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "jurybox" if runtime and _is_ours(Path(runtime)) else Path(f"/tmp/jurybox-{os.getuid()}")
-    return f"{_IPC}{folder / 'engine'}"
+    return f"{_IPC}{folder / name}"
 
 
 def _is_ours(folder: Path) -> bool:

@@ -21,12 +21,15 @@ from pydantic import (
     model_validator,
 )
 
-from jurybox.protocol.address import default_address
+from jurybox.protocol.address import default_address, local_address
 from jurybox.protocol.board import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
 from jurybox.server.cuda_devices import visible_cuda_devices
-from jurybox.server.endpoints import check_address, check_listen, is_loopback, split_host
+from jurybox.server.endpoints import check_address, check_listen, split_host
+from jurybox.server.security.secret_files import too_open
+from jurybox.server.security.settings import FILES as _SECURITY_FILES
+from jurybox.server.security.settings import SecuritySettings
 from jurybox.server.settings_errors import problems
 from jurybox.server.settings_sources import ConfigError, Sources, parse_flags
 
@@ -79,10 +82,11 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 Listen = Annotated[str, AfterValidator(check_listen)]
 
 
-class ServerSettings(_Strict):
+class ServerSettings(SecuritySettings):
     """[server]: one server and its engines. What each setting means stands in docs/operations.md."""
 
     address: Annotated[str, AfterValidator(check_address)] = Field(default_factory=default_address)
+    tcp: Listen = ""
     http: Listen = "127.0.0.1:8000"
     grpc: Listen = "127.0.0.1:8001"
     replicas: int = Field(default=1, ge=1, le=MAX_ENGINES)
@@ -96,6 +100,21 @@ class ServerSettings(_Strict):
     traces: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address_may_be_tcp(cls, given: Any) -> Any:
+        """``address = "tcp://host:port"`` is ``tcp = "host:port"``; clients of this host get an address beside it."""
+        address = given.get("address") if isinstance(given, dict) else None
+        if not isinstance(address, str) or not address.startswith("tcp://"):
+            return given
+        if given.get("tcp"):
+            raise ValueError(
+                'address is a tcp:// one and tcp came too, expected tcp = "host:port" and address = "ipc://..."'
+            )
+        check_address(address)
+        tcp = address.removeprefix("tcp://")
+        return {**given, "tcp": tcp, "address": local_address(f"tcp-{split_host(tcp)[1]}")}
 
     @model_validator(mode="after")
     def _fits_together(self) -> ServerSettings:
@@ -128,16 +147,9 @@ class ServerSettings(_Strict):
         cores = len(os.sched_getaffinity(0))
         return self.threads or max(1, cores // 2 // len(self.engine_devices()))
 
-    def exposed(self) -> list[str]:
-        """The settings through which others than this user's processes could reach the server."""
-        found = [
-            f'server.{key} = "{value}"'
-            for key, value in (("http", self.http), ("grpc", self.grpc))
-            if value and not is_loopback(split_host(value)[0])
-        ]
-        if self.address.startswith("tcp://"):
-            found.append(f'server.address = "{self.address}"')
-        return found
+    def open_doors(self) -> list[str]:
+        """The doors through which anybody could come in from elsewhere, each with what it lacks."""
+        return self.open_to_all(self.http, self.grpc, self.tcp)
 
 
 class TensorSettings(_Strict):
@@ -269,7 +281,7 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
     server_keys, model_keys = list(ServerSettings.model_fields), [*ModelSettings.model_fields, "count"]
     sources = Sources()
     if path is not None:
-        sources.add_file(path, _PATHS)
+        sources.add_file(path, _PATHS, _SECURITY_FILES)
     flags = parse_flags(sets, server_keys)
     from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
     sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)
@@ -285,8 +297,11 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
         for key in _FILES
         if (file := getattr(model, key)) is not None and not Path(file).is_file()
     ]
-    if missing:
-        raise ConfigError("\n".join(missing))
+    if broken := [*missing, *settings.server.broken_secrets()]:
+        raise ConfigError("\n".join(broken))
+    in_file = path is not None and settings.server.token and sources.place(("server", "token")).startswith(f"{path}:")
+    if path is not None and in_file and (why := too_open(path)):
+        raise ConfigError(f"server.token stands in a file that others can read: {why}, or set server.token_file")
     return settings
 
 
@@ -298,11 +313,11 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
     """
     if not settings.models:
         raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
-    if (exposed := settings.server.exposed()) and not insecure:
+    if (open_doors := settings.server.open_doors()) and not insecure:
         raise ConfigError(
-            f"{', '.join(exposed)}: others could use this server, and nothing asks them who they are: HTTP and gRPC "
-            "have no tokens and TLS yet, tcp:// no CURVE keys. Expected a loopback host and an ipc:// address; "
-            "--insecure serves all the same, for a network that you trust"
+            "\n".join(open_doors) + "\nOthers could use this server, and nothing would ask them who they are, or keep "
+            "what they send from being read. Expected that, or a loopback host; --insecure serves all the same, for a "
+            "network that you trust (docs/security.md)"
         )
 
 

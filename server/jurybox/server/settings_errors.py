@@ -54,6 +54,8 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
         return f"{at}: is missing"
     if isinstance(value, dict):  # of a whole table: its rule says which values came
         return f"{at}: {_expected(message)}"
+    if key == ("server", "token"):
+        return f"{at}: expected text"  # and not a word about what came: it may be a secret all the same
     given = repr(value)
     given = given if len(given) <= _LONGEST_VALUE else f"{given[:_LONGEST_VALUE]}..."
     hint = ""

@@ -18,6 +18,9 @@ Key = tuple[str, ...]
 # JURYBOX_ variables that are not settings of the server: each with who reads it.
 RESERVED_VARIABLES: dict[str, str] = {
     "JURYBOX_SHM_DIR": "every process: the folder of shared memory instead of /dev/shm",
+    "JURYBOX_SERVER_KEY": "clients: the public CURVE key of a tcp:// server, or a .key file with it",
+    "JURYBOX_CLIENT_KEY": "clients: the .key_secret file with their own CURVE keys",
+    "JURYBOX_TLS_CA": "clients: the certificate authority to trust for grpcs://, where it is not a public one",
     "JURYBOX_REVISION": "server: the source revision that /version and --version name, for builds without a .git",
 }
 # Kubernetes sets these in every container of a namespace that has a service called "jurybox"
@@ -96,11 +99,12 @@ class Sources:
             del self._places[known]
         self._places[key] = place
 
-    def add_file(self, path: Path, path_keys: Collection[str]) -> None:
+    def add_file(self, path: Path, path_keys: Collection[str], server_path_keys: Collection[str] = ()) -> None:
         """Read a TOML file.
 
         Args:
             path_keys: settings of a model that are paths; a relative one is relative to this file's folder.
+            server_path_keys: the same of [server].
         """
         try:
             self._text = path.read_text(encoding="utf-8")
@@ -116,10 +120,11 @@ class Sources:
             raise ConfigError(f"{path}{':' + line[1] if line else ''}: not TOML: {error}") from error
         self._add_table((), document)
         models = document.get("models")
-        for model in models.values() if isinstance(models, dict) else ():
-            for key in path_keys if isinstance(model, dict) else ():
-                if isinstance(model.get(key), str):
-                    model[key] = str(path.parent.absolute() / Path(model[key]).expanduser())
+        tables = [(model, path_keys) for model in (models.values() if isinstance(models, dict) else ())]
+        for table, keys in [*tables, (document.get("server"), server_path_keys)]:
+            for key in keys if isinstance(table, dict) else ():
+                if isinstance(table.get(key), str):
+                    table[key] = str(path.parent.absolute() / Path(table[key]).expanduser())
 
     def _add_table(self, key: Key, table: dict[str, Any]) -> None:
         for name, value in table.items():
@@ -148,8 +153,9 @@ class Sources:
             place = f"environment variable {variable}"
             if variable in server:
                 # An empty address means the default one, as in the client; an empty http or grpc means off.
-                if text or server[variable] != "address":
-                    self.put(("server", server[variable]), parse_value(text), place)
+                name = server[variable]
+                if text or name not in ("address", "token"):
+                    self.put(("server", name), text if name == "token" else parse_value(text), place)
             elif variable.startswith(_MODELS):
                 models = self.tree.get("models")
                 known = {*(models if isinstance(models, dict) else ()), *more_models}
@@ -172,6 +178,11 @@ def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple
     """Key, value and place of every --set. Raises ConfigError for what is not ``KEY=VALUE``."""
     parsed = []
     for text in sets:
+        if re.match(r"\s*[\"']?server[\"']?\s*\.\s*[\"']?token[\"']?\s*=", text):
+            raise ConfigError(
+                "--set server.token=...: a command line is there for every user of this host to read; set "
+                "server.token_file, or the environment variable JURYBOX_TOKEN"
+            )
         place = f"--set {text}"
         # A quoted part of the key may hold an equals sign.
         match = re.match(r"""((?:[^"'=]|"[^"]*"|'[^']*')*)=(.*)""", text, re.DOTALL)

@@ -77,7 +77,7 @@ def test_serve_hands_its_settings_on_and_ends_as_the_supervisor_did(run, served,
             "server.toml:3: models.photo.max_bach: no such setting; did you mean 'max_batch'",
         ),
         (MODEL, ["--set", "server.http=0.0.0.0:80"], "--insecure"),
-        (MODEL, ["--set", "server.address=tcp://127.0.0.1:5555"], "--insecure"),
+        (MODEL, ["--set", "server.address=tcp://10.0.0.5:5555"], "--insecure"),
         (MODEL, ["--set", "server.replicas=0"], "--set server.replicas=0: server.replicas = 0: expected"),
     ],
 )
@@ -327,3 +327,15 @@ def test_no_plugin_takes_the_place_of_our_own_commands(plugin, tmp_path):
     app = plugin(GROUP, "train", name="doctor")
     assert "what this host lacks" in CliRunner().invoke(app, ["doctor", "--help"]).output
     assert "edges_plugin" not in sys.modules
+
+
+def test_keys_are_made_and_never_replaced(run, tmp_path):
+    made = run("keys", str(tmp_path / "server"))
+    assert made.exit_code == 0
+    assert "secret, keep it" in made.output
+    secret = (tmp_path / "server.key_secret").read_text()
+    assert secret.split('secret-key = "')[1][:40] not in made.output
+    again = run("keys", str(tmp_path / "server"))
+    assert again.exit_code == 1
+    assert "exists: move it away" in again.output
+    assert (tmp_path / "server.key_secret").read_text() == secret

@@ -108,6 +108,7 @@ class ZmqDoor:
         self._drop(engine)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE * 1000))
         socket.setsockopt(zmq.IDENTITY, lane_identity(self._lane, self._lease))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)

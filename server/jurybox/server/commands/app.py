@@ -8,6 +8,7 @@ import typer
 
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.commands.doctor import doctor
+from jurybox.server.commands.keys import keys
 from jurybox.server.commands.plugins import PluginGroup
 from jurybox.server.commands.serve import serve
 from jurybox.server.commands.show import models, status
@@ -38,5 +39,5 @@ def _options(
     """A long-running inference service for reinforcement learning."""
 
 
-for command in (serve, status, models, top, doctor):
+for command in (serve, status, models, top, doctor, keys):
     app.command()(command)

@@ -27,7 +27,7 @@ def serve(
         ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this host, though nobody is asked who they are.")
+        bool, typer.Option("--insecure", help="Listen beyond this host without tokens, TLS or CURVE keys.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Load and warm up every model, say what would be used, and stop.")

@@ -133,6 +133,8 @@ def create_app(
         """The status document, as `jurybox status --json` prints it."""
         return await source.status()
 
+    for router in routers:
+        app.include_router(router)
     app.state.watching = Watching(source)
     app.include_router(app.state.watching.router)
     for router in routers:

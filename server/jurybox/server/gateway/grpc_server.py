@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from jurybox.server.endpoints import split_host
 from jurybox.server.gateway.grpc_health import Health, Readiness
 from jurybox.server.gateway.listening import CannotListen, bound_name, listen
+from jurybox.server.security.access import Access
+from jurybox.server.security.grpc import interceptors, limits, open_port
 
-MAX_MESSAGE_BYTES = 64 << 20
 GRACE = 2.0  # seconds that calls in progress get when the gateway stops
 _CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
 
@@ -49,8 +50,7 @@ class GrpcServer:
         address: "host:port"; port 0 takes a free one.
         services: what is offered besides health and reflection.
         readiness: why the server is not ready, for grpc.health.v1; an empty list when it is.
-        interceptors: asked in this order before every call.
-        max_message_bytes: of any message, either way.
+        access: the walls before every call; without it the limits alone.
 
     Attributes:
         bound: where it really listens.
@@ -64,16 +64,14 @@ class GrpcServer:
         address: str,
         services: Sequence[Service],
         readiness: Readiness,
-        *,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        access: Access | None = None,
     ) -> None:
+        access = access or Access()
         self._server = grpc.aio.server(
-            interceptors=list(interceptors),
+            interceptors=interceptors(access),
             options=(
+                *limits(access),
                 ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.keepalive_time_ms", _CONNECTION_MS),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", _CONNECTION_MS // 4),
             ),
@@ -89,7 +87,7 @@ class GrpcServer:
         reflection.enable_server_reflection(
             (*names, health.name, reflection.SERVICE_NAME), self._server, _pool_of(files)
         )
-        self.bound = self._bind(address)
+        self.bound = self._bind(address, access)
 
     async def start(self) -> None:
         """Answer calls from now on."""
@@ -100,11 +98,11 @@ class GrpcServer:
         self._health.stop()
         await self._server.stop(GRACE)
 
-    def _bind(self, address: str) -> str:
+    def _bind(self, address: str, access: Access) -> str:
         host, _ = split_host(address)
         listen(address, "grpc").close()  # gRPC's own message names neither the port's state nor a remedy
         try:
-            return bound_name(host, self._server.add_insecure_port(address))
+            return bound_name(host, open_port(self._server, address, access))
         except RuntimeError as error:
             raise CannotListen(
                 f"cannot listen on grpc://{address}: {error}; set server.grpc to another host:port, or to '' for no "

@@ -8,8 +8,13 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
+from jurybox.server.endpoints import is_loopback, split_host
 from jurybox.server.gateway.listening import bound_name, listen
+from jurybox.server.security.access import Access
+from jurybox.server.security.http import guarded
 
+_CONNECTIONS = 512  # open at once; beyond that requests are answered 503
+_MOST_HEADERS = 32 << 10  # bytes of a request's line and headers
 GRACE = 2  # seconds that requests in progress get when the gateway stops
 
 
@@ -26,6 +31,7 @@ class HttpServer:
 
     Args:
         address: "host:port"; port 0 takes a free one.
+        access: the walls before the application.
 
     Attributes:
         bound: where it really listens.
@@ -34,18 +40,22 @@ class HttpServer:
         CannotListen, ValueError: the address cannot be had.
     """
 
-    def __init__(self, address: str, app: FastAPI) -> None:
+    def __init__(self, address: str, app: FastAPI, access: Access) -> None:
         self._listener = listen(address)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                app,
+                guarded(app, access, loopback=is_loopback(split_host(address)[0])),
                 log_config=None,  # its records go where ours go
                 access_log=False,
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=GRACE,
+                limit_concurrency=_CONNECTIONS,
+                h11_max_incomplete_event_size=_MOST_HEADERS,
+                ssl_certfile=access.tls_cert,
+                ssl_keyfile=access.tls_key,
             )
         )
 

@@ -13,10 +13,10 @@ from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_routes
 from jurybox.server.gateway.inference.door import OpenInference
-from jurybox.server.gateway.listening import CannotListen
 from jurybox.server.gateway.source import ClientSource
 from jurybox.server.lifeline import Lifeline
 from jurybox.server.logs import Log, configure
+from jurybox.server.security.access import Access
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.grpc_server import GrpcServer
@@ -34,9 +34,10 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     door = OpenInference(orders["address"], source, shared_memory=local)
     try:
         app = create_app(source, door.reasons, [http_routes.router(door)])
-        http = HttpServer(orders["http"], app) if orders["http"] else None
-        rpc = _grpc_server(orders, door) if orders["grpc"] else None
-    except (CannotListen, ValueError) as error:
+        access = Access.from_order(orders)
+        http = HttpServer(orders["http"], app, access) if orders["http"] else None
+        rpc = _grpc_server(orders, door, access) if orders["grpc"] else None
+    except (OSError, ValueError) as error:
         lifeline.send("failed", reason=str(error))
         return COULD_NOT_START
     stop = asyncio.Event()
@@ -57,14 +58,14 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     return STOPPED if served else FAILED
 
 
-def _grpc_server(orders: dict[str, Any], door: OpenInference) -> GrpcServer:
+def _grpc_server(orders: dict[str, Any], door: OpenInference, access: Access) -> GrpcServer:
     # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
     from jurybox.server.gateway import remote_weights
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.inference import grpc_service
 
     services = [grpc_service.service(door), remote_weights.service(orders["address"])]
-    return GrpcServer(orders["grpc"], services, door.reasons)
+    return GrpcServer(orders["grpc"], services, door.reasons, access)
 
 
 def _obey(lifeline: Lifeline, stop: asyncio.Event, log: Log) -> None:

@@ -53,7 +53,8 @@ class Reception:
         self._events = events
         self.draining = False
         # Where the gateway really listens, once it has said so.
-        self.http, self.grpc = settings.server.http, settings.server.grpc
+        server = settings.server
+        self.listening = {"http": server.http, "grpc": server.grpc, "tcp": server.tcp}
         self.handlers: dict[str, Any] = {
             "hello": self._hello,
             "lease": self._lease,
@@ -107,8 +108,7 @@ class Reception:
                 self._leases.in_use(),
                 server_id=self._server_id,
                 address=self._settings.server.address,
-                http=self.http,
-                grpc=self.grpc,
+                **self.listening,
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
                 events=self._events.last(),

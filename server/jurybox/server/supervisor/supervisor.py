@@ -20,6 +20,7 @@ from jurybox.server.config import Settings
 from jurybox.server.logs import Log
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.desk import Desk
+from jurybox.server.supervisor.edges import edges
 from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
 from jurybox.server.supervisor.keeper import Keeper
@@ -53,7 +54,7 @@ class Supervisor:
         self._reception = Reception(
             settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events
         )
-        self._gateway = self._gateway_child() if settings.server.http or settings.server.grpc else None
+        self._edges = edges(settings.server, self._reception.listening)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._desk = Desk(self._context, self._settings.address, self._reception.handlers, log.warning)
@@ -122,15 +123,7 @@ class Supervisor:
     # ---- children
 
     def _children(self) -> list[Child]:
-        return [*self._fleet.engines, *([self._gateway] if self._gateway else [])]
-
-    def _gateway_child(self) -> Child:
-        def configure() -> dict[str, Any]:
-            settings = self._settings.model_dump(mode="json", include={"address", "log_level", "log_format"})
-            # Where it listened before, though any port was good enough then: whoever watches finds it again.
-            return {**settings, "http": self._reception.http, "grpc": self._reception.grpc}
-
-        return Child("gateway", "jurybox.server.gateway", configure)
+        return [*self._fleet.engines, *self._edges]
 
     def _start(self, child: Child) -> None:
         child.start(time.monotonic())
@@ -141,8 +134,8 @@ class Supervisor:
         fd = child.fileno()
         try:
             for message in child.messages():
-                if child is self._gateway:
-                    self._on_gateway(message)
+                if child in self._edges:
+                    self._on_edge(child, message)
                 else:
                     self._on_engine(self._fleet.engines.index(child), message)
         except EOFError:
@@ -151,7 +144,7 @@ class Supervisor:
 
     def _on_death(self, child: Child) -> None:
         status = child.bury(time.monotonic(), settled_after=_SETTLED)
-        if child is not self._gateway:
+        if child not in self._edges:
             index = self._fleet.engines.index(child)
             self._fleet.died(index)
             self._leases.engine_died(index)
@@ -165,13 +158,12 @@ class Supervisor:
             self._log.error("gave up on a child", role=child.role, failures=child.failures)
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
 
-    def _on_gateway(self, message: dict[str, Any]) -> None:
-        assert self._gateway is not None
+    def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
         if message["kind"] == "ready":
-            self._gateway.serving = True
-            self._reception.http, self._reception.grpc = message["http"], message["grpc"]
+            child.serving = True
+            self._reception.listening.update({key: message[key] for key in ("http", "grpc", "tcp") if key in message})
         elif message["kind"] == "failed":
-            self._log.error("gateway failed", reason=message["reason"])
+            self._log.error(f"{child.role} failed", reason=message["reason"])
             if not self._announced:
                 self._exit = _COULD_NOT_START
 
@@ -254,8 +246,7 @@ class Supervisor:
             self._log.info(
                 "serving",
                 address=self._settings.address,
-                http=self._reception.http,
-                grpc=self._reception.grpc,
+                **self._reception.listening,
                 devices=", ".join(self._fleet.devices),
                 models=models,
                 shared_memory_mib=round(memory / 2**20, 1),

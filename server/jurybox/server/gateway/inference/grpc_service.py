@@ -17,6 +17,8 @@ from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.door import OpenInference
 from jurybox.server.gateway.inference.grpc_messages import message_of, plain_value, request_of
 
+CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
+
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 
 _PIPELINED = 64  # requests of one stream in flight
@@ -197,5 +199,6 @@ async def _done(context: Context, action: Callable[[], Any]) -> Any:
 
 async def _abort(context: Context, error: Error) -> NoReturn:
     row = TABLE.get(error.code)
+    context.set_trailing_metadata(((CODE, str(int(error.code))),))
     await context.abort(_STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN, str(error))
     raise AssertionError("abort raises")

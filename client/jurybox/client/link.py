@@ -1,0 +1,128 @@
+"""What a connection to a server is made of, wherever the server is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jurybox.client.control import Control
+from jurybox.client.lane import Lane
+from jurybox.protocol.control_pb2 import (
+    ControlReply,
+    Hello,
+    Lease,
+    LeaseRequest,
+    LoadRequest,
+    ModelMessage,
+    ModelRequest,
+    StatusRequest,
+    UnloadRequest,
+)
+from jurybox.protocol.errors import Busy, Code, Refused, Timeout
+from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.wire import build_version
+
+POLL = 0.05  # seconds between two questions whether a model is ready
+
+
+class Link(Protocol):
+    """A way to a server: on this host through shared memory, or to another through a network."""
+
+    def models(self, timeout: float) -> list[str]:
+        """Names of the models the server holds."""
+
+    def describe(self, name: str, timeout: float) -> ModelMessage:
+        """State, spec and digest of a model."""
+
+    def status(self, timeout: float) -> str:
+        """The status document, JSON."""
+
+    def load(self, name: str, settings_json: str, timeout: float) -> None:
+        """Begin to load a model; `describe` says how it goes."""
+
+    def unload(self, name: str, timeout: float) -> None:
+        """Serve a model no longer."""
+
+    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
+        """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
+
+    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
+        """The weights channel of a model."""
+
+    def version_in_use(self, model: int) -> int:
+        """Of the weights that engines answer with, the oldest where several do; the model by its place on the board."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def close(self) -> None:
+        """Close every socket."""
+
+
+class ControlLink:
+    """The part of a link that is calls on the control door."""
+
+    def __init__(self, control: Control, pid: int) -> None:
+        self._control = control
+        self._pid = pid
+
+    def models(self, timeout: float) -> list[str]:
+        """As Link.models."""
+        return list(self._call(timeout, hello=self.hello()).server.models)
+
+    def describe(self, name: str, timeout: float) -> ModelMessage:
+        """As Link.describe."""
+        return self._call(timeout, model=ModelRequest(model=name)).model
+
+    def status(self, timeout: float) -> str:
+        """As Link.status."""
+        return self._call(timeout, status=StatusRequest()).status.json
+
+    def load(self, name: str, settings_json: str, timeout: float) -> None:
+        """As Link.load."""
+        self._call(timeout, load=LoadRequest(model=name, settings_json=settings_json))
+
+    def unload(self, name: str, timeout: float) -> None:
+        """As Link.unload."""
+        self._call(timeout, unload=UnloadRequest(model=name))
+
+    def hello(self) -> Hello:
+        """How this client introduces itself."""
+        return Hello(client=build_version(), pid=self._pid)
+
+    def _call(self, timeout: float, **request: Any) -> ControlReply:
+        return self._control.call(timeout, **request)
+
+    def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> Lease:
+        """A lease, waited for while the model loads or other clients have the rows."""
+        return patiently(
+            lambda left: self._control.call(left, lease=LeaseRequest(model=name, rows=rows)).lease, deadline, timeout
+        )
+
+
+def patiently(ask: Callable[[float], Lease], deadline: float, timeout: float) -> Lease:
+    """Ask for a lease until it is granted.
+
+    Raises:
+        Busy: the arena had no free rows until `deadline`, s of the monotonic clock; Timeout: the model was loading.
+    """
+    while True:
+        try:
+            return ask(max(0.1, deadline - time.monotonic()))
+        except (Refused, Busy) as error:
+            if error.code not in (Code.NOT_READY, Code.BUSY):
+                raise
+            if time.monotonic() > deadline:
+                raise (error if error.code == Code.BUSY else Timeout(f"{error} after {timeout:.1f} s")) from None
+        time.sleep(POLL)  # loading takes seconds; being told would need a channel of its own
+
+
+def spec_of(message: ModelMessage) -> ModelSpec:
+    """The spec that a model's message carries."""
+    return ModelSpec(message.name, _specs(message.inputs), _specs(message.outputs))
+
+
+def _specs(messages: Any) -> dict[str, TensorSpec]:
+    return {message.name: TensorSpec(message.dtype, tuple(message.shape)) for message in messages}

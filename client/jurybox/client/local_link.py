@@ -1,0 +1,163 @@
+"""A connection to a server on this host: calls on its control door, rows in its shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+import zmq
+
+from jurybox.client.control import Control
+from jurybox.client.doors.door import Door
+from jurybox.client.doors.zmq import ZmqDoor
+from jurybox.client.lane import Lane
+from jurybox.client.link import ControlLink, spec_of
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.board import LANE_LOCK, Board, EngineState
+from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
+from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError
+from jurybox.protocol.locks import try_lock, unlock
+from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.weights import WeightsChannel
+
+_SPIN_US = 100  # a small model answers a lone client within it
+
+
+class LocalLink(ControlLink):
+    """The board of a server, and lanes in its arenas.
+
+    Args:
+        address: ipc://.
+        door: "auto" (the best there is), "zmq" or "native".
+        timeout: seconds to wait for a server that is still starting.
+    """
+
+    def __init__(self, address: str, door: str, timeout: float) -> None:
+        self._door = door
+        self._spin_us = _spin_us()
+        self._traces = _wants_traces()
+        self._lock = threading.RLock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.board: Board | None = None
+        self._info = ServerMessage()
+        try:
+            super().__init__(Control(self._context, address), os.getpid())
+            self._greet(timeout)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self._context.closed
+
+    def close(self) -> None:
+        """As Link.close."""
+        self._control.close()
+        if self.board is not None:
+            self.board.close()
+            self.board = None
+        self._context.destroy(linger=200)
+
+    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
+        """As Link.channel."""
+        return WeightsChannel.attach(message.weights)
+
+    def version_in_use(self, model: int) -> int:
+        """As Link.version_in_use."""
+        board = self.board
+        if board is None:
+            raise Refused("this connection was closed: connect again")
+        versions = board.counters["version"][board.engines["state"] == EngineState.SERVING, model]
+        return int(versions.min()) if len(versions) else 0
+
+    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
+        """As Link.lease: a lane, locked, its arena mapped; from a new server where the old one is gone."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            if self.board is None or not self.board.server_lives():
+                self._greet(timeout)
+            while True:
+                lease = self._grant(name, rows, deadline, timeout)
+                if (lane := self.enter(lease)) is not None:
+                    return lane, spec_of(lease.model), lease.model.max_batch
+                if time.monotonic() > deadline:
+                    raise Busy(f"lane {lease.lane} of {name!r} is locked by another client")
+
+    def enter(self, lease: Lease) -> Lane | None:
+        """Take up a lane that was granted: lock it, map its arena; None where another client has it locked.
+
+        Its last holder let the grant lapse and locked it late; the server will find it locked and skip it.
+        """
+        board = self.board
+        assert board is not None
+        if not try_lock(board.segment.fd, LANE_LOCK + lease.lane):
+            return None
+        try:
+            arena = Arena.attach(lease.model.arena, ArenaLayout(spec_of(lease.model), lease.model.arena_rows))
+        except SharedMemoryError:
+            unlock(board.segment.fd, LANE_LOCK + lease.lane)
+            raise
+        door = self._open_door(board, lease)
+        if self._traces:
+            door = _traced(door, lease.model.name, self._info.server_id, lease.lane)
+
+        def give_back() -> None:
+            if board.segment.fd >= 0 and board.server_lives():
+                # Unanswered, the server still notices by the lock, only a little later.
+                with contextlib.suppress(Error):
+                    request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
+                    self._control.call(1.0, board.server_lives, release=request)
+                unlock(board.segment.fd, LANE_LOCK + lease.lane)
+
+        return Lane(lease.model.name, board, arena, door, lease.lease, lease.first_row, lease.rows, give_back)
+
+    def _greet(self, timeout: float) -> None:
+        """Say hello and map the board of the server that answers."""
+        self._info = self._call(timeout, hello=self.hello()).server
+        if self.board is not None:
+            self.board.close()
+        self.board = Board.attach(self._info.board)
+
+    def _open_door(self, board: Board, lease: Lease) -> Door:
+        """The door that was asked for; with "auto" the native one where this install has it."""
+        if self._door in ("auto", "native"):
+            try:
+                from jurybox.client.doors.native import NativeDoor
+
+                return NativeDoor(board, self._info.server_id, lease.lane, lease.lease, self._spin_us)
+            except ImportError as error:
+                if self._door == "native":
+                    raise Refused(
+                        f"door='native' needs the native core, which this install lacks ({error}): install a wheel for "
+                        "this platform, or use door='zmq'"
+                    ) from error
+        return ZmqDoor(self._context, list(self._info.engines), lease.lane, lease.lease)
+
+
+def _spin_us() -> int:
+    text = os.environ.get("JURYBOX_SPIN_US", str(_SPIN_US))
+    if not text.isdigit():
+        raise ValueError(f"JURYBOX_SPIN_US={text!r}: expected microseconds, a whole number of 0 or more")
+    return int(text)
+
+
+def _wants_traces() -> bool:
+    text = os.environ.get("JURYBOX_TRACES", "false")
+    if text not in ("true", "false"):
+        raise ValueError(f"JURYBOX_TRACES={text!r}: expected true or false")
+    return text == "true"
+
+
+def _traced(door: Door, model: str, server_id: str, lane: int) -> Door:
+    """The door with traces around it; OpenTelemetry is imported here, and nowhere where it is not wanted."""
+    try:
+        from jurybox.client.tracing import traced
+    except ImportError as error:
+        raise Refused(
+            f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
+            "pip install 'jurybox[otel]', or unset the variable"
+        ) from error
+    return traced(door, model, server_id, lane)

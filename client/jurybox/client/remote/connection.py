@@ -1,0 +1,83 @@
+"""One ZeroMQ connection to a tcp:// server, and whether it stands."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from jurybox.client.remote.curve import Keys
+from jurybox.protocol.board import ENGINE, EngineState
+
+MOST_BYTES = 1 << 30  # of a frame that a server may send
+_PATIENCE = 10.0  # seconds without a connection after which the server counts as gone
+_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
+) -> zmq.Socket[bytes]:
+    """A DEALER that reconnects by itself, under the same identity, and notices a host that has vanished."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.connect(address)
+    return socket
+
+
+def new_identity() -> bytes:
+    """A name for a connection that nobody else can guess, so that nobody can take its place."""
+    return b"R" + secrets.token_bytes(15)
+
+
+class Connection:
+    """A connection for one lane; to the lane it is the board of a server with one engine, the server's relay.
+
+    The engine's epoch grows whenever the connection breaks, so that the lane sends its tickets again.
+
+    Attributes:
+        engines: one record of board.ENGINE.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
+        self.socket = open_socket(context, address, keys, new_identity())
+        self._events = self.socket.get_monitor_socket(_EVENTS)
+        self.engines = np.zeros(1, ENGINE)
+        self.engines["state"], self.engines["epoch"] = EngineState.SERVING, 1
+        self._broken_at: float | None = None
+
+    @property
+    def epoch(self) -> int:
+        return int(self.engines["epoch"][0])
+
+    def server_lives(self) -> bool:
+        """As Board.server_lives: whether the connection stands, or broke only a moment ago."""
+        while self._events.poll(0):
+            stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not stands and self._broken_at is None:
+                self._broken_at = time.monotonic()
+                self.engines["epoch"] += 1
+            if stands:
+                self._broken_at = None
+            self.engines["state"] = EngineState.SERVING if stands else EngineState.ABSENT
+        return self._broken_at is None or time.monotonic() - self._broken_at < _PATIENCE
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is dropped."""
+        self.socket.disable_monitor()
+        self._events.close()
+        self.socket.close()

@@ -1,0 +1,99 @@
+"""The gRPC connection to a server: TLS, the token, what its failures mean."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
+
+CODE = "jurybox-code"  # trailing metadata: the number in errors.Code, of which several share a status of gRPC's
+_MOST_BYTES = 1 << 30
+# A gateway that was killed is back within seconds, and what is asked here may be asked twice.
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": "inference.GRPCInferenceService"}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 2.0,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_OPTIONS = [
+    ("grpc.max_receive_message_length", _MOST_BYTES),
+    ("grpc.max_send_message_length", _MOST_BYTES),
+    ("grpc.enable_retries", 1),
+    ("grpc.service_config", json.dumps(_RETRIES)),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+# Where the server does not say more than gRPC's status.
+_MEANING = {
+    grpc.StatusCode.UNAVAILABLE: Code.SERVER_GONE,
+    grpc.StatusCode.INVALID_ARGUMENT: Code.MALFORMED,
+    grpc.StatusCode.UNIMPLEMENTED: Code.PROTOCOL_MISMATCH,
+    grpc.StatusCode.CANCELLED: Code.SERVER_GONE,
+}
+_BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to grpc://host:port, or with TLS to grpcs://host:port.
+
+    Raises:
+        Refused: JURYBOX_TLS_CA names no file.
+    """
+    scheme, _, where = address.partition("://")
+    if scheme == "grpc":
+        return grpc.insecure_channel(where, _OPTIONS)
+    authority = os.environ.get("JURYBOX_TLS_CA")
+    try:
+        roots = Path(authority).read_bytes() if authority else None
+    except OSError as error:
+        raise Refused(f"JURYBOX_TLS_CA={authority!r} cannot be read: {error.strerror}; expected a PEM file") from error
+    return grpc.secure_channel(where, grpc.ssl_channel_credentials(roots), _OPTIONS)
+
+
+def token_metadata(address: str, token: str | None) -> list[tuple[str, str]]:
+    """What every call carries to be let in. The variable's token is not sent over a network in the open.
+
+    Args:
+        token: as the caller gave it; JURYBOX_TOKEN without it.
+    """
+    if token is None and (address.startswith("grpcs://") or _is_loopback(address)):
+        token = os.environ.get("JURYBOX_TOKEN")
+    return [("authorization", f"Bearer {token}")] if token else []
+
+
+def failure(error: Any) -> tuple[int, str]:
+    """Code and message of a failed call."""
+    told = dict(error.trailing_metadata() or ()).get(CODE, "")
+    status = error.code()
+    code = int(told) if told.isdigit() else _MEANING.get(status, _BY_STATUS.get(status.value[0], Code.SERVER_GONE))
+    return code, error.details() or status.name
+
+
+def raised(error: Any, address: str) -> Error:
+    """The exception that a failed call stands for."""
+    code, message = failure(error)
+    return error_for(code, f"{address}: {message}" if code in (Code.SERVER_GONE, Code.UNAUTHENTICATED) else message)
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,135 @@
+"""The door of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.client.doors.door import Answer, CalledRow, Outgoing
+from jurybox.client.remote.grpc_channel import failure
+from jurybox.client.remote.rows_here import RowsHere
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.board import ENGINE, EngineState
+from jurybox.protocol.errors import Code
+from jurybox.protocol.spec import OIP_NAMES, ModelSpec
+
+
+class Gateway:
+    """To a lane, the board of a server with one engine: gRPC connects again by itself, and failures come as answers."""
+
+    def __init__(self) -> None:
+        self.engines = np.zeros(1, ENGINE)
+        self.engines["state"], self.engines["epoch"] = EngineState.SERVING, 1
+
+    def server_lives(self) -> bool:
+        """As Board.server_lives."""
+        return True
+
+
+class GrpcDoor:
+    """As Door.
+
+    Args:
+        ask: the stub's ModelInfer.
+        metadata: of every call.
+        rows: where tickets find their inputs and answers leave their outputs.
+    """
+
+    def __init__(self, ask: Any, metadata: list[tuple[str, str]], spec: ModelSpec, rows: RowsHere) -> None:
+        self._ask = ask
+        self._metadata = metadata
+        self._spec = spec
+        self._rows = rows
+        self._calls: dict[int, grpc.Future] = {}
+        self._done: deque[tuple[Outgoing, grpc.Future]] = deque()  # filled by gRPC's threads
+        self._news = threading.Condition()
+        self._watching: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+
+    def send(self, ticket: Outgoing) -> None:
+        """As Door.send."""
+        request = pb.ModelInferRequest(
+            model_name=self._spec.name, model_version=str(ticket.version) if ticket.version else ""
+        )
+        for name, tensor in self._spec.inputs.items():
+            rows = self._rows.inputs[name][ticket.first : ticket.first + ticket.rows]
+            request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
+            request.raw_input_contents.append(rows.tobytes())
+        seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
+        call = self._ask.future(request, timeout=seconds, metadata=self._metadata)
+        self._calls[ticket.sequence] = call
+        call.add_done_callback(lambda done: self._arrived(ticket, done))
+
+    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+        """As Door.exchange."""
+        self.send(ticket)
+        answers = self.receive(timeout)
+        return answers[0] if answers else None
+
+    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> None:
+        """As Door.caller: a network call gains nothing by it."""
+
+    def receive(self, timeout: float) -> Sequence[Answer]:
+        """As Door.receive."""
+        until = time.monotonic() + timeout
+        with self._news:
+            while not self._done and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
+            done = list(self._done)
+            self._done.clear()
+        return [self._read(ticket, call) for ticket, call in done]
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """As Door.watch."""
+        self._watching = (loop, arrived)
+
+    def close(self) -> None:
+        """As Door.close."""
+        self._watching = None
+        for call in list(self._calls.values()):
+            call.cancel()
+        self._calls.clear()
+
+    def _arrived(self, ticket: Outgoing, call: grpc.Future) -> None:
+        """In one of gRPC's threads."""
+        with self._news:
+            self._done.append((ticket, call))
+            self._news.notify_all()
+        if (watching := self._watching) is not None and not watching[0].is_closed():
+            watching[0].call_soon_threadsafe(watching[1])
+
+    def _read(self, ticket: Outgoing, call: Any) -> Answer:
+        self._calls.pop(ticket.sequence, None)
+
+        def answer(code: int, message: str, version: int = 0) -> Answer:
+            return Answer(ticket.sequence, code, message, version, ticket.epoch)
+
+        if call.cancelled():
+            return answer(Code.SERVER_GONE, "the connection was closed")
+        if (error := call.exception()) is not None:
+            code, message = failure(error)
+            late = f"model {self._spec.name!r} did not answer in time ({message})"
+            return answer(code, late if code == Code.TIMEOUT else message)
+        response: pb.ModelInferResponse = call.result()
+        if wrong := self._take(response, ticket.first, ticket.rows):
+            return answer(Code.PROTOCOL_MISMATCH, wrong)
+        version = response.model_version
+        return answer(Code.OK, "", int(version) if version.isdigit() else 0)
+
+    def _take(self, response: pb.ModelInferResponse, first: int, rows: int) -> str | None:
+        """Copy the outputs to their rows; gives what is wrong with them."""
+        came = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=False))
+        for name, array in self._rows.outputs.items():
+            target = array[first : first + rows]
+            if name not in came or len(came[name]) != target.nbytes:
+                what = f"{len(came[name])} bytes" if name in came else "nothing"
+                return f"output {name!r}: {target.nbytes} raw bytes were expected, came {what}"
+            target[...] = np.frombuffer(came[name], array.dtype).reshape(target.shape)
+        return None

@@ -1,0 +1,142 @@
+"""A connection to a server's gateway over gRPC: the same client, spoken in the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc
+
+from jurybox.client.lane import Lane
+from jurybox.client.link import POLL, spec_of
+from jurybox.client.remote.grpc_channel import open_channel, raised, token_metadata
+from jurybox.client.remote.grpc_door import Gateway, GrpcDoor
+from jurybox.client.remote.rows_here import RowsHere, out_of_reach
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
+from jurybox.protocol.errors import Code, ModelFailed, ModelNotFound, Refused, ServerGone, Timeout
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jurybox.protocol.spec import OIP_NAMES, ModelSpec
+from jurybox.protocol.weights import WeightsChannel
+
+_DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
+_STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
+_LOAD = 120.0  # seconds: the gateway answers when the model has loaded
+
+
+class GrpcLink:
+    """As Link. Lanes are this client's own affair, rows in its memory; of the server's the gateway has some for all.
+
+    Args:
+        address: grpc://host:port, grpcs:// with TLS.
+        token: the server's; None: JURYBOX_TOKEN.
+        timeout: seconds to wait for a server that is still starting.
+    """
+
+    def __init__(self, address: str, token: str | None, timeout: float) -> None:
+        self._address = address
+        self._metadata = token_metadata(address, token)
+        self._channel = open_channel(address)
+        self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.closed = False
+        try:
+            try:
+                self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout, wait_for_ready=True)
+            except grpc.RpcError as error:
+                raise ServerGone(
+                    f"no answer from {address} within {timeout:.1f} s ({error.details()}): is a server's gateway "
+                    "running there, and is it grpcs:// if it has a certificate?"
+                ) from error
+            self._call("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this asks for the token
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As Link.close."""
+        self.closed = True
+        self._channel.close()
+
+    def models(self, timeout: float) -> list[str]:
+        """As Link.models."""
+        return [model.name for model in self._index(timeout)]
+
+    def describe(self, name: str, timeout: float) -> ModelMessage:
+        """As Link.describe, as far as the protocol tells: no arena, no digest."""
+        index = {model.name: model for model in self._index(timeout)}
+        if name not in index:
+            there = ", ".join(sorted(index)) or "none"
+            raise ModelNotFound(f"no model {name!r} is served here; there are: {there}")
+        state, reason = _STATES.get(index[name].state, "loading"), index[name].reason
+        message = ModelMessage(name=name, state=state, reason=reason, settled=state != "loading")
+        if state == "ready":
+            metadata = self._call("ModelMetadata", pb.ModelMetadataRequest(name=name), timeout)
+            config = self._call("ModelConfig", pb.ModelConfigRequest(name=name), timeout).config
+            message.max_batch = max(1, config.max_batch_size)
+            for target, tensors in ((message.inputs, metadata.inputs), (message.outputs, metadata.outputs)):
+                target.extend(
+                    TensorSpecMessage(name=tensor.name, dtype=_dtype(tensor), shape=tensor.shape[1:])
+                    for tensor in tensors
+                )
+        return message
+
+    def status(self, timeout: float) -> str:
+        """As Link.status: not part of the protocol."""
+        raise Refused(
+            "the status document is not part of the Open Inference Protocol: ask the gateway's HTTP for /status, or "
+            "connect over tcp:// or ipc://"
+        )
+
+    def load(self, name: str, settings_json: str, timeout: float) -> None:
+        """As Link.load, of a model of the server's configuration; returns when it has loaded."""
+        if settings_json:
+            raise Refused(
+                "settings of a model name code to run: they are taken from clients on the server's host only. "
+                "Load it as configured, without settings"
+            )
+        self._call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=name), max(timeout, _LOAD))
+
+    def unload(self, name: str, timeout: float) -> None:
+        """As Link.unload."""
+        self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout)
+
+    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
+        """As Link.channel: there is none over a network."""
+        raise out_of_reach(name)
+
+    def version_in_use(self, model: int) -> int:
+        """As Link.version_in_use: only readers of a channel ask."""
+        raise out_of_reach(str(model))
+
+    def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
+        """As Link.lease; without a number of rows, room for one of the server's largest batches."""
+        deadline = time.monotonic() + timeout
+        while (message := self.describe(name, max(0.1, deadline - time.monotonic()))).state != "ready":
+            if message.state == "failed":
+                raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
+            if time.monotonic() > deadline:
+                raise Timeout(f"model {name!r} is still loading after {timeout:.1f} s")
+            time.sleep(POLL)
+        spec = spec_of(message)
+        memory = RowsHere(spec, rows or message.max_batch)
+        door = GrpcDoor(self._stub.ModelInfer, self._metadata, spec, memory)
+        lane = Lane(name, Gateway(), memory, door, 0, 0, memory.rows, lambda: None)
+        return lane, spec, message.max_batch
+
+    def _index(self, timeout: float) -> Any:
+        return self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
+
+    def _call(self, method: str, request: Any, timeout: float) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            failed = raised(error, self._address)
+            if failed.code == Code.TIMEOUT:
+                raise ServerGone(f"no answer from {self._address} within {timeout:.1f} s") from error
+            raise failed from error
+
+
+def _dtype(tensor: Any) -> str:
+    if tensor.datatype not in _DTYPES or not len(tensor.shape):
+        raise Refused(f"tensor {tensor.name!r} is {tensor.datatype}{list(tensor.shape)}, which this client cannot send")
+    return _DTYPES[tensor.datatype]

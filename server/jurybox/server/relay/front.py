@@ -1,0 +1,107 @@
+"""The relay's socket to the network: who may connect, and how much may come."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from jurybox.protocol.wire import PREFIX
+from jurybox.server.security.curve import public_keys, read_pair
+
+_SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages a client may leave unread, and send ahead
+_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
+_HANDSHAKE_MS = 5000
+_DOMAIN = "jurybox"
+_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
+
+
+class Front:
+    """A ROUTER socket on TCP, behind CURVE where there are keys.
+
+    Args:
+        where: "host:port"; port 0 takes a free one.
+        curve_key: the server's .key_secret; None: whoever connects comes in.
+        curve_clients: a folder of .key files of those who may come in; None: any key may.
+        max_message: bytes of the largest frame.
+
+    Attributes:
+        bound: "host:port" where it really listens.
+
+    Raises:
+        zmq.ZMQError: it cannot be bound; ValueError: the keys cannot be read, or no client's is there.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        where: str,
+        curve_key: str | None,
+        curve_clients: str | None,
+        max_message: int,
+    ) -> None:
+        self._guard: ThreadAuthenticator | None = None
+        self.socket = context.socket(zmq.ROUTER)
+        set_option = self.socket.setsockopt
+        set_option(zmq.LINGER, 0)
+        set_option(zmq.IPV6, 1 if "[" in where else 0)
+        set_option(zmq.SNDHWM, _SEND_HIGH_WATER)
+        set_option(zmq.RCVHWM, _RECEIVE_HIGH_WATER)
+        set_option(zmq.MAXMSGSIZE, max_message)
+        set_option(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        set_option(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        set_option(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        set_option(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its unguessable name along
+        set_option(zmq.ROUTER_MANDATORY, 1)  # says when a client is gone
+        try:
+            if curve_key is not None:
+                self._guard_with(context, curve_key, curve_clients)
+            self.socket.bind(f"tcp://{where}")
+        except BaseException:
+            self.close()
+            raise
+        self.bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
+
+    def send(self, frames: Any) -> bool:
+        """Send to the client that the first frame names; False when it is gone. One that does not read loses it."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def is_there(self, client: bytes) -> bool:
+        """Whether a client's connection stands."""
+        return self.send((client, *_PROBE))
+
+    def close(self) -> None:
+        self.socket.close()
+        if self._guard is not None:
+            with contextlib.suppress(zmq.ZMQError):  # the context may be gone already
+                self._guard.stop()
+
+    def _guard_with(self, context: zmq.Context[zmq.Socket[bytes]], curve_key: str, curve_clients: str | None) -> None:
+        public, secret = read_pair(Path(curve_key))
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        # RFC 27: the guard is asked by libzmq before a connection carries anything; without an answer nobody comes in.
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        self._guard = ThreadAuthenticator(context)
+        self._guard.start()
+        if curve_clients is None:
+            self._guard.configure_curve(domain=_DOMAIN, location=zmq.auth.CURVE_ALLOW_ANY)
+        elif public_keys(Path(curve_clients)):
+            self._guard.configure_curve(domain=_DOMAIN, location=curve_clients)
+        else:
+            raise ValueError(
+                f"server.curve_clients = {curve_clients!r} holds no .key file: put the .key of every client there "
+                "(jurybox keys CLIENT makes one), and start again"
+            )

@@ -1,0 +1,102 @@
+"""The relay's process: settings from the lifeline, then an event loop until told to stop, or the server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from jurybox.client.local_link import LocalLink
+from jurybox.protocol.errors import ServerGone
+from jurybox.server.lifeline import Lifeline
+from jurybox.server.logs import Log, configure
+from jurybox.server.relay.front import Front
+from jurybox.server.relay.relay import Relay
+
+_CONFIGURED = 30.0  # seconds to wait for the first message
+_CONNECT = 10.0  # seconds for the server's own door
+_LOOK_AFTER = 0.1  # seconds between two looks at engines
+_RECLAIM = 1.0  # seconds between two looks whether clients are there
+_FIRST_TO_DIE = 500  # of -1000..1000: where memory runs out, the kernel ends this process before an engine
+STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
+
+
+async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
+    """Serve until the lifeline says stop, or ends; gives the exit status."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        front = Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
+    except (zmq.ZMQError, ValueError) as error:
+        lifeline.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
+        return COULD_NOT_START
+    link = await asyncio.to_thread(LocalLink, orders["address"], "zmq", _CONNECT)
+    back = context.socket(zmq.DEALER)
+    back.setsockopt(zmq.LINGER, 0)
+    back.setsockopt(zmq.MAXMSGSIZE, orders["max_message"])
+    back.connect(orders["address"])
+    relay = Relay(front, back, link, log.warning)
+    stop = _stop_event(lifeline, log)
+    lifeline.send("ready", tcp=front.bound)
+    log.debug("listening", tcp=front.bound)
+    try:
+        await _until(stop, relay)
+    except ServerGone:
+        return STOPPED
+    finally:
+        relay.close()
+        link.close()
+        back.close()
+        front.close()
+        context.destroy(linger=0)
+    return STOPPED
+
+
+async def _until(stop: asyncio.Event, relay: Relay) -> None:
+    loop = asyncio.get_running_loop()
+    reclaim_at = loop.time() + _RECLAIM
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _LOOK_AFTER)
+        relay.look_after()
+        if loop.time() >= reclaim_at:
+            relay.reclaim()
+            reclaim_at = loop.time() + _RECLAIM
+
+
+def _stop_event(lifeline: Lifeline, log: Log) -> asyncio.Event:
+    """Set when the lifeline says so, or ends."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def heard() -> None:
+        try:
+            while (message := lifeline.receive(0)) is not None:
+                if message["kind"] == "stop":
+                    stop.set()
+                else:
+                    log.warning("unknown order", order=message["kind"])
+        except (EOFError, OSError):
+            loop.remove_reader(lifeline.fileno())
+            stop.set()
+
+    loop.add_reader(lifeline.fileno(), heard)
+    return stop
+
+
+def run(lifeline: Lifeline) -> int:
+    """The relay's main: the first message configures it."""
+    try:
+        orders = lifeline.receive(_CONFIGURED)
+    except EOFError:
+        return STOPPED
+    if orders is None or orders["kind"] != "configure":
+        return COULD_NOT_START
+    log = configure("relay", orders["log_level"], orders["log_format"])
+    with contextlib.suppress(OSError):  # some containers forbid it; then the kernel chooses as it likes
+        Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE))
+    try:
+        return asyncio.run(serve(lifeline, orders, log))
+    except BrokenPipeError:  # the supervisor went while it was being told something
+        return STOPPED

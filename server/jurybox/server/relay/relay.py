@@ -1,0 +1,254 @@
+"""What the relay does with a message: pass a control call on, lease a lane, send a ticket on, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+from google.protobuf.message import DecodeError
+
+from jurybox.client.local_link import LocalLink
+from jurybox.protocol.control_pb2 import (
+    ControlReply,
+    ControlRequest,
+    Done,
+    ErrorMessage,
+    Lease,
+    ReleaseRequest,
+    ServerMessage,
+)
+from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.wire import PACK_TICKET, PREFIX, TICKET_FRAME, prefix_error
+from jurybox.server.relay.front import Front
+from jurybox.server.relay.held_lane import HeldLane, InlineTicket, head
+
+_MOST_LANES = 1024  # half of all there are: clients of this host must find some, too
+_MOST_CALLS = 4096  # passed on and not answered yet
+_CALL_TIMEOUT = 30.0  # seconds after which a call's answer is expected no longer
+_TURN = 64  # messages handled before others get a turn
+_MISSED = 2  # looks at a client in a row that found no connection
+
+Answer = Callable[[ControlReply], ControlReply]
+
+
+class Relay:
+    """Belongs to one thread, the event loop's.
+
+    Args:
+        front: to the clients.
+        back: a DEALER to the supervisor's control door.
+        link: the relay's own connection to the server.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(self, front: Front, back: zmq.Socket[bytes], link: LocalLink, report: Callable[..., None]) -> None:
+        self._front = front
+        self._back = back
+        self._link = link
+        self._report = report
+        self._loop = asyncio.get_running_loop()
+        self._lanes: dict[int, HeldLane] = {}  # by the number its client knows, which nobody can guess
+        self._missing: dict[bytes, int] = {}
+        self._calls: dict[bytes, tuple[float, bytes, bytes, Answer]] = {}
+        self._number = 0
+        self._pumping = self._closed = False
+        self._bad_messages, self._complained_at = 0, 0.0
+        self._loop.add_reader(int(front.socket.getsockopt(zmq.FD)), self.pump)
+        self._loop.add_reader(int(back.getsockopt(zmq.FD)), self.pump)
+
+    def pump(self) -> None:
+        """Handle what has come on both sides. A ZeroMQ descriptor tells of changes only, so ask until nothing is."""
+        self._pumping = False
+        if self._closed:
+            return
+        more = self._handle_all(self._back, self._from_server) + self._handle_all(self._front.socket, self._from_client)
+        if more:
+            self._again()
+
+    def look_after(self) -> None:
+        """Send again what went down with an engine. Raises ServerGone when the server has."""
+        for held in self._lanes.values():
+            held.look_after()
+        self._again()
+
+    def reclaim(self) -> None:
+        """Take back the lanes of clients that are gone, and forget calls that nobody answered."""
+        owners = {held.owner for held in self._lanes.values()}
+        self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
+        for number, held in list(self._lanes.items()):
+            if self._missing.get(held.owner, 0) >= _MISSED:
+                self._report("remote client gone, rows given back", rows=held.lane.free.total)
+                self._drop(number)
+        long_ago = time.monotonic() - _CALL_TIMEOUT
+        self._calls = {number: call for number, call in self._calls.items() if call[0] > long_ago}
+        self._again()
+
+    def close(self) -> None:
+        """Give every lane back; nothing is handled any more."""
+        self._closed = True
+        for socket in (self._front.socket, self._back):
+            self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
+        for number in list(self._lanes):
+            self._drop(number)
+
+    # ---- both sides
+
+    def _again(self) -> None:
+        """Sending takes the socket's signal, and with it perhaps the news of a message."""
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self.pump)
+
+    def _handle_all(self, socket: zmq.Socket[bytes], handle: Callable[[list[zmq.Frame]], None]) -> bool:
+        """Handle at most a turn's messages; gives whether more may be there."""
+        for _ in range(_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            handle(frames)
+        return True
+
+    def _from_client(self, frames: list[zmq.Frame]) -> None:
+        sender = frames[0].bytes
+        first = frames[1].bytes if len(frames) > 1 else b""
+        if first == PREFIX:
+            self._on_call(sender, [frame.bytes for frame in frames[2:]])
+        elif len(first) == TICKET_FRAME and first.startswith(PREFIX):
+            self._on_ticket(sender, first, frames[2:])
+        else:
+            why = prefix_error(first) or (
+                f"{len(first)} bytes came first: expected a ticket of {TICKET_FRAME} bytes, then its tensors"
+            )
+            self._complain(why)
+            code = Code.PROTOCOL_MISMATCH if prefix_error(first) else Code.MALFORMED
+            self._send([sender, head(InlineTicket(sender, 0, 0, 0, 0, 0, 0), code, why)])
+
+    def _complain(self, why: str) -> None:
+        """Log what came, once a second at most: nobody fills the disk from outside."""
+        self._bad_messages += 1
+        if (now := time.monotonic()) - self._complained_at >= 1.0:
+            self._report("bad messages", count=self._bad_messages, last=why)
+            self._bad_messages, self._complained_at = 0, now
+
+    def _send(self, frames: list[bytes]) -> None:
+        self._front.send(frames)
+        self._again()
+
+    # ---- tickets
+
+    def _on_ticket(self, sender: bytes, record: bytes, frames: Sequence[zmq.Frame]) -> None:
+        sequence, lease, left, _, _, first, rows, _, version, epoch = PACK_TICKET.unpack_from(record, len(PREFIX))
+        ticket = InlineTicket(sender, sequence, left, first, rows, version, epoch)
+        if (held := self._lanes.get(lease)) is None:
+            why = "this lease is not held: the connection was lost for a while, or the server restarted; take a new one"
+            self._send([sender, head(ticket, Code.STALE_LEASE, why)])
+            return
+        try:
+            held.submit(ticket, frames)
+        except Error as error:
+            self._send([sender, head(ticket, error.code, str(error))])
+
+    def _answered(self, held: HeldLane) -> None:
+        for frames in held.answers():
+            self._send(frames)
+
+    # ---- control
+
+    def _on_call(self, sender: bytes, frames: list[bytes]) -> None:
+        number = frames[0] if frames else b""
+        try:
+            if len(frames) != 2 or len(number) != 8:
+                came = len(frames) + 1
+                raise Error(f"a control message is 3 frames (prefix, 8 bytes, body), {came} came", Code.MALFORMED)
+            try:
+                request = ControlRequest.FromString(frames[1])
+            except DecodeError as error:
+                raise Error(f"not a control request: {error}", Code.MALFORMED) from error
+            self._carry_out(sender, number, request)
+        except Error as error:
+            self._reply(sender, number, _failed(error))
+
+    def _carry_out(self, sender: bytes, number: bytes, request: ControlRequest) -> None:
+        match request.WhichOneof("request"):
+            case "release":
+                self._release(sender, request.release)
+                self._reply(sender, number, ControlReply(done=Done()))
+            case "lease":
+                if len(self._lanes) >= _MOST_LANES:
+                    raise Error(f"{_MOST_LANES} lanes are leased to remote clients, which is all there are", Code.BUSY)
+                self._pass_on(sender, number, request, lambda reply: self._leased(sender, reply))
+            case "hello":
+                self._pass_on(sender, number, request, _without_places)
+            case "load" if request.load.settings_json:
+                raise Error(
+                    "settings of a model name code to run: they are taken from clients on the server's host only. "
+                    "Load it as configured, without settings",
+                    Code.REFUSED,
+                )
+            case "status" | "model" | "load" | "unload":
+                self._pass_on(sender, number, request, lambda reply: reply)
+            case kind:
+                raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
+
+    def _pass_on(self, sender: bytes, number: bytes, request: ControlRequest, answer: Answer) -> None:
+        if len(self._calls) >= _MOST_CALLS:
+            raise Error("too many calls wait for the server's answer: try again later", Code.BUSY)
+        self._number += 1
+        ours = self._number.to_bytes(8, "little")
+        self._calls[ours] = (time.monotonic(), sender, number, answer)
+        self._back.send_multipart((PREFIX, ours, request.SerializeToString()), zmq.NOBLOCK)
+        self._again()
+
+    def _from_server(self, frames: list[zmq.Frame]) -> None:
+        call = self._calls.pop(frames[1].bytes, None) if len(frames) == 3 else None
+        if call is None:
+            return  # it took so long that it was forgotten
+        _, sender, number, answer = call
+        reply = ControlReply.FromString(frames[2].bytes)
+        try:
+            reply = answer(reply)
+        except Error as error:
+            reply = _failed(error)
+        self._reply(sender, number, reply)
+
+    def _reply(self, sender: bytes, number: bytes, reply: ControlReply) -> None:
+        self._send([sender, PREFIX, number, reply.SerializeToString()])
+
+    def _leased(self, sender: bytes, reply: ControlReply) -> ControlReply:
+        """Take up the lane in the client's stead, and tell it what it needs of it."""
+        if not reply.HasField("lease"):
+            return reply
+        lease = reply.lease
+        lane = self._link.enter(lease)
+        if lane is None:
+            raise Error(f"lane {lease.lane} is locked by another client: ask again", Code.BUSY)
+        held = HeldLane(lane, sender, lease.first_row, lease.rows)
+        number = secrets.randbits(63) | 1
+        self._lanes[number] = held
+        lane.watch(self._loop, lambda: self._answered(held))
+        told = Lease(model=lease.model, lease=number, rows=lease.rows)
+        told.model.arena = ""
+        return ControlReply(lease=told)
+
+    def _release(self, sender: bytes, request: ReleaseRequest) -> None:
+        if (held := self._lanes.get(request.lease)) is not None and held.owner == sender:
+            self._drop(request.lease)
+
+    def _drop(self, number: int) -> None:
+        self._lanes.pop(number).close()
+
+
+def _failed(error: Error) -> ControlReply:
+    return ControlReply(error=ErrorMessage(code=error.code, message=str(error)))
+
+
+def _without_places(reply: ControlReply) -> ControlReply:
+    """The server's greeting without the names of what only its own host can reach."""
+    if reply.HasField("server"):
+        server = reply.server
+        return ControlReply(server=ServerMessage(server_id=server.server_id, build=server.build, models=server.models))
+    return reply

@@ -1,0 +1,212 @@
+"""The walls before the HTTP application, each an ASGI middleware: headers, Host, Origin, token, size of a body."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jurybox.protocol.errors import Code
+from jurybox.server.endpoints import is_loopback
+from jurybox.server.security.access import Access
+from jurybox.server.security.token import CHALLENGES, Token
+
+# Probes of orchestrators and load balancers carry no token. To whom shows none they say yes or no, not why.
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+_READING = ("GET", "HEAD", "OPTIONS")
+
+
+def guarded(app: ASGIApp, access: Access, *, loopback: bool) -> ASGIApp:
+    """The application behind all walls.
+
+    Args:
+        loopback: it listens for this host alone, so that requests which name another host come from a web page that
+            has bent its own name to here (DNS rebinding).
+    """
+    app = BodyLimit(app, access.max_message)
+    if (token := access.token) is not None:
+        app = TokenAsked(app, token)
+    app = SameOrigin(app)
+    if loopback:
+        app = LoopbackHost(app)
+    return SecurityHeaders(app)
+
+
+class SecurityHeaders:
+    """Says to browsers what they must not do with an answer. A page that needs more says so itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, send_marked)
+
+
+class LoopbackHost:
+    """Takes only requests whose Host is this host by a name that no name server can give away."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        given = _header(scope, "host")
+        if scope["type"] == "http" and not is_loopback(_host_of(given)):
+            await _refuse(
+                send, 421, Code.REFUSED, f"Host {given!r} is not this server: expected localhost, 127.0.0.1 or [::1]"
+            )
+            return
+        await self._app(scope, receive, send)
+
+
+class SameOrigin:
+    """Refuses what a page of another site makes a browser send, with the user's own rights (request forgery)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        if scope["type"] == "http" and scope["method"] not in _READING:
+            origin = _header(scope, "origin")
+            if origin and _netloc_of(origin) != _header(scope, "host").lower():
+                await _refuse(send, 403, Code.REFUSED, f"a page of {origin!r} may not use this server in its name")
+                return
+        await self._app(scope, receive, send)
+
+
+class TokenAsked:
+    """Takes only requests that show the token; the open paths answer everybody, in fewer words."""
+
+    def __init__(self, app: ASGIApp, token: Token) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        if scope["type"] != "http" or self._token.is_shown_by(_header(scope, "authorization")):
+            await self._app(scope, receive, send)
+        elif scope["path"] in OPEN_PATHS and scope["method"] in _READING:
+            await self._app(scope, receive, _without_reasons(send))
+        else:
+            await _refuse(
+                send,
+                401,
+                Code.UNAUTHENTICATED,
+                "expected 'Authorization: Bearer TOKEN' with the server's token (server.token_file)",
+                [("WWW-Authenticate", challenge) for challenge in CHALLENGES],
+            )
+
+
+class BodyLimit:
+    """Takes bodies of at most so many bytes, whatever their length claims to be."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        says = f"a body of at most {self._most} bytes is taken: send less, or raise server.max_message_mib"
+        claimed = _header(scope, "content-length")
+        if claimed.isdigit() and int(claimed) > self._most:
+            await _refuse(send, 413, Code.TOO_LARGE, says)
+            return
+        came, started, refused = 0, False, False
+
+        async def counted() -> Message:
+            nonlocal came, refused
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came <= self._most:
+                return message
+            if not started and not refused:
+                refused = True
+                await _refuse(send, 413, Code.TOO_LARGE, says)
+            return {"type": "http.disconnect"}
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            if not refused:
+                started = True
+                await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except Exception:
+            if not refused:  # it was told that the client left, and may say so
+                raise
+
+
+def _without_reasons(send: Send) -> Send:
+    """Lets a good answer through, and of any other the status alone."""
+    status = 0
+
+    async def trimmed(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            if status >= 400:
+                await _answer(send, status, {"status": "unavailable", "reasons": []}, [])
+                return
+        if status < 400:
+            await send(message)
+
+    return trimmed
+
+
+async def _refuse(send: Send, status: int, code: Code, why: str, headers: list[tuple[str, str]] | None = None) -> None:
+    await _answer(send, status, {"error": why, "code": code.name}, [("Connection", "close"), *(headers or [])])
+
+
+async def _answer(send: Send, status: int, content: dict[str, object], headers: list[tuple[str, str]]) -> None:
+    body = json.dumps(content).encode()
+    all_headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *headers]
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in all_headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+def _header(scope: Scope, name: str) -> str:
+    return Headers(scope=scope).get(name, "") if scope["type"] == "http" else ""
+
+
+def _host_of(given: str) -> str:
+    """The host in a Host header: "name", "name:port" or "[ipv6]:port"; empty where it is none of them."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(f"//{given}").hostname or ""
+    return ""
+
+
+def _netloc_of(origin: str) -> str:
+    with contextlib.suppress(ValueError):
+        return urlsplit(origin).netloc.lower()
+    return ""

@@ -1,0 +1,137 @@
+"""Clients of other hosts: what happens to them, and to the server's rows, when something dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from tests.faults.conftest import MODELS
+from tests.serving import segments, serving, wait_until
+
+from jurybox.client import Refused, ServerGone, connect
+from jurybox.protocol.segment import sweep
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server for all but the last: it survives whatever happens to its parts."""
+    before = segments()
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
+        yield running
+    assert segments() - before == set()
+
+
+@pytest.fixture
+def where(server):
+    return f"tcp://{server.listening('tcp')}"
+
+
+def leased(server):
+    with server.connect() as client:
+        return client.status()["lanes"]["rows"]
+
+
+def test_a_killed_remote_client_gives_its_rows_back(server, where):
+    code = (
+        "import sys, time\nfrom jurybox.client import connect\n"
+        f"client = connect({where!r})\nmodel = client.model('affine', rows=40)\nprint('here', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "here\n"
+        assert leased(server) == 40
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: leased(server) == 0, 10, "the rows came back")
+
+
+def test_an_idle_remote_client_keeps_its_rows(server, where):
+    with connect(where) as client:
+        model = client.model("affine", rows=40)
+        time.sleep(4)  # several looks of the relay at whether it is there
+        assert leased(server) == 40
+        np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
+    wait_until(lambda: leased(server) == 0, 5, "the rows came back")
+
+
+def test_a_killed_relay_comes_back_and_remote_clients_with_it_while_local_ones_notice_nothing(server, where):
+    local = server.connect()
+    remote = connect(where)
+    here, there = local.model("affine"), remote.model("affine", rows=4)
+    np.testing.assert_array_equal(there.infer(X), 2 * X + 1)
+    slowest, stop = [0.0], threading.Event()
+
+    def go_on():
+        while not stop.is_set():
+            began = time.monotonic()
+            np.testing.assert_array_equal(here.infer(X, timeout=5), 2 * X + 1)
+            slowest[0] = max(slowest[0], time.monotonic() - began)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        os.kill(server.pids()["relay"], signal.SIGKILL)
+        np.testing.assert_array_equal(there.infer(X, timeout=30), 2 * X + 1)  # on a new lease, by itself
+    finally:
+        stop.set()
+        thread.join()
+    assert slowest[0] < 2.0
+    remote.close()
+    local.close()
+    wait_until(lambda: leased(server) == 0, 5, "the rows of the dead relay came back")
+
+
+def test_a_killed_engine_is_nothing_to_a_remote_client_but_a_wait(server, where):
+    with connect(where) as client:
+        model = client.model("affine", rows=4)
+        model.infer(X)
+        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+        np.testing.assert_array_equal(model.infer(X, timeout=60), 2 * X + 1)
+
+
+def test_rows_lost_with_a_connection_are_refused_until_taken_again(server, where):
+    with connect(where) as client:
+        model = client.model("affine", rows=4)
+        with model.rows(2) as held:
+            held.inputs["observation"][:] = X
+            held.infer()
+            os.kill(server.pids()["relay"], signal.SIGKILL)
+            with pytest.raises((Refused, ServerGone), match="not held|no longer yours|in flight"):
+                held.infer(timeout=30)
+                held.infer(timeout=30)
+        np.testing.assert_array_equal(model.infer(X, timeout=30), 2 * X + 1)
+
+
+def test_a_killed_server_is_told_to_remote_clients(tmp_path):
+    with serving(tmp_path, MODELS, tcp="127.0.0.1:0") as server:
+        client = connect(f"tcp://{server.listening('tcp')}")
+        model = client.model("moody", rows=4)
+        ticket = model.submit(np.full((1, 4), 30_000_000, np.float32))
+        os.killpg(server.process.pid, signal.SIGKILL)
+        with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
+            model.result(ticket, timeout=60)
+        client.close()
+    sweep()
+
+
+def test_a_killed_gateway_is_nothing_to_a_client_over_grpc_but_a_wait(tmp_path):
+    with serving(tmp_path, MODELS, grpc="127.0.0.1:0") as server:
+        with connect(f"grpc://{server.listening('grpc')}", timeout=30) as client:
+            model = client.model("affine", rows=4)
+            np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
+            os.kill(server.pids()["gateway"], signal.SIGKILL)
+            until = time.monotonic() + 30
+            while True:  # on a busy machine it may take longer than a call tries again by itself
+                try:
+                    np.testing.assert_array_equal(model.infer(X, timeout=20), 2 * X + 1)
+                    break
+                except ServerGone:
+                    assert time.monotonic() < until

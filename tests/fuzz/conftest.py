@@ -1,0 +1,63 @@
+import os
+
+import grpc
+import numpy as np
+import pytest
+from tests.fuzz.leaks import assert_nothing_leaked, holdings
+from tests.serving import serving
+
+from jurybox.client import connect
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 512},
+    "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
+}
+LOCAL = "127.0.0.1:0"
+X = np.ones((3, 4), np.float32)
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory):
+    """One server with every door open; it must outlive all that comes in."""
+    with serving(tmp_path_factory.mktemp("fuzz"), MODELS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as running:
+        with running.connect() as client:
+            running.told = client.status()["server"]
+        yield running
+
+
+def still_serves(server):
+    """Over every door."""
+    told = server.told
+    for address in (server.address, f"tcp://{told['tcp']}", f"grpc://{told['grpc']}"):
+        with connect(address, timeout=30) as client:
+            np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+
+
+def warm_up(server):
+    """Have the server make what it makes once: lanes of the gateway, pools of threads."""
+    still_serves(server)
+    with grpc.insecure_channel(server.told["grpc"]) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        calls = [
+            stub.RepositoryModelLoad.future(pb.RepositoryModelLoadRequest(model_name="nobody"), timeout=30)
+            for _ in range(40)
+        ]
+        for call in calls:
+            assert call.code() == grpc.StatusCode.NOT_FOUND
+    with connect(f"grpc://{server.told['grpc']}", timeout=30) as client:
+        client.model("two").infer({"image": np.zeros((3, 64, 64, 3), np.uint8), "scale": np.zeros(3, np.float32)})
+
+
+@pytest.fixture
+def nothing_leaks(server, capsys):
+    """The processes after the test hold what they held before; with FUZZ_FIGURES=1 it says by how much they grew."""
+    warm_up(server)
+    before = holdings(server)
+    yield
+    still_serves(server)
+    told = assert_nothing_leaked(server, before)
+    if os.environ.get("FUZZ_FIGURES"):
+        with capsys.disabled():
+            print(f"\n  {told}")

@@ -1,0 +1,103 @@
+"""Messages that are none, or nearly: strategies for what comes in through ZeroMQ doors."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from jurybox.protocol import control_pb2 as pb
+from jurybox.protocol import wire
+
+NAMES = st.sampled_from(["affine", "two", "nobody", "", "a" * 300, "../x", "affine\0", "ä"])
+EDGES = st.sampled_from([0, 1, 2, 7, 2**31 - 1, 2**31, 2**32 - 1])
+U32 = st.one_of(EDGES, st.integers(0, 2**32 - 1))
+U64 = st.one_of(EDGES, st.sampled_from([2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
+I64 = st.one_of(EDGES, st.sampled_from([-1, -(2**63), 2**63 - 1]), st.integers(-(2**63), 2**63 - 1))
+SETTINGS = st.one_of(
+    st.text(max_size=40),
+    st.sampled_from(["{}", "null", "[]", '{"factory": "x:y"}', '{"factory": 3}', '{"max_batch": -1}', "[" * 2000]),
+)
+
+REQUESTS = st.one_of(
+    st.builds(lambda client, pid: pb.ControlRequest(hello=pb.Hello(client=client, pid=pid)), st.text(max_size=50), U32),
+    st.builds(lambda model, rows: pb.ControlRequest(lease=pb.LeaseRequest(model=model, rows=rows)), NAMES, U32),
+    st.builds(lambda lane, lease: pb.ControlRequest(release=pb.ReleaseRequest(lane=lane, lease=lease)), U32, U64),
+    st.builds(lambda model: pb.ControlRequest(model=pb.ModelRequest(model=model)), NAMES),
+    st.builds(
+        lambda model, text: pb.ControlRequest(load=pb.LoadRequest(model=model, settings_json=text)),
+        st.sampled_from(["nobody", "", "../x", "affine\0"]),  # models that are served stay as they are
+        SETTINGS.filter(bool),
+    ),
+    st.builds(
+        lambda model: pb.ControlRequest(unload=pb.UnloadRequest(model=model)), st.sampled_from(["nobody", "", "\0"])
+    ),
+    st.builds(lambda: pb.ControlRequest(status=pb.StatusRequest())),
+    st.builds(pb.ControlRequest),
+).map(lambda request: request.SerializeToString())
+
+
+@st.composite
+def mutated(draw, messages):
+    """A message with some of its bytes changed, cut out or doubled."""
+    content = bytearray(draw(messages))
+    for _ in range(draw(st.integers(0, 4))):
+        if not content:
+            break
+        at = draw(st.integers(0, len(content) - 1))
+        match draw(st.integers(0, 2)):
+            case 0:
+                content[at] = draw(st.integers(0, 255))
+            case 1:
+                del content[at : at + draw(st.integers(1, 8))]
+            case _:
+                content[at:at] = content[at : at + draw(st.integers(1, 8))]
+    return bytes(content)
+
+
+BYTES = st.binary(max_size=120)
+FIRST = st.one_of(st.just(wire.PREFIX), st.just(b"J\x63"), st.just(b""), BYTES)
+NUMBERS = st.one_of(st.binary(min_size=8, max_size=8), BYTES)
+
+CONTROL = st.one_of(
+    st.tuples(st.just(wire.PREFIX), st.binary(min_size=8, max_size=8), mutated(REQUESTS)),
+    st.tuples(FIRST, NUMBERS, mutated(REQUESTS)),
+    st.lists(BYTES, min_size=1, max_size=6).map(tuple),
+)
+
+
+def tickets(lane, lease, first, epoch):
+    """Records near those that the holder of this lease could send."""
+    near = st.builds(
+        wire.PACK_TICKET.pack,
+        U64,
+        st.one_of(st.just(lease), U64),
+        I64,
+        I64,
+        st.one_of(st.just(lane), U32),
+        st.one_of(st.integers(max(0, first - 2), first + 40), U32),
+        st.one_of(st.integers(0, 40), U32),
+        U32,
+        st.one_of(st.just(0), U64),
+        st.one_of(st.just(epoch), U64),
+    )
+    return st.one_of(near, mutated(near))
+
+
+def engine_messages(lane, lease, first, epoch):
+    """For an engine's door: a ticket, nearly a ticket, or no ticket at all."""
+    record = tickets(lane, lease, first, epoch)
+    return st.one_of(
+        record.map(lambda ticket: (wire.PREFIX + ticket,)),
+        st.tuples(record.map(lambda ticket: wire.PREFIX + ticket), BYTES),
+        st.lists(st.one_of(FIRST, BYTES), min_size=1, max_size=6).map(tuple),
+    )
+
+
+def inline_messages(lease):
+    """For a relay's door: tickets with the rows of model affine behind them, or nearly; control messages."""
+    record = tickets(0, lease, 0, 1).map(lambda ticket: wire.PREFIX + ticket)
+    tensor = st.one_of(st.integers(0, 40).map(lambda rows: bytes(16 * rows)), BYTES)
+    return st.one_of(
+        st.tuples(record, tensor),
+        st.tuples(record, st.lists(tensor, max_size=4)).map(lambda parts: (parts[0], *parts[1])),
+        CONTROL,
+    )

@@ -1,0 +1,150 @@
+"""Any bytes at a ZeroMQ door: an answer or silence, and the server goes on. No crash, no hang, no leak.
+
+The short version is part of the suite; `make fuzz` sends 100,000.
+"""
+
+import itertools
+import socket as sockets
+import time
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.fuzz import messages
+
+from jurybox.client import connect
+from jurybox.protocol import wire
+from jurybox.protocol.address import engine_address
+from jurybox.protocol.control_pb2 import ControlRequest, Hello
+
+AT_ONCE = 50  # messages between two questions whether the door still answers
+_HANG = 30  # seconds
+_numbers = itertools.count(1 << 40)
+
+SHORT = pytest.param(1000, id="short")
+LONG = pytest.param(34_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
+
+
+# Of connections that go no further: ZeroMQ, HTTP, HTTP/2.
+OPENINGS = [
+    b"\xff" + bytes(8) + b"\x7f\x03\x01NULL",
+    b"GET / HTTP/1.1\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(50),
+]
+
+
+class Stranger:
+    """A bare DEALER that sends what it is given and asks, now and then, what an honest client would."""
+
+    def __init__(self, address, ask, is_answer, identity=None):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        if identity:
+            self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.connect(address)
+        self._ask, self._is_answer = ask, is_answer
+        self.sent = 0
+
+    def send(self, batch):
+        for frames in batch:
+            self._socket.send_multipart(frames)
+            self.sent += 1
+        number = next(_numbers)
+        self._socket.send_multipart(self._ask(number))
+        until = time.monotonic() + _HANG
+        while time.monotonic() < until:
+            if self._socket.poll(1000) and self._is_answer(self._socket.recv_multipart(), number):
+                return
+        raise AssertionError(f"the door hangs: no answer within {_HANG} s, after {self.sent} messages")
+
+    def close(self):
+        self._socket.close()
+        self._context.term()
+
+
+def hello(number):
+    body = ControlRequest(hello=Hello(client="fuzz")).SerializeToString()
+    return (wire.PREFIX, number.to_bytes(8, "little"), body)
+
+
+def hello_is_answered(frames, number):
+    return len(frames) == 3 and frames[1] == number.to_bytes(8, "little")
+
+
+def reply_to(frames, number):
+    return len(frames[0]) >= 30 and wire.PACK_REPLY.unpack_from(frames[0], 2)[0] == number
+
+
+def bombard(stranger, message, count):
+    """Let hypothesis think of `count` messages."""
+
+    @settings(
+        max_examples=-(-count // AT_ONCE),
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],  # a batch that does harm is shown as it is: making it smaller takes minutes
+        suppress_health_check=list(HealthCheck),
+        derandomize=count < 10_000,  # the suite sends the same every time; the long run looks further
+    )
+    @given(st.lists(message, min_size=AT_ONCE, max_size=AT_ONCE))
+    def fuzz(batch):
+        stranger.send(batch)
+
+    try:
+        fuzz()
+        assert stranger.sent >= count * 0.8
+    finally:
+        stranger.close()
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_any_bytes_at_the_control_door(server, nothing_leaks, count):
+    bombard(Stranger(server.address, hello, hello_is_answered), messages.CONTROL, count)
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_any_bytes_at_an_engines_door(server, nothing_leaks, count):
+    with server.connect(door="zmq") as client:
+        model = client.model("affine", rows=32)
+        board = client._link.board
+        lane = next(i for i, record in enumerate(board.lanes) if record["lease"] and record["rows"] == 32)
+        lease, first = int(board.lanes["lease"][lane]), int(board.lanes["first"][lane])
+        epoch = int(board.engines["epoch"][0])
+
+        def ask(number):
+            # Another ticket in flight may be on the same row: only that an answer comes counts.
+            return (wire.PREFIX + wire.PACK_TICKET.pack(number, lease, 0, 0, lane, first, 1, 0, 0, epoch),)
+
+        stranger = Stranger(engine_address(server.address, 0), ask, reply_to, wire.lane_identity(lane, lease))
+        bombard(stranger, messages.engine_messages(lane, lease, first, epoch), count)
+        model.close()
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_any_bytes_at_the_relays_door(server, nothing_leaks, count):
+    with connect(f"tcp://{server.told['tcp']}") as client:
+        model = client.model("affine", rows=32)
+        lease = model._lane._door._lease
+        bombard(
+            Stranger(f"tcp://{server.told['tcp']}", hello, hello_is_answered), messages.inline_messages(lease), count
+        )
+        x = np.ones((3, 4), np.float32)
+        np.testing.assert_array_equal(client.model("affine", rows=3).infer(x), 2 * x + 1)
+
+
+@pytest.mark.parametrize("door", ["tcp", "http", "grpc"])
+def test_any_bytes_on_a_bare_connection(server, nothing_leaks, door):
+    host, port = server.told[door].rsplit(":", 1)
+
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @given(st.one_of(st.binary(max_size=300), st.sampled_from(OPENINGS)))
+    def fuzz(content):
+        with sockets.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(content)
+
+    fuzz()

@@ -1,0 +1,189 @@
+"""The walls of the tcp door: who has no right key gets nowhere, and who has one not too far."""
+
+import time
+
+import numpy as np
+import pytest
+import zmq
+import zmq.auth
+from tests.serving import serving
+
+from jurybox.client import Busy, Refused, ServerGone, SpecMismatch, connect
+from jurybox.client.remote.connection import open_socket
+from jurybox.client.remote.curve import keys
+from jurybox.protocol import wire
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, LoadRequest, ReleaseRequest
+from jurybox.protocol.errors import Code
+from jurybox.server.security.curve import make_pair
+
+MODELS = {"affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64}}
+X = np.ones((2, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    make_pair(folder / "server")
+    make_pair(folder / "friend")
+    make_pair(folder / "stranger")
+    (folder / "clients").mkdir()
+    (folder / "friend.key").rename(folder / "clients" / "friend.key")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, folder):
+    walls = {
+        "curve_key": str(folder / "server.key_secret"),
+        "curve_clients": str(folder / "clients"),
+        "max_message_mib": 1,
+    }
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", **walls) as running:
+        running.where = f"tcp://{running.listening('tcp')}"
+        yield running
+
+
+@pytest.fixture
+def friend(folder):
+    return {"server_key": str(folder / "server.key"), "client_key": str(folder / "friend.key_secret")}
+
+
+def test_a_client_with_a_known_key_comes_in(server, friend):
+    with connect(server.where, **friend) as client:
+        np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+
+
+def test_keys_come_from_variables_too_and_the_servers_may_be_text(server, folder, monkeypatch):
+    public, _ = zmq.auth.load_certificate(folder / "server.key")
+    monkeypatch.setenv("JURYBOX_SERVER_KEY", public.decode())
+    monkeypatch.setenv("JURYBOX_CLIENT_KEY", str(folder / "friend.key_secret"))
+    monkeypatch.setenv("JURYBOX_ADDRESS", server.where)
+    with connect() as client:
+        assert client.models() == ["affine"]
+
+
+def test_nobody_else_does(server, folder):
+    for wrong in (
+        {},  # in the open
+        {"server_key": str(folder / "server.key")},  # a pair made up
+        {"server_key": str(folder / "server.key"), "client_key": str(folder / "stranger.key_secret")},
+        {"server_key": str(folder / "stranger.key"), "client_key": str(folder / "friend.key_secret")},
+    ):
+        with pytest.raises(ServerGone, match="with these keys|without keys"):
+            connect(server.where, timeout=0.7, **wrong)
+    assert server.process.poll() is None
+
+
+def test_keys_that_are_none_are_named(folder, tmp_path):
+    for server_key, client_key, says in (
+        ("nothing", None, "is no key"),
+        (str(folder / "server.key"), str(folder / "stranger.key"), "public key alone"),
+        (None, str(folder / "friend.key_secret"), "without the server's key"),
+    ):
+        with pytest.raises(Refused, match=says):
+            keys(server_key, client_key)
+    assert b"secret" not in repr(keys(str(folder / "server.key"), None)).encode()
+
+
+# ---- a friend who goes too far
+
+
+@pytest.fixture
+def raw(server, friend):
+    """A friend's bare sockets."""
+    context, sockets = zmq.Context(), []
+
+    def open_one(identity=b"Rsomebody"):
+        socket = open_socket(context, server.where, keys(**friend), identity)
+        socket.setsockopt(zmq.RCVTIMEO, 5000)
+        sockets.append(socket)
+        return socket
+
+    yield open_one
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+def call(socket, **request):
+    socket.send_multipart((wire.PREFIX, b"12345678", ControlRequest(**request).SerializeToString()))
+    while True:
+        frames = socket.recv_multipart()
+        if frames[1] == b"12345678":  # not a probe
+            return ControlReply.FromString(frames[2])
+
+
+def ask(socket, record, *tensors):
+    socket.send_multipart((wire.PREFIX + wire.PACK_TICKET.pack(*record), *tensors))
+    head = socket.recv_multipart()[0]
+    _, _, _, code = wire.PACK_REPLY.unpack_from(head, 2)
+    return code, head[2 + wire.PACK_REPLY.size :].decode()
+
+
+def test_what_does_not_fit_its_lane_is_refused_with_the_reason(raw):
+    control = raw()
+    lease = call(control, lease=LeaseRequest(model="affine", rows=4)).lease
+    row = bytes(16)
+
+    def ticket(first, rows, number=lease.lease, sequence=7):
+        return (sequence, number, 10**9, 0, 0, first, rows, 0, 0, 1)
+
+    for record, tensors, code in (
+        (ticket(0, 5), [row * 5], Code.REFUSED),
+        (ticket(3, 2), [row * 2], Code.REFUSED),
+        (ticket(2**32 - 1, 2), [row * 2], Code.REFUSED),
+        (ticket(0, 0), [b""], Code.REFUSED),
+        (ticket(0, 1), [], Code.SPEC_MISMATCH),
+        (ticket(0, 1), [row, row], Code.SPEC_MISMATCH),
+        (ticket(0, 1), [row[:-1]], Code.SPEC_MISMATCH),
+        (ticket(0, 1, number=1), [row], Code.STALE_LEASE),
+        (ticket(0, 1), [row], Code.OK),
+    ):
+        got, why = ask(control, record, *tensors)
+        assert got == code, why
+    call(control, release=ReleaseRequest(lease=lease.lease))
+
+
+def test_nobody_gives_back_anothers_lane(raw, server):
+    one, other = raw(b"Rone"), raw(b"Rother")
+    lease = call(one, lease=LeaseRequest(model="affine", rows=4)).lease
+    call(other, release=ReleaseRequest(lease=lease.lease))
+    with server.connect() as client:
+        assert client.status()["lanes"]["rows"] == 4
+    call(one, release=ReleaseRequest(lease=lease.lease))
+
+
+def test_settings_that_name_code_are_not_taken_from_a_network(server, friend, raw):
+    request = LoadRequest(model="affine", settings_json='{"factory": "os:getcwd"}')
+    assert call(raw(), load=request).error.code == Code.REFUSED
+    with connect(server.where, **friend) as client:
+        with pytest.raises(Refused, match="clients on the server's host only"):
+            client.load("affine", {"factory": "os:getcwd"})
+        client.load("affine")  # as configured
+
+
+def test_a_message_beyond_the_limit_ends_its_connection_and_nothing_else(server, friend, raw):
+    socket = raw()
+    socket.send_multipart((wire.PREFIX, b"12345678", bytes(2 << 20)))
+    assert not socket.poll(1000)
+    with connect(server.where, **friend) as client:
+        np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+
+
+def test_remote_clients_do_not_take_the_last_row_unseen(server, friend):
+    with connect(server.where, **friend) as client:
+        model = client.model("affine", rows=60)
+        with pytest.raises(Busy, match="rows are leased"):
+            client.model("affine", rows=10, timeout=0.2)
+        model.close()
+        deadline = time.monotonic() + 5
+        client.model("affine", rows=60, timeout=max(1, deadline - time.monotonic())).close()
+
+
+def test_the_weights_channel_stays_on_its_host(server, friend):
+    with connect(server.where, **friend) as client:
+        for take in (client.weights, client.publisher):
+            with pytest.raises(Refused):
+                take("affine")
+        with pytest.raises(SpecMismatch):
+            client.model("affine").infer(np.ones((2, 5), np.float32))

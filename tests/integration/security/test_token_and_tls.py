@@ -1,0 +1,174 @@
+"""The walls of HTTP and gRPC on a real server: token and TLS, from outside."""
+
+import contextlib
+import shutil
+import ssl
+import subprocess
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from tests.serving import serving
+
+from jurybox.client import Refused, ServerGone, connect
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+TOKEN = "s3cret-s3cret-s3cret"
+MODELS = {"affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64}}
+X = np.ones((2, 4), np.float32)
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", "server.pem", "-out", "cert.pem", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+    (folder / "server.pem").chmod(0o600)
+    (folder / "token").write_text(TOKEN + "\n")
+    (folder / "token").chmod(0o600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, folder):
+    walls = {
+        "token_file": str(folder / "token"),
+        "tls_cert": str(folder / "cert.pem"),
+        "tls_key": str(folder / "server.pem"),
+        "max_message_mib": 1,
+    }
+    listen = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    with serving(tmp_path_factory.mktemp("server"), MODELS, **listen, **walls) as running:
+        running.http, running.grpc = running.listening("http"), running.listening("grpc")
+        yield running
+
+
+@pytest.fixture
+def web(server, folder):
+    verify = ssl.create_default_context(cafile=folder / "cert.pem")
+    with httpx.Client(base_url=f"https://{server.http}", verify=verify, timeout=20) as client:
+        yield client
+
+
+# ---- HTTP
+
+
+def test_everything_but_health_asks_for_the_token(web):
+    paths = list(web.get("/openapi.json", headers=BEARER).json()["paths"])
+    assert len(paths) > 5
+    for path in paths:
+        status = web.get(path.replace("{name}", "affine").replace("{version}", "1")).status_code
+        assert (status in (200, 503)) == (path in ("/health", "/health/live", "/health/ready", "/v2/health/live",
+                                                   "/v2/health/ready")), path  # fmt: skip
+    assert web.get("/status").status_code == 401
+    assert web.get("/status", headers=BEARER).status_code == 200
+    assert web.get("/status", headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == 401
+
+
+def test_a_browser_can_show_it_as_a_password(web):
+    assert web.get("/status", auth=("anybody", TOKEN)).status_code == 200
+    assert web.get("/status", auth=(TOKEN, "")).status_code == 401
+
+
+def test_answers_carry_the_security_headers(web):
+    for answer in (web.get("/status", headers=BEARER), web.get("/status"), web.get("/nowhere", headers=BEARER)):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_plain_text_meets_tls(server):
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://{server.http}/health/live", timeout=5)
+
+
+def test_another_hosts_name_is_refused(web):
+    assert web.get("/health/live", headers={"Host": "evil.example"}).status_code == 421
+
+
+def test_bodies_and_headers_have_limits(web):
+    assert web.post("/v2/models/affine/infer", content=bytes((1 << 20) + 1), headers=BEARER).status_code == 413
+    assert web.post("/v2/models/affine/infer", content=iter([bytes(1 << 20)] * 3), headers=BEARER).status_code == 413
+    with contextlib.suppress(httpx.HTTPError):  # the connection may end before it is all sent
+        assert web.get("/health/live", headers={"X-Long": "x" * 200_000}).status_code >= 400
+    assert web.get("/health/live").status_code == 200
+
+
+# ---- gRPC
+
+
+@pytest.fixture
+def stub(server, folder):
+    credentials = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+    with grpc.secure_channel(server.grpc, credentials) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def status_of(call, *arguments, **options):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, timeout=10, **options)
+    return caught.value.code()
+
+
+def test_every_call_asks_for_the_token_but_whether_it_lives(stub):
+    metadata = [("authorization", f"Bearer {TOKEN}")]
+    assert stub.ServerLive(pb.ServerLiveRequest(), timeout=10).live
+    stub.ServerReady(pb.ServerReadyRequest(), timeout=10)
+    for wrong in (None, [("authorization", "Bearer x")], metadata * 2, [("authorization", TOKEN)]):
+        refused = grpc.StatusCode.UNAUTHENTICATED
+        assert status_of(stub.ServerMetadata, pb.ServerMetadataRequest(), metadata=wrong) == refused
+        assert status_of(stub.ModelInfer, pb.ModelInferRequest(model_name="affine"), metadata=wrong) == refused
+        stream = stub.ModelStreamInfer(iter([pb.ModelInferRequest()]), timeout=10, metadata=wrong)
+        assert status_of(lambda timeout, stream=stream: next(stream)) == refused
+    assert stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=10, metadata=metadata).name == "jurybox"
+
+
+def test_reflection_asks_for_the_token_too(server, folder):
+    credentials = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+    with grpc.secure_channel(server.grpc, credentials) as channel:
+        call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        assert status_of(lambda timeout: next(call(iter([b""]), timeout=timeout))) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_message_beyond_the_limit_is_refused(stub):
+    request = pb.ModelInferRequest(model_name="affine", raw_input_contents=[bytes(2 << 20)])
+    metadata = [("authorization", f"Bearer {TOKEN}")]
+    assert status_of(stub.ModelInfer, request, metadata=metadata) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    long = [*metadata, ("x-long", "x" * 100_000)]
+    assert status_of(stub.ServerMetadata, pb.ServerMetadataRequest(), metadata=long) is not None
+
+
+# ---- the client
+
+
+def test_the_client_comes_in_with_the_token_and_the_certificate(server, folder, monkeypatch):
+    monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
+    with connect(f"grpcs://{server.grpc}", token=TOKEN) as client:
+        np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+    monkeypatch.setenv("JURYBOX_TOKEN", TOKEN)
+    with connect(f"grpcs://{server.grpc}") as client:
+        assert client.models() == ["affine"]
+
+
+def test_the_client_is_told_what_was_wrong(server, folder, monkeypatch):
+    monkeypatch.delenv("JURYBOX_TOKEN", raising=False)
+    with pytest.raises(ServerGone, match="grpcs://"):  # a certificate that nobody vouches for
+        connect(f"grpcs://{server.grpc}", token=TOKEN, timeout=1)
+    with pytest.raises(ServerGone, match="grpcs://"):
+        connect(f"grpc://{server.grpc}", token=TOKEN, timeout=1)
+    monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
+    for wrong in (None, "wrong-wrong-wrong-wrong"):
+        with pytest.raises(Refused, match="authorization: Bearer"):
+            connect(f"grpcs://{server.grpc}", token=wrong)
+
+
+def test_the_log_does_not_know_the_token(server):
+    assert TOKEN not in server.text()

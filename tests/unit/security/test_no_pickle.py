@@ -1,0 +1,59 @@
+"""Nothing that reads a pickle is in the packages: bytes from outside must never become code.
+
+What the standard library pickles between a process and the children it spawned itself crosses no boundary.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SOURCES = sorted(
+    file for folder in ("protos", "client", "server", "training") for file in (ROOT / folder / "jurybox").rglob("*.py")
+)
+# A training hands its own children, over their standard input, the function that makes their environment.
+OWN_CHILDREN = {"recipes/workers.py", "recipes/worker_process.py"}
+FORBIDDEN = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def findings(source):
+    """What of a source could read a pickle, each as "line: what"."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                for name in names:
+                    if name.name.split(".")[0] in FORBIDDEN:
+                        yield f"{node.lineno}: import {name.name}"
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in FORBIDDEN:
+                yield f"{node.lineno}: from {module}"
+            case ast.Call(func=ast.Attribute(attr="recv_pyobj" | "send_pyobj" | "recv_serialized")):
+                yield f"{node.lineno}: {node.func.attr}"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
+                if not any(key.arg == "weights_only" and getattr(key.value, "value", None) is True for key in keywords):
+                    yield f"{node.lineno}: torch.load without weights_only=True"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="np" | "numpy"), attr="load"), keywords=keywords):
+                if any(key.arg == "allow_pickle" and getattr(key.value, "value", 1) is not False for key in keywords):
+                    yield f"{node.lineno}: numpy.load with allow_pickle"
+            case ast.Call(func=ast.Name(id="eval" | "exec")):
+                yield f"{node.lineno}: {node.func.id}"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_nothing_reads_a_pickle(file):
+    if "/".join(file.parts[-2:]) in OWN_CHILDREN:
+        pytest.skip("a pipe between a process and the children it started")
+    assert list(findings(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from joblib import load", "torch.load(f)", "torch.load(f, weights_only=False)",
+     "np.load(f, allow_pickle=True)", "socket.recv_pyobj()", "eval(x)"],
+)  # fmt: skip
+def test_the_walk_finds_what_it_looks_for(source):
+    assert list(findings(source))
+
+
+def test_there_are_sources():
+    assert len(SOURCES) > 100
