@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
@@ -21,9 +21,15 @@ from jurybox.protocol.control_pb2 import (
 )
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.wire import build_version
 
+if TYPE_CHECKING:
+    from jurybox.client.publisher import Publisher
+    from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
+    from jurybox.client.weights_reader import WeightsReader
+
+# What of a publication crosses a network: all of it, what changed since the last one, or all of it as bfloat16.
+Transfer: TypeAlias = Literal["exact", "changed", "bfloat16"]
 POLL = 0.05  # seconds between two questions whether a model is ready
 
 
@@ -48,11 +54,11 @@ class Link(Protocol):
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
 
-    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
-        """The weights channel of a model."""
+    def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher | RemotePublisher:
+        """The learner's end of a model's weights channel."""
 
-    def version_in_use(self, model: int) -> int:
-        """Of the weights that engines answer with, the oldest where several do; the model by its place on the board."""
+    def weights(self, name: str, timeout: float) -> WeightsReader | RemoteWeightsReader:
+        """An actor's end of it."""
 
     @property
     def closed(self) -> bool: ...

@@ -13,7 +13,9 @@ from jurybox.client.control import Control
 from jurybox.client.doors.door import Door
 from jurybox.client.doors.zmq import ZmqDoor
 from jurybox.client.lane import Lane
-from jurybox.client.link import ControlLink, spec_of
+from jurybox.client.link import POLL, ControlLink, Transfer, spec_of
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import LANE_LOCK, Board, EngineState
 from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
@@ -41,6 +43,7 @@ class LocalLink(ControlLink):
         self._lock = threading.RLock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.board: Board | None = None
+        self._channels: list[WeightsChannel] = []
         self._info = ServerMessage()
         try:
             super().__init__(Control(self._context, address), os.getpid())
@@ -55,18 +58,40 @@ class LocalLink(ControlLink):
 
     def close(self) -> None:
         """As Link.close."""
+        for channel in self._channels:
+            channel.close()
         self._control.close()
         if self.board is not None:
             self.board.close()
             self.board = None
         self._context.destroy(linger=200)
 
-    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
-        """As Link.channel."""
-        return WeightsChannel.attach(message.weights)
+    def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher:
+        """As Link.publisher; it writes where the engines read, whatever `transfer` says."""
+        return Publisher(self._channel(name, timeout)[0])
 
-    def version_in_use(self, model: int) -> int:
-        """As Link.version_in_use."""
+    def weights(self, name: str, timeout: float) -> WeightsReader:
+        """As Link.weights."""
+        channel, message = self._channel(name, timeout)
+        return WeightsReader(channel, message.max_lag, lambda: self._version_in_use(message.index))
+
+    def _channel(self, name: str, timeout: float) -> tuple[WeightsChannel, ModelMessage]:
+        deadline = time.monotonic() + timeout
+        while (message := self.describe(name, timeout)).state == "loading" and time.monotonic() < deadline:
+            time.sleep(POLL)
+        if not message.weights:
+            why = (
+                "takes no publications: set publish in its configuration"
+                if message.state == "ready"
+                else message.reason
+            )
+            raise Refused(f"model {name!r} is {message.state} and {why or 'has no weights channel yet'}")
+        channel = WeightsChannel.attach(message.weights)
+        self._channels.append(channel)
+        return channel, message
+
+    def _version_in_use(self, model: int) -> int:
+        """Of the weights that engines answer with, the oldest where several do; the model by its place on the board."""
         board = self.board
         if board is None:
             raise Refused("this connection was closed: connect again")

@@ -6,18 +6,20 @@ import json
 import os
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, Link
+from jurybox.client.link import POLL, Link, Transfer
 from jurybox.client.model import Model
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.address import default_address
 from jurybox.protocol.control_pb2 import ModelMessage
 from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.weights import WeightsChannel
+
+if TYPE_CHECKING:
+    from jurybox.client.publisher import Publisher
+    from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
+    from jurybox.client.weights_reader import WeightsReader
 
 DOORS = ("auto", "zmq", "native")
 
@@ -82,8 +84,7 @@ class Server:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._models: list[Model] = []
-        self._ends: list[Publisher] = []
-        self._channels: list[WeightsChannel] = []
+        self._ends: list[Publisher | RemotePublisher] = []
 
     # ---- what the server offers
 
@@ -141,25 +142,28 @@ class Server:
         """Serve a model no longer; tickets that wait for it are refused. Raises ModelNotFound."""
         self._open_link().unload(name, self.timeout)
 
-    def publisher(self, name: str) -> Publisher:
+    def publisher(self, name: str, *, transfer: Transfer = "exact") -> Publisher | RemotePublisher:
         """The learner's end of a model's weights channel; there is one at a time.
 
+        Args:
+            transfer: over grpc://, what is sent: "exact", all of it; "changed", what changed since the last
+                publication, as exact; "bfloat16", half the bytes of float32, and less precise. On the server's host
+                publications are memory, and exact.
+
         Raises:
-            ModelNotFound; Refused: the model takes no publications, or has a living publisher; the server is not on
-                this host, where the channel is.
+            ModelNotFound; Refused: the model takes no publications, or has a living publisher; or the address is tcp://.
         """
-        publisher = Publisher(self._channel(name)[0])
+        publisher = self._open_link().publisher(name, transfer, self.timeout)
         self._ends.append(publisher)
         return publisher
 
-    def weights(self, name: str) -> WeightsReader:
+    def weights(self, name: str) -> WeightsReader | RemoteWeightsReader:
         """An actor's end of a model's weights channel, for actors that run the policy themselves.
 
         Raises:
-            ModelNotFound; Refused: the model takes no publications; the server is not on this host.
+            ModelNotFound; Refused: the model takes no publications; or the address is tcp://.
         """
-        channel, message = self._channel(name)
-        return WeightsReader(channel, message.max_lag, lambda: self._open_link().version_in_use(message.index))
+        return self._open_link().weights(name, self.timeout)
 
     def close(self) -> None:
         """Give back every lane and close every socket. Harmless when done already."""
@@ -171,8 +175,6 @@ class Server:
             self._models.clear()
             for publisher in self._ends:
                 publisher.close()
-            for channel in self._channels:
-                channel.close()
             self._link.close()
 
     def __enter__(self) -> Server:
@@ -189,21 +191,6 @@ class Server:
         if self._link.closed:
             raise Refused("this connection was closed: connect again")
         return self._link
-
-    def _channel(self, name: str) -> tuple[WeightsChannel, ModelMessage]:
-        deadline = time.monotonic() + self.timeout
-        while (message := self.describe(name)).state == "loading" and time.monotonic() < deadline:
-            time.sleep(POLL)
-        if not message.weights:
-            why = (
-                "takes no publications: set publish in its configuration"
-                if message.state == "ready"
-                else message.reason
-            )
-            raise Refused(f"model {name!r} is {message.state} and {why or 'has no weights channel yet'}")
-        channel = self._link.channel(name, message)
-        self._channels.append(channel)
-        return channel, message
 
     def _lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         return self._open_link().lease(name, rows, timeout)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.serving import wait_until
 
-from jurybox.client.remote_weights import RemotePublisher
+from jurybox.client import connect
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -185,10 +185,13 @@ def test_tritonclient_lives_beside_our_own_messages(rpc, stub):
     )
 
 
-def test_a_learner_elsewhere_publishes_on_the_same_port(channel, gateway):
-    with gateway.server.connect() as connection, RemotePublisher(channel, "policy") as publisher:
-        model = connection.model("policy")
+@pytest.mark.parametrize("transfer", ["exact", "changed", "bfloat16"])
+def test_a_learner_elsewhere_publishes_on_the_same_port(gateway, transfer):
+    with gateway.server.connect() as connection, connect(f"grpc://{gateway.grpc}") as elsewhere:
+        model, publisher = connection.model("policy"), elsewhere.publisher("policy", transfer=transfer)
         version = publisher.publish({"scale": np.array(3, np.float32), "offset": np.array(5, np.float32)})
         wait_until(lambda: model.infer_reply(ROW).version == version, 10, "adoption")
         np.testing.assert_array_equal(model.infer(ROW), 3 * ROW + 5)
         publisher.publish({"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)})  # as it was loaded
+        state, version, _ = elsewhere.weights("policy").read()
+        assert version == publisher.version and state["scale"] == 2

@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, spec_of
+from jurybox.client.link import POLL, Transfer, spec_of
 from jurybox.client.remote.grpc_channel import open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_door import Gateway, GrpcDoor
-from jurybox.client.remote.rows_here import RowsHere, out_of_reach
+from jurybox.client.remote.rows_here import RowsHere
+from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
 from jurybox.protocol.errors import Code, ModelFailed, ModelNotFound, Refused, ServerGone, Timeout
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec
-from jurybox.protocol.weights import WeightsChannel
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
@@ -100,13 +100,20 @@ class GrpcLink:
         """As Link.unload."""
         self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout)
 
-    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
-        """As Link.channel: there is none over a network."""
-        raise out_of_reach(name)
+    def publisher(self, name: str, transfer: Transfer, timeout: float) -> RemotePublisher:
+        """As Link.publisher."""
+        return RemotePublisher(
+            self._channel,
+            name,
+            bfloat16=transfer == "bfloat16",
+            changed_only=transfer == "changed",
+            metadata=tuple(self._metadata),
+            timeout=timeout,
+        )
 
-    def version_in_use(self, model: int) -> int:
-        """As Link.version_in_use: only readers of a channel ask."""
-        raise out_of_reach(str(model))
+    def weights(self, name: str, timeout: float) -> RemoteWeightsReader:
+        """As Link.weights."""
+        return RemoteWeightsReader(self._channel, name, metadata=tuple(self._metadata), timeout=timeout)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """As Link.lease; without a number of rows, room for one of the server's largest batches."""

@@ -33,8 +33,8 @@ def _arrays(specs: Mapping[str, TensorSpec], rows: int) -> dict[str, NDArray[Any
 
 
 def out_of_reach(model: str) -> Refused:
-    """The error for whoever asks for a weights channel from another host."""
+    """The error for whoever asks for a weights channel over tcp://."""
     return Refused(
-        f"the weights channel of {model!r} is shared memory on the server's host: connect there, with its ipc:// "
-        "address"
+        f"the weights of {model!r} are not published over tcp://: connect with the server's grpc:// address, or "
+        "with its ipc:// address on its host"
     )

@@ -6,20 +6,20 @@ import contextlib
 import os
 import threading
 import time
+from typing import NoReturn
 
 import zmq
 
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
-from jurybox.client.link import ControlLink, spec_of
+from jurybox.client.link import ControlLink, Transfer, spec_of
 from jurybox.client.remote.connection import Connection, new_identity, open_socket
 from jurybox.client.remote.curve import Keys
 from jurybox.client.remote.inline_door import InlineDoor
 from jurybox.client.remote.rows_here import RowsHere, out_of_reach
-from jurybox.protocol.control_pb2 import ModelMessage, ReleaseRequest
+from jurybox.protocol.control_pb2 import ReleaseRequest
 from jurybox.protocol.errors import Error, ServerGone
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.weights import WeightsChannel
 
 _ATTEMPT = 3.0  # seconds for one connection of those tried until the first answer
 
@@ -58,13 +58,13 @@ class TcpLink(ControlLink):
         self._control.close()
         self._context.destroy(linger=0)
 
-    def channel(self, name: str, message: ModelMessage) -> WeightsChannel:
-        """As Link.channel: there is none over a network."""
+    def publisher(self, name: str, transfer: Transfer, timeout: float) -> NoReturn:
+        """As Link.publisher: there is none over tcp://."""
         raise out_of_reach(name)
 
-    def version_in_use(self, model: int) -> int:
-        """As Link.version_in_use: only readers of a channel ask."""
-        raise out_of_reach(str(model))
+    def weights(self, name: str, timeout: float) -> NoReturn:
+        """As Link.weights: there is none over tcp://."""
+        raise out_of_reach(name)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """As Link.lease."""

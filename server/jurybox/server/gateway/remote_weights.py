@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 
 from jurybox.client import connect
+from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol import remote_weights_pb2
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
@@ -157,7 +158,9 @@ class _Publisher:
             raise Error("expected 'open' as the first message of a publisher's stream", Code.MALFORMED)
         self._server = connect(address, timeout=_CONNECT)
         try:
-            self._publisher = self._server.publisher(request.open.model)
+            publisher = self._server.publisher(request.open.model)
+            assert isinstance(publisher, Publisher)  # the gateway is on the server's host
+            self._publisher = publisher
             self._layout = self._publisher.channel.layout
             if self._layout.nbytes > most_bytes:
                 raise Refused(
@@ -242,7 +245,9 @@ class _Reader:
     def __init__(self, address: str, model: str) -> None:
         self._server = connect(address, timeout=_CONNECT)
         try:
-            self._reader: WeightsReader = self._server.weights(model)
+            reader = self._server.weights(model)
+            assert isinstance(reader, WeightsReader)
+            self._reader = reader
         except BaseException:
             self._server.close()
             raise
