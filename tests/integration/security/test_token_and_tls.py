@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from tests.serving import serving
 
-from jurybox.client import Refused, ServerGone, connect
+from jurybox.client import Error, Refused, ServerGone, connect
+from jurybox.client.remote_weights import RemotePublisher
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 TOKEN = "s3cret-s3cret-s3cret"
-MODELS = {"affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64}}
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
+    "policy": {"factory": "tests.models:affine", "publish": "double_buffer"},
+}
 X = np.ones((2, 4), np.float32)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -155,7 +159,20 @@ def test_the_client_comes_in_with_the_token_and_the_certificate(server, folder, 
         np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
     monkeypatch.setenv("JURYBOX_TOKEN", TOKEN)
     with connect(f"grpcs://{server.grpc}") as client:
-        assert client.models() == ["affine"]
+        assert set(client.models()) == set(MODELS)
+
+
+def test_weights_are_taken_from_who_has_the_token(server, folder, monkeypatch):
+    monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
+    state = {"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)}
+    with connect(f"grpcs://{server.grpc}", token=TOKEN) as client:
+        assert client.publisher("policy").publish(state) == 1
+        assert client.weights("policy").read().version == 1
+    credentials = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+    with grpc.secure_channel(server.grpc, credentials) as channel:
+        for metadata in ((), (("authorization", "Bearer wrong-wrong-wrong"),)):
+            with pytest.raises(Error, match="authorization: Bearer"):
+                RemotePublisher(channel, "policy", metadata=metadata)
 
 
 def test_the_client_is_told_what_was_wrong(server, folder, monkeypatch):
