@@ -81,9 +81,7 @@ def test_the_actor_and_the_targets_move_every_second_time_only() -> None:
     assert all(torch.equal(a, b) for a, b in zip(target, learner.target_critic.parameters(), strict=True))
     assert "actor_loss" in learner.update(batch(1)).metrics
     assert not any(torch.equal(a, b) for a, b in zip(actor, learner.actor.parameters(), strict=True))
-    for before, now, live in zip(
-        target, learner.target_critic.parameters(), learner.critic.parameters(), strict=True
-    ):
+    for before, now, live in zip(target, learner.target_critic.parameters(), learner.critic.parameters(), strict=True):
         torch.testing.assert_close(now, before + 0.005 * (live - before))
 
 

@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,7 +159,7 @@ class TD3:
 
     def numpy_actor(self) -> NumpyActor:
         """A copy of the actor and its statistics as they are now, for acting on this host without torch."""
-        weights = {name: np.array(value.detach().cpu()) for name, value in self.actor.state_dict().items()}
+        weights = {name: value.detach().cpu().numpy().copy() for name, value in self.actor.state_dict().items()}
         return NumpyActor(weights, self.normaliser.as_extra())
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.algorithms.league import League
@@ -91,10 +92,12 @@ class SerialHockey:
         self._recent: deque[tuple[int, float, int]] = deque(maxlen=_LAST)
         self._seconds_before = self._cpu_before = 0.0
         self._began, self._cpu_began = clock(), time.process_time()
-        # Networks this small are slower on two threads, and sums in another order would not be the same sums.
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
         with ExitStack() as undo:
+            # Networks this small are slower on two threads, and sums in another order would not be the same sums.
+            undo.enter_context(threadpool_limits(1))
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+            torch.set_flush_denormal(True)
             self.games = [make_game(settings.environment) for _ in range(settings.games)]
             for game in self.games:
                 undo.callback(game.close)
