@@ -89,13 +89,15 @@ class Collector:
             def policy(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
                 return np.zeros((len(rows), actions), np.float32)
 
-            noise = 1.0
+            noise = np.ones(len(self._games))
         else:
-            noise = self._settings.noise
+            noise = np.geomspace(*self._settings.noise, len(self._games))
         numbers = range(first_episode, first_episode + len(self._games))
-        results = play(
-            self._games, [self._match(number, noise, league, opponents) for number in numbers], policy, self._write
-        )
+        matches = [
+            self._match(number, float(deviation), league, opponents)
+            for number, deviation in zip(numbers, noise, strict=True)
+        ]
+        results = play(self._games, matches, policy, self._write)
         self._see(np.concatenate(self._seen))
         self._seen.clear()
         return results
@@ -104,7 +106,9 @@ class Collector:
         rng = np.random.default_rng((self._settings.seed, number))
         name = league.choose(rng)
         drawn = noise * coloured_noise(rng, LONGEST, self._games[0].action_size, self._settings.noise_colour)
-        return Match(int(rng.integers(2**31)), number % 2, name, opponents.player(name), drawn)
+        # In turn from round to round as well: each game, with its own noise, begins on either side.
+        first = (number + number // len(self._games)) % 2
+        return Match(int(rng.integers(2**31)), first, name, opponents.player(name), drawn)
 
     def _write(self, slot: int, before: npt.NDArray[np.float32], actions: npt.NDArray[np.float32], turn: Turn) -> None:
         for player, stream in enumerate(self._streams[slot]):

@@ -40,7 +40,10 @@ class HockeyTraining:
         prioritized, alpha, beta: see `jurybox.training.replay`.
         both_sides: keep what opponents saw and did as well: the learner is off-policy, and learns from theirs too.
         mirror: hand half of each sample to the learner as in a looking-glass (left is right): the game is symmetric.
-        noise, noise_colour: deviation and colour of the exploration noise.
+        noise: deviation of the exploration noise in the first and in the last of the games, those between in equal
+            ratios (a ladder as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018): some
+            games show what the policy does, others what it does not do any more.
+        noise_colour: see `coloured_noise`.
         learner, league, shaping: see there.
         snapshot_every: episodes between two snapshots for the pool.
         evaluate_every, evaluation_games: env steps between two evaluations, and games of one against each anchor.
@@ -63,7 +66,7 @@ class HockeyTraining:
     beta: float = 0.4
     both_sides: bool = True
     mirror: bool = True
-    noise: float = 0.2
+    noise: tuple[float, float] = (0.05, 0.6)
     noise_colour: float = 1.0
     learner: TD3Settings = field(default_factory=TD3Settings)
     league: LeagueSettings = field(default_factory=LeagueSettings)
