@@ -55,7 +55,7 @@ def test_it_finds_the_best_action_of_a_one_step_task() -> None:
         )
     observation = torch.rand(200, 2, generator=g) * 2 - 1
     with torch.no_grad():
-        error = (learner.acting()(learner.normalised(observation)) - 0.8 * observation[:, :1]).abs().mean()
+        error = (learner.acting()(observation) - 0.8 * observation[:, :1]).abs().mean()
     assert error < 0.1
 
 
@@ -63,10 +63,10 @@ def test_the_target_is_the_lower_critics_and_ends_where_the_discount_does() -> N
     learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), target_noise=0.0, reward_scale=0.5))
     rows = batch(0)
     with torch.no_grad():
-        following = learner.normalised(rows["next_observation"])
+        following = learner.policy.normalised(rows["next_observation"])
         values = learner.target_critic(following, learner.target_actor(following))
         expected = 0.5 * rows["reward"] + rows["discount"] * values.min(0).values
-        now = learner.critic(learner.normalised(rows["observation"]), rows["action"])
+        now = learner.critic(learner.policy.normalised(rows["observation"]), rows["action"])
     update = learner.update(rows)
     assert update.metrics["target"] == pytest.approx(float(expected.mean()), rel=1e-4)
     torch.testing.assert_close(update.errors, (now - expected).abs().mean(0))
@@ -161,12 +161,25 @@ def test_the_numpy_actor_acts_as_the_torch_one() -> None:
     learner.normaliser.see(rows)
     learner.refresh_normaliser()
     with torch.no_grad():
-        expected = learner.acting()(learner.normalised(torch.from_numpy(rows))).numpy()
+        expected = learner.acting()(torch.from_numpy(rows)).numpy()
     actor = learner.numpy_actor()
     np.testing.assert_allclose(actor(rows), expected, atol=2e-5)
-    again = NumpyActor(actor.weights, actor.extra)
-    np.testing.assert_array_equal(again(rows), actor(rows))
-    assert list(actor.weights) == list(learner.actor.state_dict())
+    np.testing.assert_array_equal(NumpyActor(actor.state)(rows), actor(rows))
+    assert list(actor.state) == list(learner.acting().state_dict())
+    with pytest.raises(ValueError, match=r"actor\.layers\.0\.weight"):
+        NumpyActor({name: value for name, value in actor.state.items() if "layers.0" not in name})
+
+
+def test_published_state_carries_the_statistics_it_was_trained_with() -> None:
+    learner = TD3(5, 2, SMALL)
+    rows = np.random.default_rng(0).normal(7, 3, (50, 5))
+    learner.normaliser.see(rows)
+    before = {name: value.clone() for name, value in learner.acting().state_dict().items()}
+    learner.refresh_normaliser()
+    now = learner.acting().state_dict()
+    torch.testing.assert_close(now["observation_mean"], torch.tensor(rows.mean(0), dtype=torch.float32))
+    assert not torch.equal(before["observation_scale"], now["observation_scale"])
+    assert torch.equal(before["actor.layers.0.weight"], now["actor.layers.0.weight"])
 
 
 def test_a_copy_for_acting_stays_as_it_was() -> None:

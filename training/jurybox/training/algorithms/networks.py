@@ -1,4 +1,4 @@
-"""Networks of the deterministic actor-critic: a small actor, and two critics that compute as one."""
+"""Networks of the deterministic actor-critic: the actor, what is published of it, two critics that compute as one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from torch.nn import functional
 
 
 class Actor(nn.Module):
-    """Normalised observation (n, observation) to action (n, action) in [-1, 1]; float32.
-
-    Its state_dict, "0.weight", "0.bias", "1.weight" ... in order, is what is published.
-    """
+    """Normalised observation (n, observation) to action (n, action) in [-1, 1]; float32."""
 
     def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
         super().__init__()
@@ -36,6 +33,36 @@ class Actor(nn.Module):
         for layer in self.layers[:-1]:
             x = functional.relu(layer(x))
         out: Tensor = self.layers[-1](x)
+        return out
+
+
+class Policy(nn.Module):
+    """Raw observation (n, observation) to action (n, action): an actor and the statistics that it was trained with.
+
+    The statistics are buffers, so they are published, served and pinned with the weights that they belong to, and
+    change in the same moment.
+
+    Args:
+        actor: shared, not copied.
+        clip: bound of normalised observations.
+    """
+
+    observation_mean: Tensor
+    observation_scale: Tensor
+
+    def __init__(self, actor: Actor, observation_size: int, *, clip: float) -> None:
+        super().__init__()
+        self.actor = actor
+        self.clip = clip
+        self.register_buffer("observation_mean", torch.zeros(observation_size))
+        self.register_buffer("observation_scale", torch.ones(observation_size))
+
+    def normalised(self, observation: Tensor) -> Tensor:
+        x = torch.sub(observation, self.observation_mean)
+        return x.mul_(self.observation_scale).clamp_(-self.clip, self.clip)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        out: Tensor = self.actor(self.normalised(observation))
         return out
 
 

@@ -1,4 +1,4 @@
-"""Mean and deviation of observations, kept while they come; they travel as `extra` with the weights made for them."""
+"""Mean and deviation of observations, kept while they come."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ import numpy.typing as npt
 class Normaliser:
     """Running mean and variance by element (Chan et al., 1979, for whole batches), in float64.
 
-    Whoever sees raw observations calls `see`; whoever computes with a policy asks `shift_and_scale` and applies
-    ``(observation - mean) * scale``, clipped. Weights and statistics belong together, so they are published together:
-    ``publisher.publish(actor.state_dict(), extra=normaliser.as_extra())``.
+    Whoever sees raw observations calls `see`; a learner takes `shift_and_scale` over into its policy, and with that
+    policy's weights they are published.
 
     Args:
         size: elements of an observation.
-        clip: bound of normalised values.
     """
 
-    def __init__(self, size: int, *, clip: float = 5.0) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.clip = clip
         self.count = 0
         self.mean = np.zeros(size)
         self._squares = np.zeros(size)  # sum of squared differences from the mean
@@ -53,13 +50,8 @@ class Normaliser:
         """(mean, 1 / std), both float32 (size,)."""
         return self.mean.astype(np.float32), (1.0 / self.std).astype(np.float32)
 
-    def as_extra(self) -> dict[str, Any]:
-        """What an actor needs, as a weights channel carries it."""
-        mean, scale = self.shift_and_scale()
-        return {"observation_mean": mean, "observation_scale": scale, "observation_clip": self.clip}
-
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "mean": self.mean.tolist(), "squares": self._squares.tolist(), "clip": self.clip}
+        return {"count": self.count, "mean": self.mean.tolist(), "squares": self._squares.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["mean"]) != self.size:
@@ -67,4 +59,3 @@ class Normaliser:
         self.count = int(state["count"])
         self.mean = np.array(state["mean"])
         self._squares = np.array(state["squares"])
-        self.clip = float(state["clip"])

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from jurybox.training.algorithms.acting import NumpyActor
-from jurybox.training.algorithms.networks import Actor, TwinCritic
+from jurybox.training.algorithms.networks import Actor, Policy, TwinCritic
 from jurybox.training.algorithms.normaliser import Normaliser
+
+_CLIP = 5.0  # deviations; beyond them an observation tells no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class TD3:
             torch.manual_seed(seed)
             self.actor = Actor(observation_size, action_size, s.hidden_actor).to(self.device)
             self.critic = TwinCritic(observation_size, action_size, s.hidden_critic).to(self.device)
+        self.policy = Policy(self.actor, observation_size, clip=_CLIP).to(self.device)
         self.target_actor = deepcopy(self.actor).requires_grad_(False)
         self.target_critic = deepcopy(self.critic).requires_grad_(False)
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -96,18 +99,12 @@ class TD3:
         self._critic_parameters = list(self.critic.parameters())
         self._live: list[Tensor] = [*self._actor_parameters, *self._critic_parameters]
         self._targets: list[Tensor] = [*self.target_actor.parameters(), *self.target_critic.parameters()]
-        self._mean = self._scale = torch.empty(0)
-        self.refresh_normaliser()
 
     def refresh_normaliser(self) -> None:
         """Compute with the normaliser's statistics as they are now."""
         mean, scale = self.normaliser.shift_and_scale()
-        self._mean = torch.from_numpy(mean).to(self.device)
-        self._scale = torch.from_numpy(scale).to(self.device)
-
-    def normalised(self, observation: Tensor) -> Tensor:
-        clip = self.normaliser.clip
-        return torch.sub(observation, self._mean).mul_(self._scale).clamp_(-clip, clip)
+        self.policy.observation_mean.copy_(torch.from_numpy(mean))
+        self.policy.observation_scale.copy_(torch.from_numpy(scale))
 
     def update(self, batch: Mapping[str, Tensor], weights: Tensor | None = None) -> Update:
         """One step of the critics, and every `policy_delay`-th time one of actor and targets.
@@ -119,10 +116,10 @@ class TD3:
             weights: (n,) importance weights of prioritized samples.
         """
         s = self.settings
-        observation = self.normalised(batch["observation"])
+        observation = self.policy.normalised(batch["observation"])
         action = batch["action"]
         with torch.no_grad():
-            following = self.normalised(batch["next_observation"])
+            following = self.policy.normalised(batch["next_observation"])
             noise = torch.empty_like(action).normal_(0.0, s.target_noise, generator=self._generator)
             noise.clamp_(-s.target_clip, s.target_clip)
             next_action = self.target_actor(following).add_(noise).clamp_(-1.0, 1.0)
@@ -153,14 +150,14 @@ class TD3:
             parameter.grad = gradient
         optimizer.step()
 
-    def acting(self) -> Actor:
-        """The module whose weights are published, together with ``normaliser.as_extra()``."""
-        return self.actor
+    def acting(self) -> Policy:
+        """The module that is published: from raw observations to actions."""
+        return self.policy
 
     def numpy_actor(self) -> NumpyActor:
-        """A copy of the actor and its statistics as they are now, for acting on this host without torch."""
-        weights = {name: value.detach().cpu().numpy().copy() for name, value in self.actor.state_dict().items()}
-        return NumpyActor(weights, self.normaliser.as_extra())
+        """A copy of the policy as it is now, for acting on this host without torch."""
+        state = self.acting().state_dict()
+        return NumpyActor({name: value.detach().cpu().numpy().copy() for name, value in state.items()}, clip=_CLIP)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it: networks, optimisers, statistics, counters, random state; what weights_only=True loads."""

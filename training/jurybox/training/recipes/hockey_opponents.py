@@ -53,7 +53,7 @@ class Opponents:
         return PastSelf(self.actors[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: {"weights": actor.weights, "extra": actor.extra} for name, actor in self.actors.items()}
+        return {name: actor.state for name, actor in self.actors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.actors = {name: NumpyActor(kept["weights"], kept["extra"]) for name, kept in state.items()}
+        self.actors = {name: NumpyActor(kept) for name, kept in state.items()}
