@@ -36,15 +36,15 @@ class TD3Settings:
         reward_scale: rewards are multiplied by it.
     """
 
-    hidden_actor: tuple[int, ...] = (256, 256)
-    hidden_critic: tuple[int, ...] = (256, 256)
-    actor_rate: float = 3e-4
-    critic_rate: float = 3e-4
+    hidden_actor: tuple[int, ...] = (128, 128)
+    hidden_critic: tuple[int, ...] = (128, 128)
+    actor_rate: float = 5e-4
+    critic_rate: float = 1e-3
     tau: float = 0.005
     policy_delay: int = 2
     target_noise: float = 0.2
     target_clip: float = 0.5
-    pre_tanh_penalty: float = 0.0
+    pre_tanh_penalty: float = 0.001
     reward_scale: float = 0.1
 
 

@@ -58,18 +58,18 @@ class HockeyTraining:
     warmup: int = 10_000
     ratio: float = 0.5
     batch: int = 128
-    n_step: int = 4
+    n_step: int = 8
     discount: float = 0.99
     capacity: int = 1_000_000
-    prioritized: bool = False
+    prioritized: bool = True
     alpha: float = 0.6
     beta: float = 0.4
     both_sides: bool = True
     mirror: bool = True
-    noise: tuple[float, float] = (0.05, 0.6)
+    noise: tuple[float, float] = (0.05, 0.5)
     noise_colour: float = 1.0
     learner: TD3Settings = field(default_factory=TD3Settings)
-    league: LeagueSettings = field(default_factory=LeagueSettings)
+    league: LeagueSettings = field(default_factory=lambda: LeagueSettings(anchor_share=0.75))
     shaping: Shaping = field(default_factory=Shaping)
     snapshot_every: int = 500
     evaluate_every: int = 50_000
