@@ -190,6 +190,12 @@ def test_bots_beat_a_random_player() -> None:
         assert losses > wins + 0.1
 
 
+def test_strong_and_weak_are_about_even() -> None:
+    """25 % to 29 % of 600 games; the rest are ties."""
+    wins, ties, losses = standing(Bot("strong"), "weak", 120)
+    assert 0.12 < wins < 0.40 and 0.15 < losses < 0.45 and 0.3 < ties < 0.6
+
+
 def test_bots_reach_the_speeds_that_were_measured() -> None:
     """Strong against weak: player speed to about 10.9, puck to about 61, racket to about 1.3."""
     most = np.zeros(18)
