@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jurybox.training.algorithms.league import LEARNER, League, LeagueSettings, WinMatrix
+
+
+def league(**options) -> League:
+    return League(LeagueSettings(**options))
+
+
+def play(of: League, opponent: str, wins: int, losses: int) -> None:
+    for outcome in [1] * wins + [-1] * losses:
+        of.record(opponent, outcome)
+
+
+def drawn(of: League, n: int = 4000) -> Counter:
+    rng = np.random.default_rng(0)
+    return Counter(of.choose(rng) for _ in range(n))
+
+
+def test_without_a_pool_anchors_are_drawn_alike() -> None:
+    counts = drawn(league())
+    assert set(counts) == {"anchor:weak", "anchor:strong"}
+    assert counts["anchor:weak"] == pytest.approx(2000, abs=150)
+
+
+def test_half_of_the_games_are_against_the_pool() -> None:
+    of = league()
+    of.add(10)
+    of.add(20)
+    counts = drawn(of)
+    assert counts["pool:10"] + counts["pool:20"] == pytest.approx(2000, abs=150)
+
+
+@pytest.mark.parametrize(("weighting", "most"), [("variance", "pool:2"), ("hard", "pool:3")])
+def test_prioritised_self_play_prefers_the_equal_or_the_hard(weighting, most: str) -> None:
+    of = league(weighting=weighting, decay=1.0, anchor_share=0.0)
+    for version in (1, 2, 3):
+        of.add(version)
+    play(of, "pool:1", 18, 2)
+    play(of, "pool:2", 10, 10)
+    play(of, "pool:3", 2, 18)
+    p = np.array([0.9, 0.5, 0.1])
+    weights = p * (1 - p) if weighting == "variance" else (1 - p) ** 2
+    np.testing.assert_allclose(of.chances(), weights / weights.sum())
+    assert drawn(of).most_common(1)[0][0] == most
+
+
+def test_a_member_that_hardly_played_weighs_most() -> None:
+    of = league(anchor_share=0.0)
+    of.add(1)
+    of.add(2)
+    play(of, "pool:1", 10, 10)
+    play(of, "pool:2", 3, 3)
+    assert of.chances()[1] == pytest.approx(1 / (1 + 0.25), rel=0.02)
+
+
+def test_members_that_are_always_beaten_are_still_drawn_when_all_are() -> None:
+    of = league(decay=1.0)
+    for version in (1, 2):
+        of.add(version)
+        play(of, f"pool:{version}", 20, 0)
+    np.testing.assert_array_equal(of.chances(), [0.5, 0.5])
+
+
+def test_the_oldest_leaves_a_full_pool_and_its_games_with_it() -> None:
+    of = league(pool=2)
+    assert of.add(1) == ("pool:1", None)
+    of.add(2)
+    play(of, "pool:1", 5, 0)
+    assert of.add(3) == ("pool:3", "pool:1")
+    assert of.pool == ["pool:2", "pool:3"]
+    assert of.matrix.games(LEARNER, "pool:1") == 0
+    of.record("pool:1", 1)  # a game that was still running
+    assert of.matrix.games(LEARNER, "pool:1") == 0
+
+
+def test_old_results_fade() -> None:
+    matrix = WinMatrix(decay=0.9)
+    for _ in range(50):
+        matrix.record("a", "b", -1)
+    for _ in range(20):
+        matrix.record("a", "b", 1)
+    assert matrix.chance("a", "b") > 0.85
+    assert matrix.games("a", "b") == pytest.approx(10, abs=0.1)
+    assert matrix.chance("b", "a") == pytest.approx(1 - matrix.chance("a", "b"))
+
+
+def test_the_table_has_both_sides_and_gaps() -> None:
+    matrix = WinMatrix(1.0)
+    matrix.record("a", "b", 1)
+    matrix.record("a", "b", 0)
+    table = matrix.table(["a", "b", "c"])
+    assert table[0, 1] == 0.75 and table[1, 0] == 0.25
+    assert np.isnan(table[2]).all()
+    assert matrix.shares("a", "b") == (0.5, 0.5, 0.0)
+
+
+def test_a_snapshot_begins_with_the_learners_results() -> None:
+    of = league()
+    play(of, "anchor:weak", 6, 2)
+    name, _ = of.add(5)
+    assert of.matrix.chance(name, "anchor:weak") == of.matrix.chance(LEARNER, "anchor:weak") > 0.7
+    play(of, "anchor:weak", 0, 50)
+    assert of.matrix.chance(name, "anchor:weak") > 0.7
+
+
+def test_a_league_read_back_goes_on_the_same() -> None:
+    of = league(pool=3, weighting="hard", anchors=("strong",))
+    for version in range(4):
+        of.add(version)
+        play(of, f"pool:{version}", version, 12)
+    again = League.from_state_dict(json.loads(json.dumps(of.state_dict())))
+    assert again.settings == of.settings and again.players == of.players
+    assert drawn(again, 300) == drawn(of, 300)
+    np.testing.assert_array_equal(again.matrix.table(again.players), of.matrix.table(of.players))
+
+
+@pytest.mark.parametrize("options", [{"anchors": ()}, {"anchor_share": 1.5}, {"decay": 0.0}, {"weighting": "easy"}])
+def test_settings_that_make_no_sense_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError):
+        LeagueSettings(**options)
+
+
+def test_a_version_joins_once() -> None:
+    of = league()
+    of.add(1)
+    with pytest.raises(ValueError, match="already"):
+        of.add(1)

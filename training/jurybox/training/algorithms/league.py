@@ -1,0 +1,196 @@
+"""Who to play against: fixed anchors, and a pool of past selves chosen by prioritised fictitious self-play.
+
+The weighting is that of O. Vinyals et al., "Grandmaster level in StarCraft II using multi-agent reinforcement learning"
+(Nature 575, 2019, Methods): an opponent is drawn in proportion to f(p), where p is the chance to win against it;
+f_hard(p) = (1 - p)^k looks for those that still win, f_var(p) = p (1 - p) for those of the own level.
+
+The league knows names only, "anchor:weak" or "pool:17". What plays under a name (a bot, a pinned version on the policy
+server, weights in memory) is its owner's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Weighting = Literal["hard", "variance"]
+LEARNER = "learner"
+_WIN, _TIE, _LOSS = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class LeagueSettings:
+    """How opponents are chosen.
+
+    Attributes:
+        anchors: names without "anchor:"; never leave.
+        anchor_share: chance that the next opponent is an anchor (all alike) while the pool has anybody.
+        pool: past selves kept; the oldest leaves for a new one.
+        weighting: "variance" (f_var) or "hard" (f_hard).
+        hardness: k of f_hard.
+        least_games: against a pool member with fewer (decayed) games than this the weight is 1, the most there is.
+        decay: what all earlier games of a pair count after one more, so that old results of a learner that got better
+            fade; 1 forgets nothing.
+    """
+
+    anchors: tuple[str, ...] = ("weak", "strong")
+    anchor_share: float = 0.5
+    pool: int = 25
+    weighting: Weighting = "variance"
+    hardness: float = 2.0
+    least_games: float = 10.0
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not self.anchors:
+            raise ValueError("a league needs at least one anchor: there is nobody else to play against at the start")
+        if not 0 <= self.anchor_share <= 1 or not 0 < self.decay <= 1 or self.pool < 0:
+            raise ValueError("expected 0 <= anchor_share <= 1, 0 < decay <= 1 and pool >= 0")
+        if self.weighting not in ("hard", "variance"):
+            raise ValueError(f"weighting={self.weighting!r} is unknown: expected 'hard' or 'variance'")
+
+
+class WinMatrix:
+    """Games between players, by name: decayed counts of wins, ties and losses of each row against each column."""
+
+    def __init__(self, decay: float = 0.99) -> None:
+        self.decay = decay
+        self._games: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
+
+    def record(self, player: str, opponent: str, outcome: int) -> None:
+        """`player` won (1), tied (0) or lost (-1); counted from both sides."""
+        if outcome not in (-1, 0, 1):
+            raise ValueError(f"outcome={outcome!r}: expected 1 (won), 0 (tied) or -1 (lost)")
+        for pair, place in (((player, opponent), 1 - outcome), ((opponent, player), 1 + outcome)):
+            counts = self._games.setdefault(pair, np.zeros(3))
+            counts *= self.decay
+            counts[place] += 1.0
+
+    def games(self, player: str, opponent: str) -> float:
+        """Decayed number of games."""
+        return float(self._counts(player, opponent).sum())
+
+    def shares(self, player: str, opponent: str) -> tuple[float, float, float]:
+        """Shares of wins, ties and losses; nothing played yet counts as even."""
+        counts = self._counts(player, opponent)
+        total = counts.sum()
+        if total == 0:
+            return 0.0, 1.0, 0.0
+        return float(counts[_WIN] / total), float(counts[_TIE] / total), float(counts[_LOSS] / total)
+
+    def chance(self, player: str, opponent: str) -> float:
+        """Estimated chance to win, a tie counting half; 0.5 where nothing was played."""
+        won, tied, _ = self.shares(player, opponent)
+        return won + 0.5 * tied
+
+    def copy_row(self, source: str, target: str) -> None:
+        """`target` begins with the results of `source`."""
+        for (player, opponent), counts in list(self._games.items()):
+            if player == source and opponent != target:
+                self._games[target, opponent] = counts.copy()
+                self._games[opponent, target] = self._games[opponent, source].copy()
+
+    def forget(self, name: str) -> None:
+        self._games = {pair: counts for pair, counts in self._games.items() if name not in pair}
+
+    def table(self, players: Sequence[str]) -> npt.NDArray[np.float64]:
+        """(n, n) chances; NaN where a pair has not played."""
+        out = np.full((len(players), len(players)), np.nan)
+        for i, player in enumerate(players):
+            for j, opponent in enumerate(players):
+                if (player, opponent) in self._games:
+                    out[i, j] = self.chance(player, opponent)
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "games": [[*pair, *counts.tolist()] for pair, counts in self._games.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.decay = float(state["decay"])
+        self._games = {(a, b): np.array(counts, np.float64) for a, b, *counts in state["games"]}
+
+    def _counts(self, player: str, opponent: str) -> npt.NDArray[np.float64]:
+        return self._games.get((player, opponent), np.zeros(3))
+
+
+class League:
+    """Chooses opponents for one learner and remembers how it fared.
+
+    Args:
+        settings: see `LeagueSettings`.
+    """
+
+    def __init__(self, settings: LeagueSettings | None = None) -> None:
+        self.settings = settings or LeagueSettings()
+        self.matrix = WinMatrix(self.settings.decay)
+        self.anchors = tuple(f"anchor:{name}" for name in self.settings.anchors)
+        self.pool: list[str] = []
+
+    def add(self, version: int) -> tuple[str, str | None]:
+        """The learner as it is now joins the pool.
+
+        Args:
+            version: of its weights; not in the pool yet.
+
+        Returns:
+            Its name, and the name of the member that had to leave for it.
+        """
+        name = f"pool:{version}"
+        if name in self.pool:
+            raise ValueError(f"{name} is in the pool already: expected the version of newer weights")
+        if not self.settings.pool:
+            raise ValueError("this league has no pool: make it with pool >= 1")
+        left = self.pool.pop(0) if len(self.pool) >= self.settings.pool else None
+        if left is not None:
+            self.matrix.forget(left)
+        self.matrix.copy_row(LEARNER, name)
+        self.pool.append(name)
+        return name, left
+
+    def choose(self, rng: np.random.Generator) -> str:
+        """The next opponent's name."""
+        anchor = rng.random() < self.settings.anchor_share
+        if anchor or not self.pool:
+            return self.anchors[int(rng.integers(len(self.anchors)))]
+        return self.pool[int(rng.choice(len(self.pool), p=self.chances()))]
+
+    def chances(self) -> npt.NDArray[np.float64]:
+        """(len(pool),) chance of each member of the pool to be chosen, once it is to be one of them."""
+        weights = np.array([self._weight(name) for name in self.pool])
+        total = weights.sum()
+        if total <= 0:  # all of them always win, or always lose
+            return np.full(len(weights), 1.0 / max(len(weights), 1))
+        share: npt.NDArray[np.float64] = weights / total
+        return share
+
+    def record(self, opponent: str, outcome: int) -> None:
+        """The learner won (1), tied (0) or lost (-1). A member that has left meanwhile is passed over."""
+        if opponent in self.pool or opponent in self.anchors:
+            self.matrix.record(LEARNER, opponent, outcome)
+
+    @property
+    def players(self) -> tuple[str, ...]:
+        return (LEARNER, *self.anchors, *self.pool)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON holds it."""
+        return {"settings": asdict(self.settings), "pool": list(self.pool), "matrix": self.matrix.state_dict()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> League:
+        settings = dict(state["settings"])
+        league = cls(LeagueSettings(**{**settings, "anchors": tuple(settings["anchors"])}))
+        league.pool = list(state["pool"])
+        league.matrix.load_state_dict(state["matrix"])
+        return league
+
+    def _weight(self, name: str) -> float:
+        s = self.settings
+        if self.matrix.games(LEARNER, name) < s.least_games:
+            return 1.0
+        p = self.matrix.chance(LEARNER, name)
+        return float((1.0 - p) ** s.hardness) if s.weighting == "hard" else p * (1.0 - p)

@@ -1,0 +1,22 @@
+"""Hockey for two on a small rink, after the public hockey environment of the Martius lab: same figures, own code."""
+
+from jurybox.training.environments.hockey.bots import BOTS, Bot, Opponent, RandomPlayer, make_opponent
+from jurybox.training.environments.hockey.factory import make_game
+from jurybox.training.environments.hockey.game import Game, HockeyGame, Mode, Turn
+from jurybox.training.environments.hockey.matches import Match, Result, play
+
+__all__ = [
+    "BOTS",
+    "Bot",
+    "Game",
+    "HockeyGame",
+    "Match",
+    "Mode",
+    "Opponent",
+    "RandomPlayer",
+    "Result",
+    "Turn",
+    "make_game",
+    "make_opponent",
+    "play",
+]

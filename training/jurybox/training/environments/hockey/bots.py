@@ -1,0 +1,98 @@
+"""Opponents that come with the game: a controller that goes for the puck, weak or strong; one that acts at random."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jurybox.training.environments.hockey.game import Action, Observation
+from jurybox.training.environments.hockey.rink import MAX_ANGLE
+
+BotName = Literal["weak", "strong", "random"]
+BOTS: tuple[BotName, ...] = ("weak", "strong", "random")
+
+_HOME = -3.5
+_PAST = 0.2  # the target lies so far beyond the puck, so that it is run through
+_BRAKE, _BRAKE_SECONDS = 0.5, 0.1
+_SWING = 0.1  # radians of the racket's slow sine that pass in a step
+
+
+class Opponent(Protocol):
+    """Whoever plays the other side."""
+
+    def reset(self, seed: int) -> None:
+        """A game begins."""
+
+    def act(self, observation: Observation) -> Action:
+        """An action (4,) for an observation (18,) in the player's own frame."""
+
+
+class Bot:
+    """Runs through the puck where it is behind it, else goes home to where it can stop it.
+
+    A proportional controller on x, y and angle whose gains are those measured on the original's opponents (weak has a
+    twentieth of strong's), and which brakes when it would be at its target within a tenth of a second. The racket
+    swings slowly, so that shots go to all sides.
+    """
+
+    def __init__(self, strength: Literal["weak", "strong"] = "weak", seed: int = 0) -> None:
+        if strength not in ("weak", "strong"):
+            raise ValueError(f"strength={strength!r} is unknown: expected 'weak' or 'strong'")
+        self.strength = strength
+        gain = 10.0 if strength == "strong" else 0.5
+        self._gains = (gain, gain / 5, gain / 2)
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        self._phase = float(np.random.default_rng(seed).uniform(0.0, 2.0 * math.pi))
+
+    def act(self, observation: Observation) -> Action:
+        seen = observation.tolist()
+        x, y, angle, vx, vy, spin = seen[:6]
+        puck_x, puck_y, puck_vx, puck_vy = seen[12:16]
+        target_x, target_y = _HOME, 0.0
+        if puck_vx < 0.5:
+            target_y = puck_y
+            if x < puck_x and abs(y - puck_y) < 0.5:
+                target_x = puck_x + _PAST
+                target_y += puck_vy * math.hypot(puck_x - x, puck_y - y) * 0.1
+        self._phase += _SWING
+        errors = (target_x - x, target_y - y, MAX_ANGLE * math.sin(self._phase) - angle)
+        action = [
+            -_BRAKE * speed if abs(error) < abs(speed) * _BRAKE_SECONDS else gain * error
+            for gain, error, speed in zip(self._gains, errors, (vx, vy, spin), strict=True)
+        ]
+        if len(seen) > 16:
+            action.append(1.0 if 1 <= seen[16] <= 6 else 0.0)
+        return np.array([min(max(value, -1.0), 1.0) for value in action], np.float32)
+
+
+class RandomPlayer:
+    """Uniform actions; the measure of whether something was learned at all."""
+
+    def __init__(self, action_size: int = 4, seed: int = 0) -> None:
+        self._size = action_size
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def act(self, observation: Observation) -> Action:
+        return self._rng.uniform(-1.0, 1.0, self._size).astype(np.float32)
+
+
+def make_opponent(name: str, seed: int = 0, action_size: int = 4) -> Opponent:
+    """The built-in opponent of that name: "weak", "strong" or "random".
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name == "random":
+        return RandomPlayer(action_size, seed)
+    if name == "weak":
+        return Bot("weak", seed)
+    if name == "strong":
+        return Bot("strong", seed)
+    raise ValueError(f"there is no opponent {name!r}: expected one of {', '.join(BOTS)}")

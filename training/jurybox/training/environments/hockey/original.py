@@ -1,0 +1,94 @@
+"""An environment with the original's interface, played as a `Game`.
+
+``hockey.hockey_env:HockeyEnv`` (github.com/martius-lab/hockey-env) is the one that this is for. It is not a dependency:
+where it is installed, ``--env hockey.hockey_env:HockeyEnv`` uses it. Needed of it are ``reset(one_starting=, mode=,
+seed=)``, ``step(action of both)``, ``obs_agent_two()`` and ``get_info_agent_two()``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.training.environments.hockey.game import GOAL_REWARD, Mode, Observation, TimeOut, Turn
+
+
+class OriginalGame:
+    """Two players over such an environment.
+
+    Its end of time comes as ``terminated``; a game that ended so, without a winner, after its full time is reported
+    as truncated, unless ``time_out="original"``.
+
+    Args:
+        environment: the object; closed with this.
+        mode: what is played.
+        time_out: see `HockeyGame`.
+    """
+
+    def __init__(self, environment: Any, mode: Mode | int = Mode.NORMAL, *, time_out: TimeOut = "truncate") -> None:
+        self.environment = environment
+        self.mode = Mode(mode)
+        self.time_out = time_out
+        self.observation_size = int(environment.observation_space.shape[0])
+        self.action_size = int(environment.action_space.shape[0]) // 2
+        self._taken = 0
+
+    @classmethod
+    def of(
+        cls, name: str, mode: Mode | int = Mode.NORMAL, *, keep: bool = True, time_out: TimeOut = "truncate"
+    ) -> OriginalGame:
+        """Import ``module:Class`` and make one of it.
+
+        Raises:
+            ValueError: the name is of another form.
+            ImportError: the module is not installed, or has no such class; the message says which.
+        """
+        module, colon, kind = name.partition(":")
+        if not colon or not module or not kind:
+            raise ValueError(f"environment={name!r}: expected module:Class, such as hockey.hockey_env:HockeyEnv")
+        try:
+            made = getattr(importlib.import_module(module), kind)
+        except ImportError as error:
+            raise ImportError(
+                f"{name} cannot be imported ({error}): install it (pip install "
+                "git+https://github.com/martius-lab/hockey-env), or leave the option out for the built-in game"
+            ) from error
+        except AttributeError as error:
+            raise ImportError(f"module {module} has no {kind!r}: expected a class with the hockey interface") from error
+        # The original's Mode is an Enum of its own with the same numbers; it takes the number's member.
+        return cls(made(keep_mode=keep, mode=_mode_of(module, mode)), mode, time_out=time_out)
+
+    def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
+        self._taken = 0
+        options: dict[str, Any] = {} if first is None else {"one_starting": first == 0}
+        seen, _ = self.environment.reset(seed=seed, **options)
+        return self._both(seen)
+
+    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
+        joined = np.clip(np.asarray(actions, np.float64), -1.0, 1.0).reshape(-1)
+        seen, _, terminated, truncated, info = self.environment.step(joined)
+        self._taken += 1
+        infos = (dict(info), dict(self.environment.get_info_agent_two()))
+        rewards = (_reward(infos[0]), _reward(infos[1]))
+        if terminated and not infos[0]["winner"] and self._taken >= self.mode.steps and self.time_out == "truncate":
+            terminated, truncated = False, True
+        return Turn(self._both(seen), rewards, bool(terminated), bool(truncated), infos)
+
+    def close(self) -> None:
+        self.environment.close()
+
+    def _both(self, seen: Any) -> Observation:
+        return np.stack((seen, self.environment.obs_agent_two())).astype(np.float32)
+
+
+def _reward(info: dict[str, Any]) -> float:
+    return float(GOAL_REWARD * info["winner"] + info["reward_closeness_to_puck"])
+
+
+def _mode_of(module: str, mode: Mode | int) -> Any:
+    kinds = getattr(importlib.import_module(module), "Mode", None)
+    return int(mode) if kinds is None else kinds(int(mode))
