@@ -72,7 +72,7 @@ def test_a_target_ends_the_run_and_marks_the_best(tmp_path):
 def test_what_cannot_move_says_who_waits_for_what(tmp_path):
     stuck = plan()
     roles = (stuck.roles[0], RoleSpec("learner", Kind.LEARNER, f"{HERE}:Waiter", samples=("rows",)))
-    with pytest.raises(Stuck, match="actor-0 for weights, learner for steps"):
+    with pytest.raises(Stuck, match="learner for steps, actor-0 for weights"):
         run(Plan(roles, stuck.replays, stuck.channels, stuck.pace, stuck.budget), tmp_path, Rows(), serial=True)
 
 

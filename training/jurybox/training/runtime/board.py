@@ -49,6 +49,7 @@ class Word(IntEnum):
     INTERVALS = 16  # of the timeline, ever written
     DROPPED = 17  # reports that the orchestrator was too slow for
     READY_AT = 18  # when this life's role was made
+    DONE = 19  # 1: a learner that has learned from all steps of the budget
 
 
 class Told(IntEnum):

@@ -99,7 +99,8 @@ class Ledger:
     def row_if_due(self, *, last: bool = False) -> None:
         """Write a row when `log_every` environment steps have been made since the one before."""
         steps = self._board.env_steps
-        if steps - self._row_at < (1 if last else self._plan.log_every):
+        new = steps - self._row_at
+        if new < self._plan.log_every and not (last and (new or self._sums)):
             return
         now = self._clock()
         row = {

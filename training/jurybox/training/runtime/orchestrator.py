@@ -136,15 +136,14 @@ class Orchestrator:
 
     def _died(self, child: Child) -> None:
         pid = child.pid
-        how = child.bury(time.monotonic())
         if self._board.orders[child.number][Told.ORDER] == Order.STOP:
+            child.finish(1.0)
             return
+        how = child.bury(time.monotonic())
         most = self._plan.patience.failures
         if child.failures >= most:
             self._given_up = True
-            self.text = (
-                f"{child.name} (process {pid}) {how}, the {child.failures}th time in a row; at most {most} are borne"
-            )
+            self.text = f"{child.name} (process {pid}) {how}, {child.failures} times in a row; {most} are too many"
             self._told(self.text)
             return
         delay = max(0.0, child.restart_at - time.monotonic())
@@ -176,16 +175,12 @@ class Orchestrator:
 
     def _is_finished(self) -> bool:
         """Whether every step of the budget is made, and everybody who had to answer has."""
-        return self._finished(self._rules.collected() and all(map(self._is_done, range(len(self._plan.roles)))))
-
-    def _is_done(self, number: int) -> bool:
-        subject, words = self._board.waits_for(number)[0], self._board.words[number]
-        match self._plan.roles[number].kind:
-            case Kind.LEARNER if self._plan.pace.slack is not None:
-                return not self._rules.may_learn(number) or subject is Subject.ORDERS
-            case Kind.EVALUATOR:
-                return subject is Subject.WORK and words[Word.EVALUATED_AT] >= self._board.env_steps
-        return True
+        evaluated = (
+            self._board.waits_for(number)[0] is Subject.WORK
+            and self._board.words[number][Word.EVALUATED_AT] >= self._board.env_steps
+            for number in self._plan.of_kind(Kind.EVALUATOR)
+        )
+        return self._finished(self._rules.over() and all(evaluated))
 
     def _finished(self, now_so: bool) -> bool:
         # A role that has just taken its last turn may be about to take another.

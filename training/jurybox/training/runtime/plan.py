@@ -44,6 +44,7 @@ class RoleSpec:
         publish_every: learner steps between two publications; 0 publishes once, at the start.
         evaluate_every: environment steps (of all actors together) between two evaluations.
         threads: that numerical libraries may use in its process.
+        nice: by how much its process gives way to others (nice(2)); 0 to 19.
         environment: further variables of its process (CUDA_VISIBLE_DEVICES, say).
     """
 
@@ -58,6 +59,7 @@ class RoleSpec:
     publish_every: int = 1
     evaluate_every: int = 0
     threads: int = 1
+    nice: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

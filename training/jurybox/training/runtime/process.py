@@ -82,6 +82,7 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
     with Commons.attach(message["board"]) as commons:
         seat = Seat(plan, message["number"], commons, reports, life=message["life"])
         reports.words = seat.words
+        os.nice(seat.spec.nice)
         seat.words[Word.PID] = os.getpid()
         seat.words[Word.LIFE] = seat.life
         seat.words[Word.WAITS_FOR] = Subject.NOTHING

@@ -15,6 +15,7 @@ from jurybox.training.runlog import write_atomically
 from jurybox.training.runtime.board import Told, Word
 from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints, NothingToResume
 from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.debug_state import RUNNING
 from jurybox.training.runtime.ledger import Ledger, Sink
 from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.outcome import End, Outcome
@@ -23,9 +24,6 @@ from jurybox.training.runtime.serial import Serial
 from jurybox.training.runtime.stopping import Signals, heard
 from jurybox.training.runtime.timeline import Timeline
 from jurybox.training.runtime.view import View, busy
-
-# Says which shared memory a run uses, for as long as it runs (`debug_state`).
-RUNNING = "running.json"
 
 
 def run(

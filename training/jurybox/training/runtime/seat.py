@@ -146,6 +146,7 @@ class Seat:
         self._mark = self._busy_from = time.monotonic_ns()
         self.words[Word.READY_AT] = self._mark
         self.words[Word.WAITS_FOR] = Subject.NOTHING
+        self.words[Word.DONE] = 0
         self.enter(State.RUNNING)
 
     def enter(self, state: State) -> None:

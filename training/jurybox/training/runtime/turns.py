@@ -32,10 +32,11 @@ class Rules:
         """Whether all environment steps of the budget have been made."""
         return self._board.env_steps >= self._budget.steps
 
-    def learned(self) -> bool:
-        """Whether every learner has made all its steps."""
-        due = self._pace.learner_steps(self._budget.steps)
-        return all(self._board.words[number][Word.LEARNER_STEPS] >= due for number in self._learners)
+    def over(self) -> bool:
+        """Whether all steps have been collected, and every learner that is waited for has learned from them."""
+        if not self.collected():
+            return False
+        return self._slack is None or all(self._board.words[number][Word.DONE] for number in self._learners)
 
     def may_collect(self) -> bool:
         """Whether no learner is too far behind for another environment step."""
@@ -170,10 +171,13 @@ class LearnerTurn(Turn):
                 self._publish()
 
     def may(self) -> bool:
-        if not self.rules.may_learn(self.seat.number):
-            return self._not_for(Subject.ORDERS if self.rules.collected() else Subject.STEPS)
-        # Nobody adds rows any more: one that has not enough now is as done as it gets.
-        return self._learner.ready() or self._not_for(Subject.ORDERS if self.rules.collected() else Subject.READY)
+        due = self.rules.may_learn(self.seat.number)
+        if due and self._learner.ready():
+            return True
+        # When nobody adds rows any more, one that has not enough is as done as it gets.
+        over = self.rules.collected()
+        self.seat.words[Word.DONE] = over
+        return self._not_for(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
 
     def take(self) -> None:
         self._learner.step()
@@ -203,8 +207,9 @@ class EvaluatorTurn(Turn):
 
     def may(self) -> bool:
         steps, at, every = self.seat.env_steps, self.seat.words[Word.EVALUATED_AT], self.seat.spec.evaluate_every
-        last = self.rules.collected() and self.rules.learned() and at < steps
-        if not last and (not every or steps // every <= at // every):
+        # The last one waits for the learners, so that it sees what the run came to.
+        due = self.rules.over() and at < steps if self.rules.collected() else every and steps // every > at // every
+        if not due:
             return self._not_for(Subject.WORK)
         if (missing := self._following.missing()) is not None:
             return self._not_for(Subject.WEIGHTS, missing)
