@@ -105,9 +105,12 @@ def attach(fd: int) -> Lifeline:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the order stood
+        # It may have died before the order stood, even before this process could ask who it was; its end of the pipe
+        # went with it.
+        poll = select.poll()
+        poll.register(fd, 0)
+        if poll.poll(0):
             os.kill(os.getpid(), signal.SIGKILL)
     return Lifeline(fd)

@@ -13,7 +13,8 @@ from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.training.report.timeline import timeline
 from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.debug_state import NotRunning, debug_state
+from jurybox.training.runtime.debug_state import debug_state
+from jurybox.training.runtime.errors import NotRunning
 from jurybox.training.runtime.outcome import End
 from jurybox.training.runtime.plan import Budget, Patience
 from jurybox.training.runtime.run import run

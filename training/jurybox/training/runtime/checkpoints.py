@@ -17,6 +17,7 @@ from typing import Any
 
 from jurybox.training.runtime.board import Word
 from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.errors import NothingToResume
 from jurybox.training.runtime.plan import Kind, Plan
 from jurybox.training.runtime.state_files import StateDamaged, read_state, write_state
 
@@ -30,10 +31,6 @@ _COUNTS = (
     Word.EVALUATED_AT,
     Word.FORCED,
 )
-
-
-class NothingToResume(RuntimeError):
-    """There is no checkpoint, or it is of another run."""
 
 
 @dataclass(frozen=True, slots=True)

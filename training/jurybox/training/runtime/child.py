@@ -44,6 +44,7 @@ class Child:
         self.restart_at = 0.0
         self._plan, self._board, self._log = plan, board, log
         self._words, self._orders = board.words[number], board.orders[number]
+        self._condemned = False
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: Lifeline | None = None
 
@@ -66,6 +67,7 @@ class Child:
 
     def start(self, now: float, state: Path | None) -> None:
         """Start the process; `state` is the file of what the role saved."""
+        self._condemned = False
         self._orders[Told.LIFE] += 1
         self._orders[Told.STARTED_AT] = int(now * 1e9)
         self._orders[Told.ORDER] = Order.RUN
@@ -118,6 +120,12 @@ class Child:
         self._words[Word.STATE] = State.ABSENT
         self._words[Word.WAITS_FOR] = Subject.NOTHING
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def condemn(self) -> bool:
+        """Kill it on the watchdog's word; False where that was done already, and it only takes its time to go."""
+        first, self._condemned = not self._condemned, True
+        self.kill()
+        return first
 
     def kill(self) -> None:
         """End it at once; `messages` then says that it is dead."""

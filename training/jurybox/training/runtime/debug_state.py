@@ -10,13 +10,10 @@ from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.board import AT_REST, Board, Order, State, Told, Word
+from jurybox.training.runtime.errors import NotRunning
 
 # Says which shared memory a run uses, for as long as it runs.
 RUNNING = "running.json"
-
-
-class NotRunning(RuntimeError):
-    """No run is going on in that folder."""
 
 
 def debug_state(folder: Path) -> str:

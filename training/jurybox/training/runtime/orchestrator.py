@@ -82,7 +82,7 @@ class Orchestrator:
             reason = self._loop(ending, at_once, tick)
             if reason is not End.FAILED and not at_once():
                 self._save_last(at_once)
-                self._stop(at_once)
+            self._stop(at_once)
         finally:
             for child in self._children:
                 child.kill()
@@ -141,9 +141,12 @@ class Orchestrator:
             return
         how = child.bury(time.monotonic())
         most = self._plan.patience.failures
-        if child.failures >= most:
+        if child.failures >= most or not child.spec.restarts:
             self._given_up = True
-            self.text = f"{child.name} (process {pid}) {how}, {child.failures} times in a row; {most} are too many"
+            bound = (
+                f"{child.failures} times in a row; {most} are too many" if child.spec.restarts else "which ends the run"
+            )
+            self.text = f"{child.name} (process {pid}) {how}, {bound}"
             self._told(self.text)
             return
         delay = max(0.0, child.restart_at - time.monotonic())
@@ -161,9 +164,8 @@ class Orchestrator:
             return
         self._watched = now
         finding = examine(self._plan, self._board, time.monotonic_ns())
-        if finding is not None:
+        if finding is not None and self._children[finding.role].condemn():
             self._told(f"watchdog: {finding.text}")
-            self._children[finding.role].kill()
 
     def _state_of(self, child: Child) -> Path | None:
         # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.

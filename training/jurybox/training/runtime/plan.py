@@ -14,10 +14,7 @@ from typing import Any, Literal
 
 from jurybox.protocol.weights import Mode, WeightsLayout
 from jurybox.training.replay import Episodes, Field
-
-
-class PlanError(ValueError):
-    """The plan contradicts itself, or names something that is not there; the message says what to change."""
+from jurybox.training.runtime.errors import PlanError
 
 
 class Kind(IntEnum):
@@ -44,6 +41,7 @@ class RoleSpec:
         publish_every: learner steps between two publications; 0 publishes once, at the start.
         evaluate_every: environment steps (of all actors together) between two evaluations.
         threads: that numerical libraries may use in its process.
+        restarts: whether it is started again when it dies; if not, the run ends with its death.
         nice: by how much its process gives way to others (nice(2)); 0 to 19.
         environment: further variables of its process (CUDA_VISIBLE_DEVICES, say).
     """
@@ -59,6 +57,7 @@ class RoleSpec:
     publish_every: int = 1
     evaluate_every: int = 0
     threads: int = 1
+    restarts: bool = True
     nice: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -150,7 +149,7 @@ class Patience:
         back_off: waits before the first, second, ... restart in a row; the last one repeats.
     """
 
-    start: float = 60.0
+    start: float = 120.0
     actor: float = 30.0
     learner: float = 60.0
     evaluator: float = 600.0

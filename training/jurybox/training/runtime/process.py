@@ -82,7 +82,6 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
     with Commons.attach(message["board"]) as commons:
         seat = Seat(plan, message["number"], commons, reports, life=message["life"])
         reports.words = seat.words
-        os.nice(seat.spec.nice)
         seat.words[Word.PID] = os.getpid()
         seat.words[Word.LIFE] = seat.life
         seat.words[Word.WAITS_FOR] = Subject.NOTHING
@@ -90,6 +89,7 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
         state = read_state(Path(message["state"])) if message["state"] else None
         turn = take_seat(seat, Rules(plan, commons.board, plan.pace.slack), state)
         try:
+            os.nice(seat.spec.nice)  # not before: the start is what everybody waits for
             seat.begin()
             _take_turns(turn, seat, lifeline, reports)
             seat.report(now=True)

@@ -13,9 +13,10 @@ from rich.console import Console
 from jurybox.protocol.segment import sweep
 from jurybox.training.runlog import write_atomically
 from jurybox.training.runtime.board import Told, Word
-from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints, NothingToResume
+from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
 from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.debug_state import RUNNING
+from jurybox.training.runtime.errors import NothingToResume
 from jurybox.training.runtime.ledger import Ledger, Sink
 from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.outcome import End, Outcome

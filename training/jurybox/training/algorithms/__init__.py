@@ -1,0 +1,1 @@
+"""Algorithms: what turns transitions into better weights. Import the module you need."""
