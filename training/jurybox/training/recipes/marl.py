@@ -64,7 +64,7 @@ class MarlTraining(BaseModel):
     epsilon: tuple[float, float, int] = Field((1.0, 0.05, 5000), description="First, last, learner steps in between.")
 
     device_per_agent: bool = Field(True, description="Learner i on cuda:(i modulo devices); without CUDA on the CPU.")
-    learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
+    learner_nice: int = Field(5, ge=0, le=19, description="By how much learners give way to the actor.")
     max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
     actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jurybox.training.runtime.board import Board, Told, Word
-from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.plan import Kind, Plan
 from jurybox.training.runtime.seat import Message
 
 _LAST = 100  # episodes that return_mean and return_std are over
@@ -109,7 +109,7 @@ class Ledger:
             "learner_steps": self._board.learner_steps,
             "epochs": self._board.epochs,
             "episodes": self._board.episodes,
-            "lag": float(self._board.records[:, Word.LAG].max()),
+            "lag": float(self._board.records[self._plan.of_kind(Kind.ACTOR), Word.LAG].max()),
             "forced_syncs": float(self._board.records[:, Word.FORCED].sum()),
             "restarts": float(self._board.told[:, Told.RESTARTS].sum()),
         }

@@ -39,6 +39,7 @@ class Orchestrator:
 
     Attributes:
         text: more about why the run is over.
+        latest: the newest checkpoint of this run.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Orchestrator:
         self.text = ""
         self._plan, self._commons, self._ledger, self._told = plan, commons, ledger, told
         self._board = commons.board
-        self._checkpoints, self._latest = checkpoints, resumed
+        self.latest = resumed
+        self._checkpoints = checkpoints
         self._rules = Rules(plan, self._board, plan.pace.slack)
         self._children = [
             Child(plan, number, self._board, logs / f"{role.name}.log") for number, role in enumerate(plan.roles)
@@ -66,6 +68,7 @@ class Orchestrator:
         self._saved_files: set[str] = set()
         self._watched = 0.0
         self._given_up = False
+        self._at_once: Callable[[], bool] = lambda: False
         self._finished_since: float | None = None
 
     def run(self, ending: Callable[[], End | None], *, at_once: Callable[[], bool], tick: Callable[[], None]) -> End:
@@ -76,13 +79,14 @@ class Orchestrator:
             at_once: whether to end without order.
             tick: called some twenty times a second, to show how it goes.
         """
+        self._at_once = at_once
         try:
             for child in self._children:
                 child.start(time.monotonic(), self._state_of(child))
-            reason = self._loop(ending, at_once, tick)
-            if reason is not End.FAILED and not at_once():
-                self._save_last(at_once)
-            self._stop(at_once)
+            reason = self._loop(ending, tick)
+            if reason is not End.FAILED:
+                self._save_last(self._plan.patience.stop if reason is End.SIGNAL else self._plan.patience.save)
+            self._stop()
         finally:
             for child in self._children:
                 child.kill()
@@ -92,12 +96,12 @@ class Orchestrator:
 
     # ---- the loop
 
-    def _loop(self, ending: Callable[[], End | None], at_once: Callable[[], bool], tick: Callable[[], None]) -> End:
+    def _loop(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
         while True:
             self._listen(_TICK_SECONDS)
             self._ledger.row_if_due()
             tick()
-            if at_once():
+            if self._at_once():
                 return End.SIGNAL
             if self._given_up:
                 return End.FAILED
@@ -169,11 +173,11 @@ class Orchestrator:
 
     def _state_of(self, child: Child) -> Path | None:
         # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.
-        if self._latest is None or (
+        if self.latest is None or (
             child.spec.kind is not Kind.LEARNER and self._board.orders[child.number][Told.LIFE] > 0
         ):
             return None
-        return self._latest.state_path(child.name)
+        return self.latest.state_path(child.name)
 
     def _is_finished(self) -> bool:
         """Whether every step of the budget is made, and everybody who had to answer has."""
@@ -195,10 +199,10 @@ class Orchestrator:
 
     # ---- checkpoints and the end
 
-    def _save_last(self, at_once: Callable[[], bool]) -> None:
-        until = time.monotonic() + self._plan.patience.start
-        while not all(map(self._at_work, self._savers)) and time.monotonic() < until and not at_once():
-            if self._given_up:
+    def _save_last(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not all(map(self._at_work, self._savers)):
+            if self._given_up or self._at_once() or time.monotonic() > until:
                 return
             self._listen(_TICK_SECONDS)
             self._start_again()
@@ -232,7 +236,7 @@ class Orchestrator:
             if not self._all(until, lambda child: str(files[child.number]) in self._saved_files):
                 return False
             made = checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
-            self._latest = made
+            self.latest = made
             self._saved_at = made.env_steps
             if self._ledger.best_is_new:
                 self._ledger.best_is_new = False
@@ -247,7 +251,7 @@ class Orchestrator:
     def _all(self, until: float, answered: Callable[[Child], bool]) -> bool:
         """Listen until everybody has answered; False when somebody died, or did not in time."""
         while not all(answered(child) for child in self._savers):
-            if time.monotonic() > until or not all(child.alive for child in self._savers):
+            if self._at_once() or time.monotonic() > until or not all(child.alive for child in self._savers):
                 return False
             self._listen(0.005)
         return True
@@ -255,13 +259,13 @@ class Orchestrator:
     def _at_work(self, child: Child) -> bool:
         return child.alive and self._board.words[child.number][Word.STATE] == State.RUNNING
 
-    def _stop(self, at_once: Callable[[], bool]) -> None:
+    def _stop(self) -> None:
         """Have everybody finish the step they are in."""
         for child in self._children:
             child.order(Order.STOP)
         until = time.monotonic() + self._plan.patience.stop
-        while any(child.alive for child in self._children) and time.monotonic() < until and not at_once():
+        while any(child.alive for child in self._children) and time.monotonic() < until and not self._at_once():
             self._listen(_TICK_SECONDS)
         for child in self._children:
-            if child.alive:
+            if child.alive and not self._at_once():
                 self._told(f"{child.name} did not end within {self._plan.patience.stop:g} s and is killed")

@@ -123,7 +123,7 @@ def _carry_out(
         if end is not End.FAILED or plan.on_failure == "end":
             return end, text, False
         view.say("the run goes on in one process")
-        resumed = checkpoints.latest()
+        resumed = orchestrator.latest
     driver = Serial(plan, commons, ledger, view.say, checkpoints=checkpoints, resumed=resumed)
     try:
         return driver.run(ending, tick), text, True
