@@ -24,6 +24,20 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PATIENCE_SECONDS = 5
+# Every library that starts a pool of threads reads one of these when it is loaded.
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """Variables for a child whose numerical libraries may use so many threads."""
+    return dict.fromkeys(_THREADS, str(threads))
 
 
 class Lifeline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -16,7 +15,6 @@ from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_command import settings_of
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.board import Word
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.run import run
 
@@ -51,17 +49,8 @@ def rows(folder, group):
 def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
     before = segments()
     settings = MarlTraining(**SMALL, publish_interval=0, share=(("agent_0", "agent_1"),))
-    killed = []
-
-    def watch(commons):
-        # A learner that dies is no reason for the actor to do anything else.
-        learner = commons.board.words[1]
-        if not killed and learner[Word.LEARNER_STEPS] and commons.board.env_steps < 60:
-            os.kill(learner[Word.PID], signal.SIGKILL)
-            killed.append(True)
-
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
-    run(plan(settings), tmp_path / "parallel", Nothing(), watch=watch)
+    run(plan(settings), tmp_path / "parallel", Nothing())
     one, two = (rows(tmp_path / name, "agent_0+agent_1") for name in ("serial", "parallel"))
     assert len(one["action"]) >= 2 * 56, "two agents; the last action of each has brought nothing yet"
     assert all(np.array_equal(one[name], two[name]) for name in one)

@@ -113,14 +113,18 @@ def train_marl(
     wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
 ) -> None:
     """Teach many agents in one world, a learner process for each."""
-    from jurybox.training.recipes.marl_command import settings_of, show_state, train_agents
-
-    given = {"log_dir": out, "agents": agents, "steps": steps, "seed": seed}
 
     def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.runtime.debug_state import debug_state as state_of
+
+        if debug_state and out is not None:
+            return state_of(out)
+        from jurybox.training.recipes.marl_command import settings_of, train_agents
+
+        given = {"log_dir": out, "agents": agents, "steps": steps, "seed": seed}
         settings = settings_of(config, change or [], given)
         if debug_state:
-            return show_state(settings)
+            return state_of(settings.log_dir)
         return train_agents(settings, console, serial=serial, resume=resume, mlflow=mlflow, wandb=wandb)
 
     _until_interrupted(work, None, told="stopping; --resume goes on from here")

@@ -15,7 +15,6 @@ from rich.console import Console
 from jurybox.training.recipes.marl import ConfigError, MarlTraining
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.recipes.trackers import require, trackers
-from jurybox.training.runtime.debug_state import debug_state
 from jurybox.training.runtime.outcome import End
 from jurybox.training.runtime.stopping import Signals
 
@@ -37,11 +36,6 @@ def settings_of(config: Path | None, changes: Sequence[str], given: Mapping[str,
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--set {change!r}: expected NAME=VALUE with a value as in TOML ({error})") from error
     return MarlTraining.read(config, {**changed, **{name: value for name, value in given.items() if value is not None}})
-
-
-def show_state(settings: MarlTraining) -> str:
-    """What the run in the settings' folder shares at this moment."""
-    return debug_state(settings.log_dir)
 
 
 def train_agents(

@@ -10,20 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.lifeline import Lifeline, spawn
+from jurybox.protocol.lifeline import Lifeline, spawn, thread_limits
 from jurybox.training.runtime.board import Board, Order, State, Subject, Told, Word
 from jurybox.training.runtime.plan import Plan
 
 _MODULE = "jurybox.training.runtime.process"
-# Every library that starts a pool of threads reads one of these when it is loaded.
-_THREAD_LIMITS = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
 
 
 class Child:
@@ -72,12 +63,10 @@ class Child:
         self._orders[Told.STARTED_AT] = int(now * 1e9)
         self._orders[Told.ORDER] = Order.RUN
         self._words[Word.STATE] = State.STARTING
-        limits = dict.fromkeys(_THREAD_LIMITS, str(self.spec.threads))
+        environment = {**thread_limits(self.spec.threads), **self.spec.environment}
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            self._process, self._lifeline = spawn(
-                _MODULE, environment={**limits, **self.spec.environment}, output=log.fileno()
-            )
+            self._process, self._lifeline = spawn(_MODULE, environment=environment, output=log.fileno())
         self._say(
             "configure",
             path=sys.path,
