@@ -63,6 +63,14 @@ def test_who_brings_nothing_is_found_behind_who_waits(board):
     assert "actor-0 does not wait" in found.text
 
 
+def test_who_is_only_slow_is_left_alone(board):
+    let_wait(board, LEARNER, Subject.READY, 61)
+    board.words[ACTOR][Word.MOVED_AT] = NOW - 59 * SECOND
+    assert examine(PLAN, board, NOW) is None
+    board.words[ACTOR][Word.MOVED_AT] = NOW - 61 * SECOND
+    assert examine(PLAN, board, NOW).role == ACTOR
+
+
 def test_in_a_circle_the_one_that_has_waited_longest_is_restarted(board):
     let_wait(board, LEARNER, Subject.STEPS, 61)
     let_wait(board, ACTOR, Subject.WEIGHTS, 70)

@@ -50,6 +50,7 @@ class Word(IntEnum):
     DROPPED = 17  # reports that the orchestrator was too slow for
     READY_AT = 18  # when this life's role was made
     DONE = 19  # 1: a learner that has learned from all steps of the budget
+    MOVED_AT = 20  # when its steps last became more
 
 
 class Told(IntEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import os
 import pickle
@@ -68,11 +69,10 @@ def main() -> None:
     logging.getLogger().addHandler(Told(reports))
     try:
         _serve(lifeline, reports, message)
-    except EOFError:
-        os._exit(1)  # the orchestrator is gone
     except BaseException as error:  # noqa: BLE001 (told to the orchestrator, and this process ends)
         _log.info("ended by\n%s", traceback.format_exc())
-        reports.certainly({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(OSError):  # the orchestrator may be what is gone
+            reports.certainly({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
         logging.shutdown()
         os._exit(1)
     # Everything is closed; taking the interpreter and its libraries apart would only take time from the others.

@@ -5,6 +5,7 @@ A turn never waits. It says whether it may be taken, and what it is waiting for 
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 from jurybox.client.publisher import Publisher
@@ -151,7 +152,9 @@ class ActorTurn(Turn):
         made = self._step()
         words = self.seat.words
         words[Word.EPOCHS] += 1
-        words[Word.ENV_STEPS] += made
+        if made:
+            words[Word.ENV_STEPS] += made
+            words[Word.MOVED_AT] = time.monotonic_ns()
 
     def saved(self) -> None:
         self._following.at_once()
@@ -183,6 +186,7 @@ class LearnerTurn(Turn):
         self._learner.step()
         words = self.seat.words
         words[Word.LEARNER_STEPS] += 1
+        words[Word.MOVED_AT] = time.monotonic_ns()
         if self._every and words[Word.LEARNER_STEPS] % self._every == 0:
             self._publish()
 

@@ -109,6 +109,8 @@ def _blame(plan: Plan, board: Board, number: int, now: int) -> Finding | None:
             return None  # it is being restarted, and has its own time for that
         following = next((each for each in candidates if board.waits_for(each)[0] in AT_REST), candidates[0])
         if board.waits_for(following)[0] in AT_REST:
+            if (now - board.words[following][Word.MOVED_AT]) / 1e9 < plan.patience.stall:
+                return None  # it is only slow
             guilty = following
             chain.append(following)
             break
