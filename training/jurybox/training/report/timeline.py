@@ -11,14 +11,13 @@ _MOST = 400  # marks in a lane; more would be narrower than a pixel
 
 
 def timeline(run: Timeline, title: str, seconds: float = 5.0) -> str:
-    """The last seconds that all roles were recorded in, as SVG; beside each lane its busy share of the whole run.
+    """The last seconds in which all roles were there, as SVG; beside each lane its busy share of the whole run.
 
     Args:
         title: what it shows, for whoever cannot see it.
         seconds: how much of the end.
     """
-    ends = [lane.intervals[-1][1] for lane in run.lanes if lane.intervals]
-    high = max(ends, default=1.0)
+    high = min((lane.intervals[-1][1] for lane in run.lanes if lane.intervals), default=1.0)
     low = max(0.0, high - seconds)
     bottom = _TOP + _ROW * len(run.lanes)
     x = svg.Scale(low, high, _LEFT, _RIGHT)
@@ -31,7 +30,7 @@ def timeline(run: Timeline, title: str, seconds: float = 5.0) -> str:
         middle = _TOP + _ROW * (row + 0.5)
         marks.append(svg.text(_LEFT - 12, middle + 4, lane.role, anchor="end", style="label"))
         marks.append(svg.line(_LEFT, middle, _RIGHT, middle, "base"))
-        shown = [each for each in lane.intervals if each[1] > low and not each[2]]
+        shown = [each for each in lane.intervals if each[1] > low and each[0] < high and not each[2]]
         for start, end, _ in _joined(shown, (high - low) / _MOST):
             left, right = x(max(start, low)), x(min(end, high))
             told = f"{lane.role}: {end - start:.3f} s of work"
