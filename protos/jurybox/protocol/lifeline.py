@@ -24,6 +24,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PATIENCE_SECONDS = 5
+_PARENT = "_JURYBOX_PARENT"
 # Every library that starts a pool of threads reads one of these when it is loaded.
 _THREADS = (
     "OMP_NUM_THREADS",
@@ -101,7 +102,7 @@ def spawn(
             stdout=output,
             stderr=output,
             process_group=None if output is None else 0,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
         )
     return process, Lifeline(ours.detach())
 
@@ -119,12 +120,10 @@ def attach(fd: int) -> Lifeline:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Said by `spawn`: whoever asks for its parent after that died is told of another.
+    parent = int(os.environ.pop(_PARENT, os.getppid()))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # It may have died before the order stood, even before this process could ask who it was; its end of the pipe
-        # went with it.
-        poll = select.poll()
-        poll.register(fd, 0)
-        if poll.poll(0):
+        if os.getppid() != parent:  # it died before the order stood
             os.kill(os.getpid(), signal.SIGKILL)
     return Lifeline(fd)
