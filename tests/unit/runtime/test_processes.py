@@ -97,9 +97,14 @@ def test_told_to_stop_it_ends_in_order_with_a_checkpoint(tmp_path):
     assert "stops as told" in (tmp_path / "logs" / "learner.log").read_text()
 
 
-def test_time_that_is_up_ends_the_run(tmp_path):
-    outcome = run(plan(budget=Budget(steps=10**9, seconds=1.0)), tmp_path, Rows())
+@pytest.mark.parametrize("serial", [True, False])
+def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
+    budget = Budget(steps=10**9, seconds=0.5 if serial else 3.0)
+    outcome = run(plan(budget=budget, evaluate=10**9), tmp_path, Rows(), serial=serial)
     assert outcome.end is End.SECONDS
+    if not serial and not outcome.env_steps:
+        pytest.skip("this machine is too busy to start a process in three seconds")
+    assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5
 
 
 def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):

@@ -61,6 +61,7 @@ class Told(IntEnum):
     RESTARTS = 2
     FAILURES = 3  # in a row
     STARTED_AT = 4
+    CLOSING = 5  # 1: the time is up; no more environment steps
 
 
 class State(IntEnum):

@@ -66,7 +66,7 @@ class Orchestrator:
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
         self._saved_at = self._board.env_steps
         self._saved_files: set[str] = set()
-        self._watched = 0.0
+        self._watched = self._closed_at = 0.0
         self._given_up = False
         self._at_once: Callable[[], bool] = lambda: False
         self._finished_since: float | None = None
@@ -105,10 +105,15 @@ class Orchestrator:
                 return End.SIGNAL
             if self._given_up:
                 return End.FAILED
-            if (reason := ending()) is not None:
+            reason = ending()
+            if reason is End.SECONDS and self._plan.of_kind(Kind.EVALUATOR):
+                # What it came to is worth an evaluation, if that does not take too long.
+                self._closed_at = self._closed_at or time.monotonic()
+                self._rules.close()
+            elif reason is not None:
                 return reason
-            if self._is_finished():
-                return End.STEPS
+            if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.patience.save):
+                return reason or End.STEPS
             self._start_again()
             self._watch()
             self._save_if_due()

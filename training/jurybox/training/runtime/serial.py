@@ -87,6 +87,8 @@ class Serial:
             self._ledger.row_if_due()
             tick()
             if (reason := ending()) is not None:
+                if reason is End.SECONDS:
+                    self._close()
                 return self._finish(reason)
             if not moved:
                 if not any(turn.may() or turn.waiting[0] not in _DONE for turn in self._turns):
@@ -128,6 +130,13 @@ class Serial:
             turn.close()
             turn.seat.enter(State.STOPPED)
         self._turns = []
+
+    def _close(self) -> None:
+        """The time is up: learners use up what is there, evaluators have a last look."""
+        self._rules.close()
+        for turn in self._others:
+            while turn.may():
+                turn.take()
 
     def _finish(self, reason: End) -> End:
         for turn in self._turns:

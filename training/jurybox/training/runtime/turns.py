@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from jurybox.client.publisher import Publisher
 from jurybox.protocol.errors import Timeout
-from jurybox.training.runtime.board import Board, Subject, Word
+from jurybox.training.runtime.board import Board, Subject, Told, Word
 from jurybox.training.runtime.plan import Kind, Plan, load
 from jurybox.training.runtime.roles import Actor, Evaluator, Learner, Role
 from jurybox.training.runtime.seat import Seat
@@ -28,10 +28,16 @@ class Rules:
     def __init__(self, plan: Plan, board: Board, slack: int | None) -> None:
         self._pace, self._budget, self._board, self._slack = plan.pace, plan.budget, board, slack
         self._learners = plan.of_kind(Kind.LEARNER)
+        self._orders = board.orders[0]
 
     def collected(self) -> bool:
-        """Whether all environment steps of the budget have been made."""
-        return self._board.env_steps >= self._budget.steps
+        """Whether all environment steps have been made that the budget has, or the time is up."""
+        return self._board.env_steps >= self._budget.steps or bool(self._orders[Told.CLOSING])
+
+    def close(self) -> None:
+        """Let nobody make environment steps from now on, so that learners and evaluators come to an end."""
+        for orders in self._board.orders:
+            orders[Told.CLOSING] = 1
 
     def over(self) -> bool:
         """Whether all steps have been collected, and every learner that is waited for has learned from them."""
