@@ -19,8 +19,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from jurybox.protocol.lifeline import spawn
 from jurybox.server.gateway.listening import CannotListen, listen
-from jurybox.server.lifeline import spawn
 
 
 class Gateway:

@@ -92,6 +92,44 @@ def train_photo(
     _until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
 
 
+@train.command("marl")
+def train_marl(
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder for everything; log_dir.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Settings, as TOML.", exists=True, dir_okay=False)
+    ] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML.")
+    ] = None,
+    agents: Annotated[int | None, typer.Option(min=1, help="Agents in the treasure hunt.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Turns of the world.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Everything random comes from it.")] = None,
+    serial: Annotated[bool, typer.Option("--serial", help="The same algorithm in one process.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    debug_state: Annotated[
+        bool, typer.Option("--debug-state", help="Print what the run in DIR shares at this moment, and end.")
+    ] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+) -> None:
+    """Teach many agents in one world, a learner process for each."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.runtime.debug_state import debug_state as state_of
+
+        if debug_state and out is not None:
+            return state_of(out)
+        from jurybox.training.recipes.marl_command import settings_of, train_agents
+
+        given = {"log_dir": out, "agents": agents, "steps": steps, "seed": seed}
+        settings = settings_of(config, change or [], given)
+        if debug_state:
+            return state_of(settings.log_dir)
+        return train_agents(settings, console, serial=serial, resume=resume, mlflow=mlflow, wandb=wandb)
+
+    _until_interrupted(work, None, told="stopping; --resume goes on from here")
+
+
 @demo.command("photo")
 def demo_photo(
     out: Out = Path("demo-out"),
@@ -126,7 +164,7 @@ def demo_photo(
     _until_interrupted(work, out, told="stopping the server and the workers")
 
 
-def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path, *, told: str) -> None:
+def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
     """Do the work and end the process with its exit status; whatever happens, what it started is stopped."""
     console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     resources = ExitStack()
@@ -145,7 +183,8 @@ def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path, *, 
     interrupts.ignore_from_now_on()
     resources.close()
     if status == 0:
-        console.print(f"\n{said}\n\nreport: {out / 'report.html'}", highlight=False, markup=False)
+        where = f"\n\nreport: {out / 'report.html'}" if out else ""
+        console.print(f"\n{said}{where}", highlight=False, markup=False)
     raise typer.Exit(status)
 
 
@@ -157,8 +196,9 @@ def _status_of(error: Exception) -> int:
     from jurybox.training.recipes.local_server import ServerNotStarted
     from jurybox.training.recipes.trackers import TrackerMissing
     from jurybox.training.runlog import RunLogError
+    from jurybox.training.runtime.errors import RunError
 
-    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError):
+    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError):
         return _USAGE
     return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from jurybox.server import lifeline
+from jurybox.protocol import lifeline
 from jurybox.server.engine.process import run
 
 sys.exit(run(lifeline.attach(int(sys.argv[1]))))

@@ -16,6 +16,7 @@ import zmq
 
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Code
+from jurybox.protocol.lifeline import Lifeline, exact_sleeps
 from jurybox.protocol.timings import Timings
 from jurybox.server.allocator import keep_freed_memory
 from jurybox.server.doors.native import NativeDoor
@@ -25,7 +26,6 @@ from jurybox.server.engine.device_memory import show_device_memory
 from jurybox.server.engine.door import Door
 from jurybox.server.engine.errands import Errands
 from jurybox.server.engine.workshop import Workshop
-from jurybox.server.lifeline import Lifeline, exact_sleeps
 from jurybox.server.logs import configure
 
 _HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine

@@ -2,8 +2,8 @@
 
 import sys
 
+from jurybox.protocol.lifeline import attach
 from jurybox.server.gateway.process import leave, run
-from jurybox.server.lifeline import attach
 
 if __name__ == "__main__":
     leave(run(attach(int(sys.argv[1]))))

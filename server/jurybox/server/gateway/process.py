@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jurybox.protocol.lifeline import Lifeline
 from jurybox.server.endpoints import is_loopback, split_host
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_routes
 from jurybox.server.gateway.inference.door import OpenInference
 from jurybox.server.gateway.source import ClientSource
-from jurybox.server.lifeline import Lifeline
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
 

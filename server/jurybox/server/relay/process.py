@@ -11,7 +11,7 @@ import zmq
 
 from jurybox.client.local_link import LocalLink
 from jurybox.protocol.errors import ServerGone
-from jurybox.server.lifeline import Lifeline
+from jurybox.protocol.lifeline import Lifeline
 from jurybox.server.logs import Log, configure
 from jurybox.server.relay.front import Front
 from jurybox.server.relay.relay import Relay

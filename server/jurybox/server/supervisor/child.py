@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jurybox.server.lifeline import Lifeline, spawn
+from jurybox.protocol.lifeline import Lifeline, spawn
 
 # Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
 _BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)

@@ -14,18 +14,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Every library that starts a pool of threads reads one of these when it is loaded.
-THREAD_LIMITS = dict.fromkeys(
-    (
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "BLIS_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "VECLIB_MAXIMUM_THREADS",
-    ),
-    "1",
-)
+from jurybox.protocol.lifeline import thread_limits
+
+THREAD_LIMITS = thread_limits(1)
 _PR_SET_PDEATHSIG = 1
 
 

@@ -1,4 +1,5 @@
-"""What ties a child process to the supervisor: a pipe of small JSON messages, and death together.
+"""What ties a child process to its parent (a supervisor, an orchestrator): a pipe of small JSON messages, and death
+together.
 
 A child is started with one end of a socket pair. It reads its settings from there, reports there, and takes the
 end of file as the order to stop. Because a loop inside a long kernel cannot read a pipe, the kernel is also asked
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,10 +23,26 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
+_PATIENCE_SECONDS = 5
+_PARENT = "_JURYBOX_PARENT"
+# Every library that starts a pool of threads reads one of these when it is loaded.
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """Variables for a child whose numerical libraries may use so many threads."""
+    return dict.fromkeys(_THREADS, str(threads))
 
 
 class Lifeline:
-    """One end of the pipe between the supervisor and a child. Not thread-safe for receiving."""
+    """One end of the pipe between a parent and its child. Not thread-safe for receiving."""
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
@@ -41,28 +60,49 @@ class Lifeline:
             if not self._connection.poll(timeout):
                 return None
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except ConnectionError as error:
+        except OSError as error:  # cut in the midst of a message, too
             raise EOFError("the other end of the lifeline is gone") from error
         return message
+
+    def writable(self) -> bool:
+        """Whether a small message can be sent without waiting for the other end to read."""
+        poll = select.poll()  # not select(2), which knows descriptors below 1024 only
+        poll.register(self._connection.fileno(), select.POLLOUT)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self._connection.close()
 
 
 def spawn(
-    module: str, arguments: Sequence[str] = (), environment: dict[str, str] | None = None
+    module: str,
+    arguments: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    *,
+    output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], Lifeline]:
     """Start ``python -m module FD arguments...`` with a lifeline on descriptor FD.
 
-    A fresh interpreter, never a fork: CUDA and threads do not survive one.
+    A fresh interpreter, never a fork: CUDA and threads do not survive one. Call it from a thread that lives as long as
+    the child shall: the kernel's parent-death signal comes with the end of the thread.
+
+    Args:
+        output: descriptor of a file for what the child prints, errors included; it then has a process group of its own
+            as well, so that a terminal's Ctrl-C reaches its parent alone. None: the parent's own.
     """
     ours, theirs = socket.socketpair()
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        # A child that was stopped in the midst of a message must not hold its parent for ever.
+        ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", _PATIENCE_SECONDS, 0))
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {})},
+            stdout=output,
+            stderr=output,
+            process_group=None if output is None else 0,
+            env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
         )
     return process, Lifeline(ours.detach())
 
@@ -80,7 +120,8 @@ def attach(fd: int) -> Lifeline:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = os.getppid()
+    # Said by `spawn`: whoever asks for its parent after that died is told of another.
+    parent = int(os.environ.pop(_PARENT, os.getppid()))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the order stood

@@ -1,0 +1,150 @@
+"""Any process of a run may be killed at any moment: the run goes on, no step counts twice, nothing stays in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.serving import segments
+from tests.unit.runtime.toys import Rows, plan
+
+from jurybox.protocol.segment import sweep
+from jurybox.training.runtime.board import Board, Word
+from jurybox.training.runtime.debug_state import RUNNING
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.stopping import Signals
+
+RUN = """
+import sys
+from pathlib import Path
+from tests.unit.runtime.toys import Rows, plan
+from jurybox.training.runtime.run import run
+run(plan(steps=10**9, actors=2, actor={"pause": 0.001}, evaluate=1000), Path(sys.argv[1]), Rows())
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that is only waiting to be buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come to that in time"
+        time.sleep(0.02)
+    return found
+
+
+def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, object, dict[str, list[int]]]:
+    """Run the toys, and kill one of their processes at random so many times, each so many seconds after the last.
+
+    Before each death the run must have gone on after the one before.
+    """
+    chance, kills, seen, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
+    trails = {name: str(folder / name) for name in ("actors", "learner")}
+
+    def watch(commons):
+        now, steps = time.monotonic(), commons.board.env_steps
+        if now - seen[0] < seconds or steps < seen[1] + 100:
+            return
+        if len(kills) == times:
+            signals.ask()
+            return
+        victim = chance.randrange(len(commons.board.words))
+        pid = commons.board.words[victim][Word.PID]
+        if pid and alive(pid):
+            os.kill(pid, signal.SIGKILL)
+            kills.append(victim)
+            seen[:] = [now, steps]
+
+    outcome = run(
+        plan(
+            steps=10**9,
+            actors=2,
+            actor={"trail": trails["actors"], "pause": 0.0005},
+            learner={"trail": trails["learner"]},
+            patience=Patience(failures=1000, back_off=(0.0, 0.1)),
+            evaluate=500,
+            save_every=2000,
+        ),
+        folder,
+        Rows(),
+        watch=watch,
+        signals=signals,
+    )
+    begun = {name: len(Path(path).read_text().splitlines()) for name, path in trails.items()}
+    return len(kills), outcome, begun
+
+
+def check_counts(kills, outcome, begun):
+    assert outcome.end is End.SIGNAL
+    assert outcome.restarts == kills, "each death was noticed once"
+    # A step that was begun counts once when it is finished, and those that death cut short do not count.
+    assert outcome.env_steps <= begun["actors"] <= outcome.env_steps + kills
+    assert outcome.learner_steps <= begun["learner"] <= outcome.learner_steps + kills
+
+
+def test_a_run_goes_on_whoever_of_it_is_killed(tmp_path):
+    before = segments()
+    kills, outcome, begun = killed_at_random(tmp_path, times=8, seconds=0.3)
+    assert kills == 8
+    check_counts(kills, outcome, begun)
+    assert segments() == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_for_five_minutes_of_killing(tmp_path):
+    before = segments()
+    kills, outcome, begun = killed_at_random(tmp_path, times=30, seconds=10.0)
+    assert kills == 30
+    check_counts(kills, outcome, begun)
+    assert segments() == before
+
+
+def test_nothing_outlives_a_killed_orchestrator_but_memory_that_the_next_start_frees(tmp_path):
+    before = segments()
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)])
+    try:
+        mark = tmp_path / RUNNING
+        wait_for(mark.exists)
+        board = Board.attach(json.loads(mark.read_text())["board"], keep_alive=False)
+        wait_for(lambda: board.learner_steps > 10 and all(words[Word.PID] for words in board.words))
+        pids = [words[Word.PID] for words in board.words]
+        assert len(pids) == 4 and all(map(alive, pids))
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(map(alive, pids)), seconds=5.0)
+        board.close()
+    finally:
+        process.kill()
+        process.wait()
+    assert segments() - before, "it was killed before it could remove them"
+    sweep()
+    assert segments() == before
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)])
+    try:
+        wait_for((tmp_path / RUNNING).exists)
+        wait_for((tmp_path / "logs" / "learner.log").exists)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert not (tmp_path / RUNNING).exists()

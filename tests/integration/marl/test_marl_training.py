@@ -1,0 +1,109 @@
+"""The multi-agent training: the same trajectory however it is run, and a folder that says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tests.serving import segments
+
+from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
+from jurybox.training.recipes.marl_command import settings_of
+from jurybox.training.recipes.marl_run import train
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.run import run
+
+SMALL = {
+    "steps": 60,
+    "learning_starts": 20,
+    "batch_size": 8,
+    "hidden": (16, 16),
+    "world": {"turns": 15, "height": 9, "width": 9, "gems": (4, 2, 1)},
+    "evaluate_episodes": 1,
+    "epsilon": (0.3, 0.3, 1),
+    "log_interval": 20,
+}
+
+
+class Nothing:
+    def scalars(self, step, values): ...
+
+
+def rows(folder, group):
+    """What a group's replay held at the end, in order."""
+    checkpoint = Checkpoints(folder / "checkpoints").latest()
+    replay = Replay.load(checkpoint.folder / f"replay-{group}.jbr", f"look-{os.getpid()}")
+    try:
+        part = replay.parts[0]
+        return {name: part.field_rows(name, 0, len(replay)).copy() for name in ("observation", "action", "reward")}
+    finally:
+        replay.unlink()
+        replay.close()
+
+
+def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
+    before = segments()
+    settings = MarlTraining(**SMALL, publish_interval=0, share=(("agent_0", "agent_1"),))
+    run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
+    run(plan(settings), tmp_path / "parallel", Nothing())
+    one, two = (rows(tmp_path / name, "agent_0+agent_1") for name in ("serial", "parallel"))
+    assert len(one["action"]) >= 2 * 56, "two agents; the last action of each has brought nothing yet"
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+    assert len(set(one["action"].tolist())) > 2
+    assert segments() == before
+
+
+def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
+    def settings(name, steps):
+        return MarlTraining(
+            **{**SMALL, "steps": steps}, algorithm="iqn", checkpoint_interval=40, log_dir=tmp_path / name
+        )
+
+    train(settings("whole", 80), serial=True)
+    train(settings("halves", 40), serial=True)
+    outcome = train(settings("halves", 80), serial=True, resume=True)
+    assert outcome.env_steps == 80 and outcome.learner_steps == 2 * 15
+    whole, halves = (Checkpoints(tmp_path / name / "checkpoints").latest() for name in ("whole", "halves"))
+    for learner in ("learner-agent_0", "learner-agent_1"):
+        one, two = whole.state(learner), halves.state(learner)
+        assert one["steps"] == two["steps"] == 15
+        assert all(np.array_equal(one["network"][name], two["network"][name]) for name in one["network"])
+    summary = json.loads((tmp_path / "halves" / "summary.json").read_text())
+    assert summary["env_steps"] == 80 and "eval_return_agent_1" in summary["evaluation"]
+    report = (tmp_path / "halves" / "report.html").read_text()
+    assert "agent_1" in report and "Random play" in report
+    assert (tmp_path / "halves" / "metrics.csv").read_text().count("\n") > 4
+
+
+def test_settings_come_from_file_then_options(tmp_path):
+    config = tmp_path / "marl.toml"
+    config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[world]\nturns = 7\n')
+    settings = settings_of(config, ["batch_size = 16", "epsilon = [0.5, 0.1, 10]"], {"agents": 3, "seed": None})
+    assert (settings.publish_mode, settings.batch_size, settings.agents, settings.seed) == ("snapshot", 16, 3, 0)
+    assert settings.world_settings == {"agents": 3, "turns": 7}
+    # The document's own defaults.
+    plain = MarlTraining()
+    assert (plain.buffer_capacity, plain.batch_size, plain.train_interval) == (10_000, 64, 4)
+    assert (plain.learning_rate, plain.log_interval, plain.publish_mode) == (0.00025, 100, "double_buffer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(["batch = 3"], "batch"), (["batch_size = 0"], "batch_size"), (["batch_size"], "NAME=VALUE")],
+)
+def test_a_wrong_setting_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_of(None, changes, {})
+    with pytest.raises(ConfigError, match="agent_7"):
+        plan(MarlTraining(share=(("agent_0", "agent_7"),)))
+
+
+def test_the_state_of_a_run_that_is_not_there_is_refused(tmp_path):
+    command = [sys.executable, "-m", "jurybox.training.cli", "train", "marl", "--debug-state", "--out", str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 2 and "no run is going on" in done.stderr

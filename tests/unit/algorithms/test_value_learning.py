@@ -1,0 +1,69 @@
+"""DQN and IQN learn what a small problem's values are, and go on exactly where they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.training.algorithms.dqn import DQN, QNetwork, ValueSettings
+from jurybox.training.algorithms.iqn import IQN, QuantileNetwork, quantile_loss
+from jurybox.training.runtime.state_files import read_state, write_state
+
+torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
+SETTINGS = ValueSettings(learning_rate=0.003, target_interval=50, hidden=(32, 32))
+KINDS = {"dqn": (DQN, QNetwork), "iqn": (IQN, QuantileNetwork)}
+
+
+def make(kind, seed=0):
+    torch.manual_seed(seed)
+    learner, network = KINDS[kind]
+    return learner(network(4, 2, (32, 32)), SETTINGS, seed=seed)
+
+
+def batch(random, n=64):
+    """Four places in a row; to the right is 1 at the end, to the left is nothing; the discount is a half."""
+    place, action = random.integers(4, size=n), random.integers(2, size=n)
+    over = (place == 3) & (action == 1)
+    after = np.clip(place + 2 * action - 1, 0, 3)
+    eye = np.eye(4, dtype=np.uint8).reshape(4, 1, 1, 2, 2)
+    return {
+        "observation": eye[place],
+        "next_observation": eye[after],
+        "action": action.astype(np.int32),
+        "reward": over.astype(np.float32),
+        "discount": np.where(over, 0, 0.5).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_of_a_small_problem_are_found(kind):
+    learner, random = make(kind), np.random.default_rng(0)
+    for _ in range(600):
+        learner.update(batch(random))
+    eye = torch.eye(4).reshape(4, 1, 1, 2, 2)
+    values = learner.network.values(eye).detach().numpy()
+    assert np.allclose(values[:, 1], [0.125, 0.25, 0.5, 1.0], atol=0.06)
+    assert (values[:, 1] > values[:, 0]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_learner_does_bit_for_bit_what_the_other_does(kind, tmp_path):
+    one, random = make(kind), np.random.default_rng(0)
+    for _ in range(60):
+        one.update(batch(random))
+    write_state(tmp_path / "learner.state", one.state())
+    two = make(kind, seed=5)
+    two.restore(read_state(tmp_path / "learner.state"))
+    for _ in range(60):
+        rows = batch(random)
+        assert one.update(rows) == two.update(rows)
+    assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), two.network.parameters(), strict=True))
+
+
+def test_the_quantile_loss_is_least_at_the_quantiles():
+    wanted = torch.tensor([[0.0] * 9 + [10.0] * 1] * 2)
+    taus = torch.tensor([[0.5, 0.95]] * 2)
+    at_quantiles = quantile_loss(torch.tensor([[0.0, 10.0]] * 2), taus, wanted)
+    for other in ([1.0, 10.0], [0.0, 8.0], [5.0, 5.0]):
+        assert quantile_loss(torch.tensor([other] * 2), taus, wanted) > at_quantiles

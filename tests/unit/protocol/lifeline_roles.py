@@ -1,0 +1,17 @@
+"""A child that takes up its lifeline and never looks at it, and a parent that dies as soon as it has a child."""
+
+import os
+import sys
+import time
+
+from jurybox.protocol.lifeline import attach, spawn
+
+if __name__ == "__main__":
+    if sys.argv[1] == "parent":
+        process, lifeline = spawn("tests.unit.protocol.lifeline_roles")
+        lifeline.send("configure")
+        print(process.pid, flush=True)
+        os._exit(0)
+    time.sleep(0.5)  # the parent is dead by now
+    attach(int(sys.argv[1]))
+    time.sleep(60)

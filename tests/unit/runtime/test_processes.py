@@ -1,0 +1,160 @@
+"""The same toys in processes: counted once, paced, ended in order, and nothing left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+from tests.serving import segments
+from tests.unit.runtime.toys import Rows, plan
+
+from jurybox.training.report.timeline import timeline
+from jurybox.training.runtime.board import Word
+from jurybox.training.runtime.debug_state import debug_state
+from jurybox.training.runtime.errors import NotRunning
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Budget, Patience
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.timeline import Timeline
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = segments()
+    yield
+    assert segments() - before == set()
+
+
+def test_processes_make_the_steps_that_the_serial_run_makes(tmp_path):
+    rows = Rows()
+    trail = tmp_path / "trail"
+    outcome = run(
+        plan(steps=400, actors=2, actor={"trail": str(trail)}, collect=2, warmup=20, evaluate=200, log_every=100),
+        tmp_path,
+        rows,
+    )
+    assert outcome.end is End.STEPS and not outcome.serial and outcome.restarts == 0
+    # Two actors may look at the budget in the same moment.
+    assert 400 <= outcome.env_steps <= 401
+    assert outcome.learner_steps == (400 - 20) // 2
+    assert len(trail.read_text().splitlines()) == outcome.env_steps
+    assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5, (
+        "the last evaluation saw the last weights"
+    )
+    assert any("loss" in values for _, values in rows)
+    for name in ("actor-0", "actor-1", "learner", "judge", "run"):
+        assert (tmp_path / "logs" / f"{name}.log").stat().st_size > 0
+    lanes = Timeline.read(tmp_path / "timeline.json").lanes
+    assert [lane.role for lane in lanes] == ["actor-0", "actor-1", "learner", "judge"]
+    assert all(start <= end for lane in lanes for start, end, _ in lane.intervals)
+    picture = timeline(Timeline.read(tmp_path / "timeline.json"), "who worked when")
+    assert picture.count("<rect") >= 3 and "judge" in picture
+    with pytest.raises(NotRunning):
+        debug_state(tmp_path)
+
+
+def test_actors_wait_for_a_slow_learner_and_the_learner_never_runs_ahead(tmp_path):
+    ahead, states = [], []
+
+    def watch(commons):
+        if not states and commons.board.learner_steps:
+            states.append(debug_state(tmp_path))
+        learner = commons.board.words[1]
+        ahead.append(commons.board.env_steps - 20 - 2 * learner[Word.LEARNER_STEPS])
+
+    outcome = run(plan(steps=200, learner={"pause": 0.01}, slack=10), tmp_path, Rows(), watch=watch)
+    assert outcome.learner_steps == 90
+    # warmup aside: one round of two steps that is being used up, and ten of slack
+    assert max(ahead) <= 12 and outcome.busy["actor-0"] < 0.9
+    assert "weights policy" in states[0] and "replay  rows" in states[0] and "actor-0" in states[0]
+
+
+def test_an_actor_that_is_too_far_behind_looks_at_once_and_it_is_counted(tmp_path):
+    outcome = run(
+        plan(steps=200, collect=1, sync_every=1000, max_lag=2, actor={"pause": 0.003}, slack=5), tmp_path, Rows()
+    )
+    assert outcome.forced_syncs >= 5
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path):
+    run(plan(steps=100, actors=2), tmp_path, Rows())
+    outcome = run(plan(steps=200, actors=2), tmp_path, Rows(), resume=True)
+    assert 200 <= outcome.env_steps <= 201 and outcome.learner_steps == 90
+    assert outcome.episodes >= 18
+
+
+def test_told_to_stop_it_ends_in_order_with_a_checkpoint(tmp_path):
+    signals = Signals()
+    threading.Timer(1.5, signals.ask).start()
+    outcome = run(plan(steps=10**9), tmp_path, Rows(), signals=signals)
+    assert outcome.end is End.SIGNAL
+    said = json.loads(next((tmp_path / "checkpoints").glob("step-*/run.json")).read_text())
+    assert said["env_steps"] > 0
+    assert "stops as told" in (tmp_path / "logs" / "learner.log").read_text()
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
+    budget = Budget(steps=10**9, seconds=0.5 if serial else 3.0)
+    outcome = run(plan(budget=budget, evaluate=10**9), tmp_path, Rows(), serial=serial)
+    assert outcome.end is End.SECONDS
+    if not serial and not outcome.env_steps:
+        pytest.skip("this machine is too busy to start a process in three seconds")
+    assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5
+
+
+def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):
+    patience = Patience(failures=2, back_off=(0.0,))
+    outcome = run(plan(actor={"fail_at": 30}, patience=patience), tmp_path, Rows())
+    assert outcome.end is End.FAILED
+    assert "actor-0" in outcome.text and "2 times in a row" in outcome.text
+    assert "told to fail" in (tmp_path / "logs" / "actor-0.log").read_text()
+    assert "told to fail" in (tmp_path / "logs" / "run.log").read_text()
+
+
+def test_a_run_that_failed_goes_on_serially_where_it_was_asked_for(tmp_path):
+    patience = Patience(failures=1, actor=1.0)
+    outcome = run(plan(steps=150, actor={"hang_at": 40}, patience=patience, on_failure="serial"), tmp_path, Rows())
+    assert outcome.serial and outcome.end is End.STEPS
+    assert outcome.env_steps == 150 and outcome.learner_steps == 65
+
+
+def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
+    outcome = run(plan(steps=150, actor={"hang_at": 40}, patience=Patience(actor=1.0)), tmp_path, Rows())
+    assert outcome.end is End.STEPS and outcome.env_steps == 150 and outcome.restarts == 1
+    assert "actor-0 has given no sign of life" in (tmp_path / "logs" / "run.log").read_text()
+
+
+def test_a_killed_role_joins_where_the_others_are(tmp_path):
+    killed = []
+
+    def watch(commons):
+        for number, least in ((0, 60), (2, 100)):
+            words = commons.board.words[number]
+            if number not in killed and commons.board.env_steps >= least and words[Word.PID]:
+                os.kill(words[Word.PID], signal.SIGKILL)
+                killed.append(number)
+
+    trail = tmp_path / "trail"
+    outcome = run(
+        plan(steps=400, actors=2, actor={"trail": str(trail), "pause": 0.005}, learner={"pause": 0.001}, slack=20),
+        tmp_path,
+        Rows(),
+        watch=watch,
+    )
+    assert killed == [0, 2] and outcome.restarts == 2 and outcome.end is End.STEPS
+    # Every step counted was made; one that was begun may not have been counted.
+    begun = len(trail.read_text().splitlines())
+    assert outcome.env_steps <= begun <= outcome.env_steps + 1
+    assert outcome.learner_steps == 190
+
+
+def test_the_first_signal_is_heard_by_the_run_alone(tmp_path):
+    """A terminal's Ctrl-C reaches the whole group; roles must not die of it."""
+    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    outcome = run(plan(steps=10**9), tmp_path, Rows())
+    assert outcome.end is End.SIGNAL and outcome.restarts == 0

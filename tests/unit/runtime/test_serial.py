@@ -1,0 +1,100 @@
+"""The serial driver keeps the ratio exactly, and depends on nothing but plan and seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.runtime.toys import HERE, Rows, plan
+
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.errors import PlanError
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Budget, Kind, Plan, RoleSpec
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.serial import Stuck
+
+
+def trajectory(folder):
+    """Everything that a run came to, from its newest checkpoint: rows in order, weights, counters."""
+    checkpoint = Checkpoints(folder / "checkpoints").latest()
+    replay = Replay.load(checkpoint.folder / "replay-rows.jbr", f"look-{folder.name}")
+    try:
+        part = replay.parts[0]
+        rows = [part.field_rows(name, 0, len(replay)).copy() for name in ("value", "version")]
+    finally:
+        replay.unlink()
+        replay.close()
+    return rows, checkpoint.state("learner")["w"], checkpoint.said["roles"]
+
+
+def test_the_ratio_holds_after_every_run(tmp_path):
+    outcome = run(plan(steps=301, actors=3, collect=4, learn=2, warmup=21), tmp_path, Rows(), serial=True)
+    assert outcome.end is End.STEPS and outcome.serial
+    assert (outcome.env_steps, outcome.learner_steps) == (301, (301 - 21) // 4 * 2)
+    assert outcome.episodes == 30
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(plan(seed=seed, actors=2), tmp_path / name, Rows(), serial=True)
+    (rows, w, counts), again, other = (trajectory(tmp_path / name) for name in "abc")
+    assert all(np.array_equal(one, two) for one, two in zip(rows, again[0], strict=True))
+    assert np.array_equal(w, again[1]) and counts == again[2]
+    assert not np.array_equal(w, other[1])
+
+
+def test_a_resumed_run_does_bit_for_bit_what_the_one_did_that_was_not_stopped(tmp_path):
+    whole = plan(steps=400, actors=2, save_every=100, sync_every=3)
+    run(whole, tmp_path / "whole", Rows(), serial=True)
+    run(plan(steps=200, actors=2, save_every=100, sync_every=3), tmp_path / "halves", Rows(), serial=True)
+    outcome = run(whole, tmp_path / "halves", Rows(), serial=True, resume=True)
+    assert outcome.env_steps == 400
+    one, two = trajectory(tmp_path / "whole"), trajectory(tmp_path / "halves")
+    assert all(np.array_equal(a, b) for a, b in zip(one[0], two[0], strict=True))
+    assert np.array_equal(one[1], two[1]) and one[2] == two[2]
+    assert len(set(one[0][1])) > 10, "the policy was published again and again, or this proves little"
+
+
+def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):
+    rows = Rows()
+    run(plan(steps=250, evaluate=100), tmp_path, rows, serial=True)
+    at = [step for step, values in rows if "eval_w" in values]
+    assert at == [100, 200, 250]
+
+
+def test_a_target_ends_the_run_and_marks_the_best(tmp_path):
+    budget = Budget(steps=100_000, target=("version", 20))
+    outcome = run(plan(budget=budget, evaluate=50, best="version"), tmp_path, Rows(), serial=True)
+    assert outcome.end is End.TARGET and outcome.env_steps < 1000
+    assert (tmp_path / "checkpoints" / "best" / "run.json").exists()
+
+
+def test_what_cannot_move_says_who_waits_for_what(tmp_path):
+    stuck = plan()
+    roles = (stuck.roles[0], RoleSpec("learner", Kind.LEARNER, f"{HERE}:Waiter", samples=("rows",)))
+    with pytest.raises(Stuck, match="learner for steps, actor-0 for weights"):
+        run(Plan(roles, stuck.replays, stuck.channels, stuck.pace, stuck.budget), tmp_path, Rows(), serial=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ("tests.unit.runtime.toys:Nobody", "Nobody"),
+        ("no.such.module:Thing", "no.such.module"),
+        ("justaname", "package.module:callable"),
+    ],
+)
+def test_a_role_that_is_not_there_is_named(tmp_path, make, message):
+    alone = Plan((RoleSpec("actor", Kind.ACTOR, make),), budget=Budget(steps=1))
+    with pytest.raises(PlanError, match=message):
+        run(alone, tmp_path, Rows(), serial=True)
+
+
+def test_a_plan_that_names_what_is_not_there_is_refused():
+    with pytest.raises(PlanError, match="missing"):
+        Plan((RoleSpec("actor", Kind.ACTOR, f"{HERE}:Alone", writes=("missing",)),))
+    with pytest.raises(PlanError, match="needs an actor"):
+        Plan((RoleSpec("learner", Kind.LEARNER, f"{HERE}:Waiter"),))
+    with pytest.raises(PlanError, match="JSON"):
+        Plan((RoleSpec("actor", Kind.ACTOR, f"{HERE}:Alone", {"wait": object()}),))

@@ -1,0 +1,183 @@
+"""A training small enough to be understood whole: actors add numbered rows, a learner sums what it samples.
+
+The weights are one float; each learner step moves it by the mean of a batch. Every attempt of an actor's step is a line
+in a file of its own before anything else happens, so that what was counted can be held against what was done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jurybox.protocol.weights import WeightsLayout
+from jurybox.training.replay import Field
+from jurybox.training.runtime.board import Subject
+from jurybox.training.runtime.plan import Budget, ChannelSpec, Kind, Pace, Plan, ReplaySpec, RoleSpec
+from jurybox.training.runtime.roles import Actor, Evaluator, Learner
+
+HERE = "tests.unit.runtime.toys"
+
+
+class ArrayWeights:
+    """What a policy without torch follows."""
+
+    def __init__(self, reader):
+        self.reader, self.version, self.state, self.extra = reader, 0, reader.buffers(), {}
+
+    def refresh(self, timeout=1.0):
+        if not self.reader.newer_than(self.version):
+            return False
+        self.state, self.version, self.extra = self.reader.read(out=self.state, timeout=timeout)
+        return True
+
+
+class Walker(Actor):
+    """Adds one row a step: a random number plus the policy's; an episode is ten steps."""
+
+    def __init__(self, seat, trail=None, pause=0.0, fail_at=None, hang_at=None):
+        super().__init__(seat)
+        self.random = np.random.default_rng(seat.seed)
+        self.weights = ArrayWeights(seat.reader())
+        seat.follow("policy", self.weights)
+        self.rows = seat.replay()
+        self.trail = None if trail is None else os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.pause, self.fail_at, self.hang_at = pause, fail_at, hang_at
+        self.made, self.total = 0, 0.0
+
+    def step(self):
+        if self.trail is not None:
+            os.write(self.trail, f"{self.seat.life} {self.made}\n".encode())
+        if self.fail_at is not None and self.made >= self.fail_at:
+            raise RuntimeError("told to fail")
+        if self.hang_at is not None and self.made >= self.hang_at and self.seat.life == 1:
+            time.sleep(3600)
+        if self.pause:
+            time.sleep(self.pause)
+        value = self.random.standard_normal() + float(self.weights.state["w"][0])
+        self.rows.add(value=value, version=self.weights.version)
+        self.made += 1
+        self.total += value
+        if self.made % 10 == 0:
+            self.seat.episode(total=self.total, length=10)
+            self.total = 0.0
+        return 1
+
+    def save(self):
+        return {"random": self.random.bit_generator.state, "made": self.made, "total": self.total}
+
+    def restore(self, state):
+        self.random.bit_generator.state = state["random"]
+        self.made, self.total = state["made"], state["total"]
+
+
+class Summer(Learner):
+    """w += 0.01 mean(batch); the draws depend on the seed and the step alone."""
+
+    def __init__(self, seat, trail=None, pause=0.0, fail=False):
+        super().__init__(seat)
+        self.replay = seat.replay()
+        self.w = np.zeros(3)
+        self.adopted = 0
+        self.trail, self.pause = trail, pause
+        if fail:
+            raise RuntimeError("told to fail at once")
+
+    def ready(self):
+        return len(self.replay) >= 8
+
+    def step(self):
+        if self.trail is not None:
+            with Path(self.trail).open("a") as file:
+                file.write(f"{self.seat.life}\n")
+        if self.pause:
+            time.sleep(self.pause)
+        self.replay.seed(self.seat.plan.seed + self.seat.own_steps)
+        self.w += 0.01 * self.replay.sample(8)["value"].mean()
+        self.seat.metrics(loss=abs(self.w[0]))
+
+    def publication(self):
+        return {"w": self.w}, {"steps": self.seat.own_steps}
+
+    def adopt(self, published):
+        state, self.adopted, _ = published.read()
+        self.w = state["w"].copy()
+
+    def save(self):
+        return {"w": self.w}
+
+    def restore(self, state):
+        self.w = state["w"].copy()
+
+
+class Waiter(Learner):
+    """Is never ready."""
+
+    def ready(self):
+        return False
+
+    def step(self):
+        raise AssertionError("it is never ready")
+
+
+class Judge(Evaluator):
+    def __init__(self, seat):
+        super().__init__(seat)
+        self.weights = ArrayWeights(seat.reader())
+        seat.follow("policy", self.weights)
+
+    def evaluate(self):
+        return {"w": float(self.weights.state["w"][0]), "version": self.weights.version}
+
+
+class Alone(Actor):
+    """Needs nothing of the run but its count; waits for something outside when told to."""
+
+    def __init__(self, seat, wait=0.0):
+        super().__init__(seat)
+        self.wait = wait
+
+    def step(self):
+        if self.wait:
+            end = time.monotonic() + self.wait
+            self.seat.wait_until(lambda: time.monotonic() > end, Subject.OUTSIDE, timeout=self.wait + 1)
+        return 1
+
+
+class Rows(list):
+    """A sink that keeps what comes."""
+
+    def scalars(self, step, values):
+        self.append((step, dict(values)))
+
+
+def plan(steps=300, actors=1, actor=None, learner=None, collect=2, learn=1, warmup=20, slack=100, evaluate=0, **more):
+    """A run of the toys; `actor` and `learner` are their settings."""
+    roles = [
+        RoleSpec(f"actor-{i}", Kind.ACTOR, f"{HERE}:Walker", actor or {}, writes=("rows",), reads=("policy",))
+        for i in range(actors)
+    ]
+    roles.append(
+        RoleSpec(
+            "learner",
+            Kind.LEARNER,
+            f"{HERE}:Summer",
+            learner or {},
+            samples=("rows",),
+            publishes="policy",
+            publish_every=5,
+        )
+    )
+    if evaluate:
+        roles.append(RoleSpec("judge", Kind.EVALUATOR, f"{HERE}:Judge", reads=("policy",), evaluate_every=evaluate))
+    budget = more.pop("budget", Budget(steps=steps))
+    return Plan(
+        roles=tuple(roles),
+        replays=(ReplaySpec("rows", 100_000, {"value": Field((), "float64"), "version": Field((), "int64")}),),
+        channels=(ChannelSpec("policy", WeightsLayout.of({"w": np.zeros(3)})),),
+        pace=Pace(collect=collect, learn=learn, warmup=warmup, slack=slack),
+        budget=budget,
+        **more,
+    )

@@ -1,0 +1,157 @@
+"""DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016) and n-step returns.
+
+The update knows nothing of environments, replays or processes: batches of arrays in, a loss out. What `iqn` does
+differently is in `ValueLearner`'s two abstract methods.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from jurybox.training.torch_states import optimiser_state, restore_optimiser
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSettings:
+    """Settings that DQN and IQN share.
+
+    Attributes:
+        learning_rate: of Adam (epsilon 0.01 / batch_size is the paper's for DQN; Adam's own is used here).
+        discount: of one step.
+        n_step: steps of a return before it is bootstrapped.
+        target_interval: learner steps between two copies of the network to the target network.
+        hidden: units of the hidden layers.
+        gradient_norm: gradients are scaled down to it.
+    """
+
+    learning_rate: float = 0.00025
+    discount: float = 0.95
+    n_step: int = 3
+    target_interval: int = 200
+    hidden: tuple[int, ...] = (128, 128)
+    gradient_norm: float = 10.0
+
+
+class ValueNetwork(nn.Module):
+    """A network that a greedy policy can use."""
+
+    def values(self, seen: torch.Tensor) -> torch.Tensor:
+        """What a greedy policy compares: (n, actions)."""
+        raise NotImplementedError
+
+
+class QNetwork(ValueNetwork):
+    """Values of actions from stacked planes: (n, stack, planes, height, width) of 0 and 1 -> (n, actions)."""
+
+    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128)) -> None:
+        super().__init__()
+        self.layers = perceptron(inputs, hidden, actions)
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.layers(seen.flatten(1).float())
+        return values
+
+    def values(self, seen: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self(seen)
+        return out
+
+
+def perceptron(inputs: int, hidden: tuple[int, ...], outputs: int) -> nn.Sequential:
+    """Linear layers with ReLU in between."""
+    sizes = (inputs, *hidden)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+class ValueLearner(ABC):
+    """A network, its target network and their optimiser.
+
+    Args:
+        network: of which the target network is a copy.
+        device: where both are.
+        seed: of whatever the loss draws.
+
+    Attributes:
+        network: the one that learns.
+        steps: updates made.
+    """
+
+    def __init__(
+        self, network: ValueNetwork, settings: ValueSettings, device: torch.device | str = "cpu", seed: int = 0
+    ) -> None:
+        self.settings = settings
+        self.device = torch.device(device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.network = network.to(self.device)
+        self.target = copy.deepcopy(self.network).requires_grad_(False)
+        self.optimiser = torch.optim.Adam(self.network.parameters(), lr=settings.learning_rate)
+        self.steps = 0
+
+    def update(self, batch: Mapping[str, npt.NDArray[Any]]) -> float:
+        """One optimiser step; gives its loss.
+
+        Args:
+            batch: "observation" and "next_observation" (n, ...), "action" (n,), "reward" (n,) of n-step returns, and
+                "discount" (n,): what the value of the next observation is multiplied by, 0 where nothing comes after.
+        """
+        tensors = {name: torch.from_numpy(array).to(self.device) for name, array in batch.items()}
+        loss = self.loss(tensors)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.gradient_norm)
+        self.optimiser.step()
+        self.steps += 1
+        if self.steps % self.settings.target_interval == 0:
+            self.target.load_state_dict(self.network.state_dict())
+        return float(loss.detach())
+
+    @abstractmethod
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a batch, as a number that gradients flow from."""
+
+    def adopt(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over published weights, for both networks."""
+        tensors = {name: torch.from_numpy(array) for name, array in state.items()}
+        self.network.load_state_dict(tensors)
+        self.target.load_state_dict(tensors)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `restore` needs: arrays, numbers, nested."""
+        return {
+            "network": dict(self.network.state_dict()),
+            "target": dict(self.target.state_dict()),
+            "optimiser": optimiser_state(self.optimiser),
+            "random": self.generator.get_state(),
+            "steps": self.steps,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be what `state` told."""
+        for network, name in ((self.network, "network"), (self.target, "target")):
+            network.load_state_dict({key: torch.from_numpy(value) for key, value in state[name].items()})
+        restore_optimiser(self.optimiser, state["optimiser"])
+        self.generator.set_state(torch.from_numpy(state["random"]))
+        self.steps = int(state["steps"])
+
+
+class DQN(ValueLearner):
+    """Double DQN with the Huber loss."""
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        values = self.network(batch["observation"]).gather(1, batch["action"].long()[:, None])[:, 0]
+        with torch.no_grad():
+            best = self.network(batch["next_observation"]).argmax(1, keepdim=True)
+            ahead = self.target(batch["next_observation"]).gather(1, best)[:, 0]
+            wanted = batch["reward"] + batch["discount"] * ahead
+        return nn.functional.smooth_l1_loss(values, wanted)

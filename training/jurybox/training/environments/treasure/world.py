@@ -1,0 +1,206 @@
+"""The world of the treasure hunt: walls, gems, agents, and the rules. Arrays and one random generator, nothing else.
+
+A turn begins with what is no agent: gems that were taken may grow again elsewhere. Then the agents move in their order,
+each into what the ones before it have left. A tile holds one agent at most; walking into a wall or somebody else is
+standing still. Walking onto a gem takes it and is rewarded with its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Grid = npt.NDArray[np.uint8]
+
+FLOOR, WALL = 0, 1
+FIRST_GEM = 2  # kinds of gems follow
+
+
+class Move(IntEnum):
+    """What an agent can do."""
+
+    UP = 0
+    DOWN = 1
+    LEFT = 2
+    RIGHT = 3
+    STAY = 4
+
+
+_STEPS = {Move.UP: (-1, 0), Move.DOWN: (1, 0), Move.LEFT: (0, -1), Move.RIGHT: (0, 1), Move.STAY: (0, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class TreasureConfig:
+    """How the world is made.
+
+    Attributes:
+        agents: how many.
+        height, width: tiles, outer walls included.
+        view: side of the square window that an agent sees, odd; the agent stands in the middle.
+        values: of the kinds of gems.
+        gems: of each kind, at the start and at most.
+        growth: probability, each turn, that a missing gem grows on a free tile.
+        walls: part of the inner tiles that are walls, 0 to 0.4; they never cut the floor in two.
+        turns: of an episode.
+    """
+
+    agents: int = 2
+    height: int = 21
+    width: int = 21
+    view: int = 5
+    values: tuple[float, ...] = (1.0, 5.0, 10.0)
+    gems: tuple[int, ...] = (20, 8, 4)
+    growth: float = 0.1
+    walls: float = 0.08
+    turns: int = 100
+
+    def __post_init__(self) -> None:
+        if self.agents < 1 or self.view < 1 or self.view % 2 == 0 or self.turns < 1:
+            raise ValueError(f"expected agents and turns >= 1 and an odd view, got {self}")
+        if len(self.values) != len(self.gems) or not self.values:
+            raise ValueError(f"every kind of gem has a value and a number: got {self.values} and {self.gems}")
+        if not 0 <= self.walls <= 0.4 or not 0 <= self.growth <= 1:
+            raise ValueError("expected walls from 0 to 0.4 and growth from 0 to 1")
+        inner = (self.height - 2) * (self.width - 2)
+        if min(self.height, self.width) < 3 or (1 - self.walls) * inner < self.agents + sum(self.gems):
+            raise ValueError(f"{self.height} x {self.width} tiles are too few for the walls, agents and gems")
+
+    @property
+    def planes(self) -> int:
+        """Planes of an observation: wall, other agents, and a plane for each kind of gem."""
+        return 2 + len(self.values)
+
+
+class World:
+    """One world and its state.
+
+    Attributes:
+        tiles: (height, width) uint8: FLOOR, WALL, or FIRST_GEM + kind.
+        places: (agents, 2) int64: row and column of each.
+        turn: how many have been completed in this episode.
+    """
+
+    def __init__(self, config: TreasureConfig, random: np.random.Generator) -> None:
+        self.config = config
+        self.random = random
+        self.turn = 0
+        self._margin = config.view // 2
+        self._values = np.array(config.values)
+        self.tiles: Grid = np.zeros((config.height, config.width), np.uint8)
+        self.places: npt.NDArray[np.int64] = np.zeros((config.agents, 2), np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """A new world: other walls, other gems, other places."""
+        self.turn = 0
+        self.tiles = self._walled()
+        for kind, number in enumerate(self.config.gems):
+            for _ in range(number):
+                self._grow(kind, self.tiles == FLOOR)
+        free = np.argwhere(self.tiles == FLOOR)
+        self.places = free[self.random.choice(len(free), self.config.agents, replace=False)]
+        self._see()
+
+    def _see(self) -> None:
+        # Everything that an agent can see, padded, so that windows are slices: planes are kept up as things move.
+        margin, config = self._margin, self.config
+        shape = (config.planes, config.height + 2 * margin, config.width + 2 * margin)
+        self._planes: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
+        self._planes[0] = 1
+        inside = self._planes[:, margin : margin + config.height, margin : margin + config.width]
+        inside[0] = self.tiles == WALL
+        for kind in range(len(config.values)):
+            inside[2 + kind] = self.tiles == FIRST_GEM + kind
+        for row, column in self.places:
+            inside[1, row, column] = 1
+        self._inside = inside
+        self._missing = [
+            most - int(np.count_nonzero(self.tiles == FIRST_GEM + kind)) for kind, most in enumerate(self.config.gems)
+        ]
+
+    def entities_act(self) -> None:
+        """The first part of a turn: each missing gem may grow somewhere."""
+        for kind, missing in enumerate(self._missing):
+            for _ in range(int(self.random.binomial(missing, self.config.growth)) if missing else 0):
+                place = self._grow(kind, (self.tiles == FLOOR) & (self._inside[1] == 0))
+                if place is not None:
+                    self._inside[2 + kind][place] = 1
+                    self._missing[kind] -= 1
+
+    def pov(self, agent: int) -> npt.NDArray[np.uint8]:
+        """What an agent sees: (planes, view, view) uint8 of 0 and 1. Beyond the world there are walls.
+
+        Planes: walls, other agents, then gems by kind. It does not see itself.
+        """
+        row, column = self.places[agent]
+        view = self.config.view
+        window = self._planes[:, row : row + view, column : column + view].copy()
+        window[1, self._margin, self._margin] = 0
+        return window
+
+    def act(self, agent: int, move: int) -> float:
+        """Move an agent; gives its reward: the value of the gem it took, or 0."""
+        row, column = self.places[agent]
+        down, right = _STEPS[Move(move)]
+        there = (int(row + down), int(column + right))
+        if self.tiles[there] == WALL or self._inside[1][there]:
+            return 0.0
+        self._inside[1, row, column] = 0
+        self._inside[1][there] = 1
+        self.places[agent] = there
+        tile = int(self.tiles[there])
+        if tile < FIRST_GEM:
+            return 0.0
+        self.tiles[there] = FLOOR
+        self._inside[tile][there] = 0  # planes from 2 on are the kinds, as tiles are
+        self._missing[tile - FIRST_GEM] += 1
+        return float(self._values[tile - FIRST_GEM])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `restore` needs, as JSON and arrays."""
+        return {
+            "tiles": self.tiles.copy(),
+            "places": self.places.copy(),
+            "turn": self.turn,
+            "random": self.random.bit_generator.state,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be what `state` told."""
+        self.tiles = np.array(state["tiles"], np.uint8)
+        self.places = np.array(state["places"], np.int64)
+        self.turn = int(state["turn"])
+        self.random.bit_generator.state = state["random"]
+        self._see()
+
+    def _grow(self, kind: int, free: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
+        places = np.flatnonzero(free)
+        if not len(places):
+            return None
+        place = divmod(int(places[self.random.integers(len(places))]), self.config.width)
+        self.tiles[place] = FIRST_GEM + kind
+        return place
+
+    def _walled(self) -> Grid:
+        """The outer wall and inner ones at random, one by one, as long as all floor stays connected."""
+        tiles = np.zeros((self.config.height, self.config.width), np.uint8)
+        tiles[0], tiles[-1], tiles[:, 0], tiles[:, -1] = WALL, WALL, WALL, WALL
+        inner = np.argwhere(tiles == FLOOR)
+        wanted = round(self.config.walls * len(inner))
+        for row, column in self.random.permutation(inner):
+            if not wanted:
+                break
+            # Where the floor around a tile is one run of the ring of its neighbours, a wall here cuts nothing off.
+            ring = [bool(tiles[row + r, column + c] == FLOOR) for r, c in _RING]
+            if sum(ring[i] != ring[i - 1] for i in range(8)) <= 2:
+                tiles[row, column] = WALL
+                wanted -= 1
+        return tiles
+
+
+_RING = ((-1, 0), (-1, 1), (0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1))

@@ -1,0 +1,152 @@
+"""A multi-agent training from its settings to the report: what `jurybox train marl` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jurybox.protocol.wire import build_version
+from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.training.report import charts, page
+from jurybox.training.report.charts import Curve
+from jurybox.training.report.timeline import timeline
+from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.ledger import COLUMNS
+from jurybox.training.runtime.outcome import Outcome
+from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.timeline import Timeline
+
+_POINTS = 60  # of the learning curve, at most
+
+
+def train(
+    settings: MarlTraining,
+    *,
+    serial: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    signals: Signals | None = None,
+    command: str = "",
+    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+) -> Outcome:
+    """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `settings.log_dir`.
+
+    Raises:
+        ConfigError: the settings don't fit the environment.
+        RunLogError: the folder holds another run, and `resume` is not set.
+        NothingToResume: there is no checkpoint to go on from.
+    """
+    planned, folder = plan(settings), settings.log_dir
+    found = Checkpoints(folder / "checkpoints").latest() if resume else None
+    with RunLog(folder, _columns(planned), resume_at=found.env_steps if found else None) as log:
+        write_atomically(folder / "settings.json", settings.model_dump_json(indent=2) + "\n")
+        log.add_trackers(trackers())
+        outcome = run(planned, folder, log, serial=serial, resume=resume, console=console, signals=signals)
+        log.summarise(
+            Summary(
+                env_steps=outcome.env_steps,
+                learner_steps=outcome.learner_steps,
+                episodes=outcome.episodes,
+                seconds=outcome.seconds,
+                return_mean=outcome.return_mean,
+                return_std=outcome.return_std,
+                seed=settings.seed,
+                version=build_version(),
+            )
+        )
+        log.extend_summary(
+            end=outcome.text,
+            restarts=outcome.restarts,
+            busy=outcome.busy,
+            serial=outcome.serial,
+            evaluation=outcome.evaluation,
+        )
+        write_atomically(folder / "report.html", report(planned, settings, outcome, log.rows(), folder, command))
+        log.finish([folder / "report.html"])
+    return outcome
+
+
+def _columns(planned: Plan) -> tuple[str, ...]:
+    agents = [replay.name for replay in planned.replays]
+    names = sorted({agent for group in agents for agent in group.split("+")})
+    return (
+        *COLUMNS,
+        "epsilon",
+        *(f"loss_{group}" for group in agents),
+        *(f"return_{name}" for name in names),
+        "eval_return",
+        *(f"eval_return_{name}" for name in names),
+        *(f"eval_random_{name}" for name in names),
+    )
+
+
+def report(
+    planned: Plan,
+    settings: MarlTraining,
+    outcome: Outcome,
+    rows: Sequence[Mapping[str, float]],
+    folder: Path,
+    command: str,
+) -> str:
+    """The report as one HTML document."""
+    sections = [
+        f"<h1>Jurybox: {len(planned.of_kind(Kind.LEARNER))} learners, one world</h1>",
+        page.section("How it ended", page.paragraph(_headline(outcome)), _against_random(outcome)),
+    ]
+    points = [row for row in rows if "return_mean" in row]
+    if len(points) > 1:
+        thinned = points[:: max(1, len(points) // _POINTS)]
+        curve = Curve(
+            "return", [row["env_steps"] for row in thinned], [row["return_mean"] for row in thinned], "learned"
+        )
+        drawn = charts.curves([curve], "mean return of an agent over turns", "turns", "return, last 100 episodes")
+        sections.append(page.section("Learning", drawn))
+    if not outcome.serial:
+        drawn = timeline(Timeline.read(folder / "timeline.json"), "when each process worked, in the last seconds")
+        note = "Filled: at work. Line: waiting. Percentages are of the whole run."
+        sections.append(page.section("Who worked when", drawn, note=note))
+    sections.append(
+        page.section(
+            "The run",
+            page.facts(
+                {
+                    "Command": command,
+                    "Seed": settings.seed,
+                    "Turns": f"{outcome.env_steps:,}",
+                    "Learner steps": f"{outcome.learner_steps:,}",
+                    "Time": f"{outcome.seconds:.0f} s",
+                    "Restarts": outcome.restarts,
+                    "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
+                    "Version": build_version(),
+                }
+            ),
+            page.details("Settings", page.facts(json.loads(settings.model_dump_json()))),
+        )
+    )
+    return page.page("Jurybox multi-agent report", sections)
+
+
+def _headline(outcome: Outcome) -> str:
+    mean = "no episode has ended" if outcome.return_mean is None else f"mean return {outcome.return_mean:.1f}"
+    return f"After {outcome.env_steps:,} turns {outcome.text}; {mean} over the last episodes."
+
+
+def _against_random(outcome: Outcome) -> str:
+    learned = {
+        name.removeprefix("eval_return_"): value
+        for name, value in outcome.evaluation.items()
+        if name.startswith("eval_return_")
+    }
+    rows = []
+    for agent, value in learned.items():
+        baseline = outcome.evaluation.get(f"eval_random_{agent}", float("nan"))
+        rows.append([agent, f"{value:.1f}", f"{baseline:.1f}", f"{value / baseline:.1f}" if baseline else "-"])
+    return page.table(["Agent", "Learned policies", "Random play", "Ratio"], rows) if rows else ""

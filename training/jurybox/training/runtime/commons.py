@@ -1,0 +1,110 @@
+"""The shared memory of a run: board, replays and weights channels. Made by its owner, attached by every role."""
+
+from __future__ import annotations
+
+import secrets
+from types import TracebackType
+
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.segment import segment_name
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.board import Board
+from jurybox.training.runtime.plan import Plan
+
+
+class Commons:
+    """Everything that the processes of a run share. Make it with `create` (its owner) or `attach` (the roles).
+
+    Nothing is left of it when its owner is gone: in order it removes every name; killed, the kernel drops its locks and
+    those of its children, who die with it, and the next start of anything of Jurybox sweeps the memory away.
+
+    Attributes:
+        board: counters and orders.
+    """
+
+    def __init__(self, board: Board, *, owned: bool) -> None:
+        self.board = board
+        self.owned = owned
+        self._replays: dict[str, Replay] = {}
+        self._channels: dict[str, WeightsChannel] = {}
+
+    @classmethod
+    def create(cls, plan: Plan) -> Commons:
+        """Make all shared memory of a run.
+
+        Raises:
+            SharedMemoryError: there is no room; what was made until then is removed.
+        """
+        run = secrets.token_hex(5)
+        replays = {spec.name: f"{run}-{spec.name}" for spec in plan.replays}
+        channels = {spec.name: segment_name(run, "weights", number) for number, spec in enumerate(plan.channels)}
+        commons = cls(Board.create(segment_name(run, "run"), plan, replays, channels), owned=True)
+        try:
+            for replay in plan.replays:
+                commons._replays[replay.name] = Replay.create(
+                    replays[replay.name],
+                    replay.capacity,
+                    replay.fields,
+                    episodes=replay.episodes,
+                    prioritized=replay.prioritized,
+                    alpha=replay.alpha,
+                    seed=plan.seed,
+                )
+            for channel in plan.channels:
+                commons._channels[channel.name] = WeightsChannel.create(
+                    channels[channel.name], channel.layout, channel.mode, channel.extra_bytes
+                )
+        except BaseException:
+            commons.close()
+            raise
+        return commons
+
+    @classmethod
+    def attach(cls, board: str) -> Commons:
+        """Join the run whose board has this name; replays and channels are attached when they are asked for."""
+        return cls(Board.attach(board), owned=False)
+
+    def replay(self, name: str) -> Replay:
+        """The replay that the plan calls `name`."""
+        if name not in self._replays:
+            self._replays[name] = Replay.attach(dict(self.board.named.replays)[name])
+        return self._replays[name]
+
+    def channel(self, name: str) -> WeightsChannel:
+        """The weights channel that the plan calls `name`."""
+        if name not in self._channels:
+            self._channels[name] = WeightsChannel.attach(dict(self.board.named.channels)[name], keep_alive=True)
+        return self._channels[name]
+
+    def reader(self, name: str) -> WeightsReader:
+        """A reader of the channel that the plan calls `name`."""
+        return WeightsReader(self.channel(name))
+
+    def publisher(self, name: str) -> Publisher:
+        """The place of the publisher on the channel that the plan calls `name`.
+
+        Raises:
+            Refused: somebody living has it.
+        """
+        return Publisher(self.channel(name))
+
+    def close(self) -> None:
+        """Let go of everything; the owner also removes the names."""
+        for replay in self._replays.values():
+            if self.owned:
+                replay.unlink()
+            replay.close()
+        for channel in self._channels.values():
+            channel.close()
+        self._replays, self._channels = {}, {}
+        self.board.close()
+
+    def __enter__(self) -> Commons:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

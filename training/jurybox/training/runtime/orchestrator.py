@@ -1,0 +1,276 @@
+"""The orchestrator: a process for every role, watched, restarted, paused for checkpoints, and ended in order.
+
+It is one loop of small looks: at the lifelines (who spoke, who died), at the board (who hangs, who waits on whom), at
+the budget. Nothing in it waits longer than a twentieth of a second but a checkpoint and the end, which have bounds of
+their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from jurybox.training.runtime.board import Order, State, Subject, Told, Word
+from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
+from jurybox.training.runtime.child import Child
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.ledger import Ledger
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.turns import Rules
+from jurybox.training.runtime.watchdog import examine
+
+_TICK_SECONDS = 0.05
+_WATCH_SECONDS = 0.5
+
+
+class Orchestrator:
+    """Runs a plan in processes.
+
+    Args:
+        commons: of the run; stays the caller's to close.
+        ledger: takes the reports.
+        told: takes lines for whoever watches.
+        logs: folder of the processes' logs.
+        checkpoints: where they go; None: none are made.
+        resumed: the checkpoint that `commons` was filled from.
+
+    Attributes:
+        text: more about why the run is over.
+        latest: the newest checkpoint of this run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        commons: Commons,
+        ledger: Ledger,
+        told: Callable[[str], None],
+        logs: Path,
+        *,
+        checkpoints: Checkpoints | None = None,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        self.text = ""
+        self._plan, self._commons, self._ledger, self._told = plan, commons, ledger, told
+        self._board = commons.board
+        self.latest = resumed
+        self._checkpoints = checkpoints
+        self._rules = Rules(plan, self._board, plan.pace.slack)
+        self._children = [
+            Child(plan, number, self._board, logs / f"{role.name}.log") for number, role in enumerate(plan.roles)
+        ]
+        # An evaluation takes long and has no state: nobody waits for evaluators.
+        self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
+        self._saved_at = self._board.env_steps
+        self._saved_files: set[str] = set()
+        self._watched = self._closed_at = 0.0
+        self._given_up = False
+        self._at_once: Callable[[], bool] = lambda: False
+        self._finished_since: float | None = None
+
+    def run(self, ending: Callable[[], End | None], *, at_once: Callable[[], bool], tick: Callable[[], None]) -> End:
+        """Start everything, and return when the run is over and every process is gone.
+
+        Args:
+            ending: gives a reason to end in order, from outside or by the budget.
+            at_once: whether to end without order.
+            tick: called some twenty times a second, to show how it goes.
+        """
+        self._at_once = at_once
+        try:
+            for child in self._children:
+                child.start(time.monotonic(), self._state_of(child))
+            reason = self._loop(ending, tick)
+            if reason is not End.FAILED:
+                self._save_last(self._plan.patience.stop if reason is End.SIGNAL else self._plan.patience.save)
+            self._stop()
+        finally:
+            for child in self._children:
+                child.kill()
+                child.finish(1.0)
+        self._ledger.row_if_due(last=True)
+        return reason
+
+    # ---- the loop
+
+    def _loop(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
+        while True:
+            self._listen(_TICK_SECONDS)
+            self._ledger.row_if_due()
+            tick()
+            if self._at_once():
+                return End.SIGNAL
+            if self._given_up:
+                return End.FAILED
+            reason = ending()
+            if reason is End.SECONDS and self._plan.of_kind(Kind.EVALUATOR):
+                # What it came to is worth an evaluation, if that does not take too long.
+                self._closed_at = self._closed_at or time.monotonic()
+                self._rules.close()
+            elif reason is not None:
+                return reason
+            if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.patience.save):
+                return reason or End.STEPS
+            self._start_again()
+            self._watch()
+            self._save_if_due()
+
+    def _listen(self, timeout: float) -> None:
+        """Take in what was said, and who died."""
+        living = [child for child in self._children if child.alive]
+        if not living:
+            time.sleep(timeout)
+            return
+        spoke = wait([child.fileno() for child in living], timeout)
+        for child in [child for child in living if child.fileno() in spoke]:
+            try:
+                for message in child.messages():
+                    self._take(child, message)
+            except EOFError:
+                self._died(child)
+
+    def _take(self, child: Child, message: dict[str, object]) -> None:
+        match message["kind"]:
+            case "said":
+                self._told(f"{child.name}: {message['text']}")
+            case "failed":
+                self._told(f"{child.name} failed: {message['error']}; its log says more")
+            case "saved":
+                self._saved_files.add(str(message["file"]))
+            case _:
+                self._ledger.take(message)
+
+    def _died(self, child: Child) -> None:
+        pid = child.pid
+        if self._board.orders[child.number][Told.ORDER] == Order.STOP:
+            child.finish(1.0)
+            return
+        how = child.bury(time.monotonic())
+        most = self._plan.patience.failures
+        if child.failures >= most or not child.spec.restarts:
+            self._given_up = True
+            bound = (
+                f"{child.failures} times in a row; {most} are too many" if child.spec.restarts else "which ends the run"
+            )
+            self.text = f"{child.name} (process {pid}) {how}, {bound}"
+            self._told(self.text)
+            return
+        delay = max(0.0, child.restart_at - time.monotonic())
+        self._told(f"{child.name} (process {pid}) {how}; it begins again in {delay:.1f} s ({child.failures} in a row)")
+
+    def _start_again(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            if not child.alive and now >= child.restart_at:
+                child.start(now, self._state_of(child))
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        if now - self._watched < _WATCH_SECONDS:
+            return
+        self._watched = now
+        finding = examine(self._plan, self._board, time.monotonic_ns())
+        if finding is not None and self._children[finding.role].condemn():
+            self._told(f"watchdog: {finding.text}")
+
+    def _state_of(self, child: Child) -> Path | None:
+        # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.
+        if self.latest is None or (
+            child.spec.kind is not Kind.LEARNER and self._board.orders[child.number][Told.LIFE] > 0
+        ):
+            return None
+        return self.latest.state_path(child.name)
+
+    def _is_finished(self) -> bool:
+        """Whether every step of the budget is made, and everybody who had to answer has."""
+        evaluated = (
+            self._board.waits_for(number)[0] is Subject.WORK
+            and self._board.words[number][Word.EVALUATED_AT] >= self._board.env_steps
+            for number in self._plan.of_kind(Kind.EVALUATOR)
+        )
+        return self._finished(self._rules.over() and all(evaluated))
+
+    def _finished(self, now_so: bool) -> bool:
+        # A role that has just taken its last turn may be about to take another.
+        now = time.monotonic()
+        if not now_so:
+            self._finished_since = None
+        elif self._finished_since is None:
+            self._finished_since = now
+        return self._finished_since is not None and now - self._finished_since > 2 * _TICK_SECONDS
+
+    # ---- checkpoints and the end
+
+    def _save_last(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not all(map(self._at_work, self._savers)):
+            if self._given_up or self._at_once() or time.monotonic() > until:
+                return
+            self._listen(_TICK_SECONDS)
+            self._start_again()
+        self._save_if_due(last=True)
+
+    def _save_if_due(self, *, last: bool = False) -> None:
+        if self._checkpoints is None:
+            return
+        every, steps = self._plan.save_every, self._board.env_steps
+        due = self._ledger.best_is_new or (every > 0 and steps - self._saved_at >= every) or last
+        if not due or steps == self._saved_at or not all(map(self._at_work, self._savers)):
+            return
+        self._saved_at = steps
+        began = time.monotonic()
+        if self._save(self._checkpoints, began + self._plan.patience.save):
+            self._told(f"checkpoint at {self._board.env_steps} steps, in {time.monotonic() - began:.1f} s")
+        else:
+            self._told("no checkpoint: a role died or did not answer in time; the one before stands")
+
+    def _save(self, checkpoints: Checkpoints, until: float) -> bool:
+        """Pause everybody, have everybody save, and go on."""
+        scratch = checkpoints.begin()
+        try:
+            for child in self._savers:
+                child.order(Order.PAUSE)
+            if not self._all(until, lambda child: self._board.words[child.number][Word.STATE] == State.PAUSED):
+                return False
+            files = {child.number: scratch / f"{child.name}.state" for child in self._savers}
+            for child in self._savers:
+                child.save_to(files[child.number])
+            if not self._all(until, lambda child: str(files[child.number]) in self._saved_files):
+                return False
+            made = checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
+            self.latest = made
+            self._saved_at = made.env_steps
+            if self._ledger.best_is_new:
+                self._ledger.best_is_new = False
+                checkpoints.mark_best(made)
+            return True
+        finally:
+            checkpoints.abandon(scratch)
+            self._saved_files.clear()
+            for child in self._savers:
+                child.order(Order.RUN)
+
+    def _all(self, until: float, answered: Callable[[Child], bool]) -> bool:
+        """Listen until everybody has answered; False when somebody died, or did not in time."""
+        while not all(answered(child) for child in self._savers):
+            if self._at_once() or time.monotonic() > until or not all(child.alive for child in self._savers):
+                return False
+            self._listen(0.005)
+        return True
+
+    def _at_work(self, child: Child) -> bool:
+        return child.alive and self._board.words[child.number][Word.STATE] == State.RUNNING
+
+    def _stop(self) -> None:
+        """Have everybody finish the step they are in."""
+        for child in self._children:
+            child.order(Order.STOP)
+        until = time.monotonic() + self._plan.patience.stop
+        while any(child.alive for child in self._children) and time.monotonic() < until and not self._at_once():
+            self._listen(_TICK_SECONDS)
+        for child in self._children:
+            if child.alive and not self._at_once():
+                self._told(f"{child.name} did not end within {self._plan.patience.stop:g} s and is killed")

@@ -1,0 +1,250 @@
+"""What a run is made of, as plain data: roles, replays, weights channels, the pace, the budget, and how patient to be.
+
+A plan says nothing about how it is carried out: `serial` and `orchestrator` read the same one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal
+
+from jurybox.protocol.weights import Mode, WeightsLayout
+from jurybox.training.replay import Episodes, Field
+from jurybox.training.runtime.errors import PlanError
+
+
+class Kind(IntEnum):
+    """What a role is for."""
+
+    ACTOR = 1
+    LEARNER = 2
+    EVALUATOR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """One role: an object that is made in a process of its own, or in the serial driver.
+
+    Attributes:
+        name: unique in the plan ("actor-0"); of its log file and in every message.
+        kind: which of the three it is.
+        make: "package.module:callable"; called with a `Seat` and `settings`, it gives the role (see `roles`).
+        settings: keyword arguments for `make`, as JSON holds them.
+        writes: replays that it adds to.
+        reads: weights channels that it follows.
+        samples: replays that it samples from.
+        publishes: the weights channel that it publishes on.
+        publish_every: learner steps between two publications; 0 publishes once, at the start.
+        evaluate_every: environment steps (of all actors together) between two evaluations.
+        threads: that numerical libraries may use in its process.
+        restarts: whether it is started again when it dies; if not, the run ends with its death.
+        nice: by how much its process gives way to others (nice(2)); 0 to 19.
+        environment: further variables of its process (CUDA_VISIBLE_DEVICES, say).
+    """
+
+    name: str
+    kind: Kind
+    make: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    publishes: str | None = None
+    publish_every: int = 1
+    evaluate_every: int = 0
+    threads: int = 1
+    restarts: bool = True
+    nice: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySpec:
+    """A replay to be made; the names are those of `jurybox.training.replay.Replay.create`."""
+
+    name: str
+    capacity: int
+    fields: Mapping[str, Field]
+    episodes: Episodes | None = None
+    prioritized: bool = False
+    alpha: float = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSpec:
+    """A weights channel to be made; `jurybox.protocol.weights.WeightsChannel.create` explains the names."""
+
+    name: str
+    layout: WeightsLayout
+    mode: Mode = "double_buffer"
+    extra_bytes: int = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How learner steps and environment steps go together, counted over the whole run.
+
+    After `warmup` environment steps each learner makes `learn` steps for every `collect` steps of all actors together.
+    Serially this is the schedule. In parallel a learner waits for steps that are not there yet, and actors wait when
+    they are `slack` steps further than the slowest learner has used up.
+
+    The rule is that of a samples-per-insert limiter (Reverb, arXiv:2102.04736), kept by the run's shared counters
+    instead of inside the replay: a wait lies between two steps and never in the midst of one, everybody sees who waits
+    for whom, and it survives a restart, a resumed run and the change to serial.
+
+    Attributes:
+        collect, learn: the ratio.
+        warmup: environment steps before the first learner step.
+        slack: None: actors never wait for learners.
+    """
+
+    collect: int = 1
+    learn: int = 1
+    warmup: int = 0
+    slack: int | None = 1000
+
+    def __post_init__(self) -> None:
+        if self.collect < 1 or self.learn < 1 or self.warmup < 0 or (self.slack is not None and self.slack < 0):
+            raise PlanError(f"expected collect and learn >= 1, warmup and slack >= 0, got {self}")
+
+    def learner_steps(self, env_steps: int) -> int:
+        """Steps that a learner should have made after so many environment steps."""
+        return max(0, env_steps - self.warmup) // self.collect * self.learn
+
+    def env_steps(self, learner_steps: int, slack: int) -> int:
+        """Environment steps from which on actors wait for a learner that has made so many steps."""
+        return self.warmup + (learner_steps // self.learn + 1) * self.collect + slack
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """When a run is over: whatever comes first.
+
+    Attributes:
+        steps: environment steps of all actors together.
+        seconds: of wall time, earlier parts of a resumed run not counted in.
+        target: (number, value): over as soon as an evaluation reports `number` >= value.
+    """
+
+    steps: int
+    seconds: float | None = None
+    target: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long anything may take, in seconds, and how often it may fail.
+
+    Attributes:
+        start: of a process, until its role is made (imports included).
+        actor, learner, evaluator: without a sign of life from a running role; then it hangs and is restarted.
+        stall: that one role waits for another before the watchdog looks for the one who holds things up.
+        save: for a checkpoint. stop: for roles to end in order.
+        settled: a role that ran so long begins its count of failures anew.
+        failures: of one role in a row, after which the run ends (or goes on serially).
+        back_off: waits before the first, second, ... restart in a row; the last one repeats.
+    """
+
+    start: float = 120.0
+    actor: float = 30.0
+    learner: float = 60.0
+    evaluator: float = 600.0
+    stall: float = 60.0
+    save: float = 60.0
+    stop: float = 10.0
+    settled: float = 30.0
+    failures: int = 5
+    back_off: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+    def of(self, kind: Kind) -> float:
+        """How long a running role of this kind may give no sign of life."""
+        return {Kind.ACTOR: self.actor, Kind.LEARNER: self.learner, Kind.EVALUATOR: self.evaluator}[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole run.
+
+    Attributes:
+        seed: from which every role's own is derived.
+        sync_every: an actor's steps between two looks for newer weights.
+        max_lag: publications that an actor may be behind; one that is further looks at once, and it is counted. None:
+            as far as it happens to be.
+        save_every: environment steps between two checkpoints; 0: only one at the end.
+        log_every: environment steps between two rows of metrics.
+        on_failure: what happens when a role has failed too often.
+        best: the number of evaluations whose highest value marks the best checkpoint; None: none is marked.
+    """
+
+    roles: tuple[RoleSpec, ...]
+    replays: tuple[ReplaySpec, ...] = ()
+    channels: tuple[ChannelSpec, ...] = ()
+    pace: Pace = field(default_factory=Pace)
+    budget: Budget = field(default_factory=lambda: Budget(steps=1000))
+    patience: Patience = field(default_factory=Patience)
+    seed: int = 0
+    sync_every: int = 1
+    max_lag: int | None = None
+    save_every: int = 0
+    log_every: int = 1000
+    on_failure: Literal["end", "serial"] = "end"
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def of_kind(self, kind: Kind) -> list[int]:
+        """Which roles are of this kind, by number."""
+        return [number for number, role in enumerate(self.roles) if role.kind is kind]
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError where the plan contradicts itself."""
+    for what, names in (
+        ("role", [role.name for role in plan.roles]),
+        ("replay", [replay.name for replay in plan.replays]),
+        ("weights channel", [channel.name for channel in plan.channels]),
+    ):
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise PlanError(f"two have the {what} name {twice.pop()!r}: every {what} needs its own")
+    replays, channels = {each.name for each in plan.replays}, {each.name for each in plan.channels}
+    published: dict[str, str] = {}
+    for role in plan.roles:
+        unknown = ({*role.writes, *role.samples} - replays) | (
+            {*role.reads, *filter(None, [role.publishes])} - channels
+        )
+        if unknown:
+            raise PlanError(f"{role.name} names {unknown.pop()!r}, which the plan has no replay or channel for")
+        if role.publishes is not None and published.setdefault(role.publishes, role.name) != role.name:
+            raise PlanError(f"{published[role.publishes]} and {role.name} publish on {role.publishes!r}: one may")
+        try:
+            json.dumps(dict(role.settings))
+        except TypeError as error:
+            raise PlanError(
+                f"{role.name}: settings travel to a fresh process as JSON, and these don't: {error}"
+            ) from error
+    if not plan.of_kind(Kind.ACTOR):
+        raise PlanError("a run needs an actor: nothing would ever happen")
+
+
+def load(make: str) -> Callable[..., Any]:
+    """The callable that "package.module:name" names.
+
+    Raises:
+        PlanError: there is no such module or name in it.
+    """
+    module, _, name = make.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"{make!r} cannot be had: {error}; expected 'package.module:callable'") from error
+    if not callable(found):
+        raise PlanError(f"{make!r} is a {type(found).__name__}, expected something to call")
+    made: Callable[..., Any] = found
+    return made

@@ -1,0 +1,142 @@
+"""The process of one role: ``python -m jurybox.training.runtime.process FD``, with a lifeline on that descriptor."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from jurybox.protocol.lifeline import Lifeline, attach
+from jurybox.training.runtime.board import Order, State, Subject, Word
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.seat import Message, Seat
+from jurybox.training.runtime.state_files import read_state, write_state
+from jurybox.training.runtime.turns import Rules, Turn, take_seat
+
+_CONFIGURED_WITHIN = 30.0
+_SLICE_SECONDS = 0.2
+
+_log = logging.getLogger("jurybox.role")
+
+
+class Told(logging.Handler):
+    """Sends warnings and worse to whoever watches the run, beside the process's own log."""
+
+    def __init__(self, reports: Reports) -> None:
+        super().__init__(logging.WARNING)
+        self._reports = reports
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reports({"kind": "said", "text": f"{record.levelname.lower()}: {record.getMessage()}"})
+
+
+class Reports:
+    """Sends messages up the lifeline; where the orchestrator does not take them, they are dropped and counted."""
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        self._lifeline = lifeline
+        self.words: memoryview | None = None
+
+    def __call__(self, message: Message) -> None:
+        if not self._lifeline.writable():
+            if self.words is not None:
+                self.words[Word.DROPPED] += 1
+            return
+        self.certainly(message)
+
+    def certainly(self, message: Message) -> None:
+        """Send what must not be dropped."""
+        self._lifeline.send(**message)
+
+
+def main() -> None:
+    lifeline = attach(int(sys.argv[1]))
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    message = lifeline.receive(_CONFIGURED_WITHIN)
+    if message is None:
+        sys.exit("no configuration came; this module is started by an orchestrator")
+    sys.path[:] = message["path"]
+    reports = Reports(lifeline)
+    logging.getLogger().addHandler(Told(reports))
+    try:
+        _serve(lifeline, reports, message)
+    except BaseException as error:  # noqa: BLE001 (told to the orchestrator, and this process ends)
+        _log.info("ended by\n%s", traceback.format_exc())
+        with contextlib.suppress(OSError):  # the orchestrator may be what is gone
+            reports.certainly({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
+        logging.shutdown()
+        os._exit(1)
+    # Everything is closed; taking the interpreter and its libraries apart would only take time from the others.
+    logging.shutdown()
+    os._exit(0)
+
+
+def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> None:
+    # From the process that started this one.
+    plan: Plan = pickle.loads(base64.b64decode(message["plan"]))
+    with Commons.attach(message["board"]) as commons:
+        seat = Seat(plan, message["number"], commons, reports, life=message["life"])
+        reports.words = seat.words
+        seat.words[Word.PID] = os.getpid()
+        seat.words[Word.LIFE] = seat.life
+        seat.words[Word.WAITS_FOR] = Subject.NOTHING
+        _log.info("%s begins its life %d with %d steps behind it", seat.name, seat.life, seat.own_steps)
+        state = read_state(Path(message["state"])) if message["state"] else None
+        turn = take_seat(seat, Rules(plan, commons.board, plan.pace.slack), state)
+        try:
+            os.nice(seat.spec.nice)  # not before: the start is what everybody waits for
+            seat.begin()
+            _take_turns(turn, seat, lifeline, reports)
+            seat.report(now=True)
+            seat.finish_timeline()
+        finally:
+            turn.close()
+        seat.enter(State.STOPPED)
+        _log.info("%s stops as told, with %d steps behind it", seat.name, seat.own_steps)
+
+
+def _take_turns(turn: Turn, seat: Seat, lifeline: Lifeline, reports: Reports) -> None:
+    while True:
+        order = seat.order
+        if order is Order.STOP:
+            return
+        if order is Order.PAUSE:
+            _rest(turn, seat, lifeline, reports)
+        elif turn.may():
+            turn.take()
+            seat.alive()
+            seat.report()
+        else:
+            subject, which = turn.waiting
+            seat.wait_until(turn.may, subject, which, _SLICE_SECONDS)
+
+
+def _rest(turn: Turn, seat: Seat, lifeline: Lifeline, reports: Reports) -> None:
+    """Pause between two steps, and save when told to."""
+    seat.report(now=True)
+    seat.enter(State.PAUSED)
+
+    def saved() -> bool:
+        message = lifeline.receive(0)
+        if message is not None and message["kind"] == "save":
+            write_state(Path(message["file"]), turn.role.save())
+            turn.saved()
+            reports.certainly({"kind": "saved", "file": message["file"]})
+        return False
+
+    while seat.order is Order.PAUSE:
+        seat.wait_until(saved, Subject.ORDERS, timeout=_SLICE_SECONDS)
+    seat.enter(State.RUNNING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Carrying out a plan: shared memory made and removed, processes or one process, and what becomes of a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from jurybox.protocol.segment import sweep
+from jurybox.training.runlog import write_atomically
+from jurybox.training.runtime.board import Told, Word
+from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.debug_state import RUNNING
+from jurybox.training.runtime.errors import NothingToResume
+from jurybox.training.runtime.ledger import Ledger, Sink
+from jurybox.training.runtime.orchestrator import Orchestrator
+from jurybox.training.runtime.outcome import End, Outcome
+from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.serial import Serial
+from jurybox.training.runtime.stopping import Signals, heard
+from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.runtime.view import View, busy
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    sink: Sink,
+    *,
+    serial: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    signals: Signals | None = None,
+    watch: Callable[[Commons], None] | None = None,
+) -> Outcome:
+    """Carry out a plan to its end.
+
+    Args:
+        folder: gets ``logs/`` (one file a process, and run.log with everything said), ``checkpoints/`` and
+            timeline.json.
+        sink: takes the rows of metrics.
+        serial: everything in this process.
+        resume: go on from the newest checkpoint in `folder`.
+        console: to show how it goes; None: silence.
+        signals: how often the run was told to stop; SIGINT and SIGTERM count there, and a program may `ask`.
+        watch: called again and again meanwhile with the run's shared memory.
+
+    Returns:
+        How it ended. When a signal ended it, the caller decides what becomes of the process.
+
+    Raises:
+        NothingToResume: there is no checkpoint, or one of another run.
+        SharedMemoryError: the replays or channels don't fit.
+        Exception: serial runs raise what a role raises.
+    """
+    signals = signals or Signals()
+    sweep()
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.sweep()
+    resumed = checkpoints.latest() if resume else None
+    if resume and resumed is None:
+        raise NothingToResume(f"no checkpoint in {checkpoints.folder}: start without --resume")
+    with heard(signals), Commons.create(plan) as commons:
+        folder.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(plan, commons.board, sink)
+        if resumed is not None:
+            resumed.put_back(plan, commons)
+            ledger.restore(resumed.gathered)
+        mark = folder / RUNNING
+        write_atomically(mark, json.dumps({"board": commons.board.segment.name, "pid": os.getpid()}))
+        try:
+            with View(plan, commons.board, ledger, console, folder / "logs" / "run.log") as view:
+                end, text, was_serial = _carry_out(
+                    plan, commons, ledger, view, folder, checkpoints, resumed, signals, serial, watch
+                )
+                view.say(f"the run is over: {text or end.value}")
+            Timeline.of(commons.board).save(folder / "timeline.json")
+        finally:
+            mark.unlink(missing_ok=True)
+        return _outcome(end, text, plan, commons, ledger, was_serial)
+
+
+def _carry_out(
+    plan: Plan,
+    commons: Commons,
+    ledger: Ledger,
+    view: View,
+    folder: Path,
+    checkpoints: Checkpoints,
+    resumed: Checkpoint | None,
+    signals: Signals,
+    serial: bool,
+    watch: Callable[[Commons], None] | None,
+) -> tuple[End, str, bool]:
+    began = ledger.seconds
+
+    def ending() -> End | None:
+        if signals.count:
+            return End.SIGNAL
+        if ledger.target_reached:
+            return End.TARGET
+        if plan.budget.seconds is not None and ledger.seconds - began >= plan.budget.seconds:
+            return End.SECONDS
+        return None
+
+    def tick() -> None:
+        view.tick()
+        if watch is not None:
+            watch(commons)
+
+    text = ""
+    if not serial:
+        orchestrator = Orchestrator(
+            plan, commons, ledger, view.say, folder / "logs", checkpoints=checkpoints, resumed=resumed
+        )
+        end = orchestrator.run(ending, at_once=lambda: signals.count > 1, tick=tick)
+        text = orchestrator.text
+        if end is not End.FAILED or plan.on_failure == "end":
+            return end, text, False
+        view.say("the run goes on in one process")
+        resumed = orchestrator.latest
+    driver = Serial(plan, commons, ledger, view.say, checkpoints=checkpoints, resumed=resumed)
+    try:
+        return driver.run(ending, tick), text, True
+    finally:
+        driver.close()
+
+
+def _outcome(end: End, text: str, plan: Plan, commons: Commons, ledger: Ledger, serial: bool) -> Outcome:
+    board = commons.board
+    returns = list(ledger.returns)
+    return Outcome(
+        end=end,
+        text=text or end.value,
+        env_steps=board.env_steps,
+        learner_steps=board.learner_steps,
+        epochs=board.epochs,
+        episodes=board.episodes,
+        seconds=ledger.seconds,
+        return_mean=float(np.mean(returns)) if returns else None,
+        return_std=float(np.std(returns)) if returns else None,
+        restarts=int(board.told[:, Told.RESTARTS].sum()),
+        forced_syncs=int(board.records[:, Word.FORCED].sum()),
+        busy={role.name: busy(board, number) for number, role in enumerate(plan.roles)},
+        evaluation={name: value for name, value in ledger.numbers.items() if name.startswith("eval_")},
+        serial=serial,
+    )

@@ -1,0 +1,215 @@
+"""A role's place in the run: what it uses of the shared memory, what it counts, what it waits for, what it reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.board import INTERVALS, Order, State, Subject, Told, Word
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.plan import Plan, RoleSpec
+
+Message = dict[str, Any]
+
+_POLL_SECONDS = 0.001
+_REPORT_SECONDS = 0.5
+_SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
+_MOST_EPISODES = 512  # in one report
+
+
+class Follows(Protocol):
+    """Something that keeps itself at the newest weights: `jurybox.training.torch_weights.TorchWeights`, say."""
+
+    version: int
+
+    def refresh(self, timeout: float = 1.0) -> bool:
+        """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
+
+
+class Seat:
+    """What a driver gives to a role.
+
+    Args:
+        number: of the role in the plan.
+        commons: of the run, as this process sees it. It stays the driver's to close.
+        send: takes reports: episodes, metrics, warnings. Must not block for long.
+        life: 1 for the first process of this role, one more for each restart.
+
+    Attributes:
+        spec: the role's part of the plan.
+        name: of the role.
+        life: as above.
+        seed: derived from the plan's seed, the role and its life; who comes after a killed one does not repeat it.
+    """
+
+    def __init__(
+        self, plan: Plan, number: int, commons: Commons, send: Callable[[Message], None], *, life: int = 1
+    ) -> None:
+        self.plan = plan
+        self.number = number
+        self.spec: RoleSpec = plan.roles[number]
+        self.name = self.spec.name
+        self.life = life
+        self.seed = int(np.random.SeedSequence([plan.seed, number, life]).generate_state(1, np.uint64)[0] >> 1)
+        self.commons = commons
+        self.board = commons.board
+        self.words = self.board.words[number]
+        self.followed: list[tuple[str, WeightsReader, Follows]] = []
+        self._told = self.board.orders[number]
+        self._send = send
+        self._timeline = self.board.timeline[number]
+        self._mark = self._busy_from = time.monotonic_ns()
+        self._episodes: list[dict[str, float]] = []
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._reported = time.monotonic()
+
+    # ---- what a role uses
+
+    def replay(self, name: str | None = None) -> Replay:
+        """The replay of that name; without one, the only one that the role's spec names."""
+        return self.commons.replay(name or _only((*self.spec.writes, *self.spec.samples), "replay", self.name))
+
+    def reader(self, name: str | None = None) -> WeightsReader:
+        """A reader of the weights channel of that name; without one, of the only one that the role reads."""
+        return self.commons.reader(name or _only(self.spec.reads, "weights channel", self.name))
+
+    def publisher(self) -> Publisher:
+        """The publisher's place on the channel that the role publishes on; the driver takes it."""
+        assert self.spec.publishes is not None
+        return self.commons.publisher(self.spec.publishes)
+
+    def follow(self, name: str, weights: Follows) -> None:
+        """Have the driver keep `weights` new: before an actor's steps and an evaluator's evaluations.
+
+        In between, every `sync_every` steps; at once when the role is more than `max_lag` publications behind.
+        """
+        self.followed.append((name, self.commons.reader(name), weights))
+
+    @property
+    def env_steps(self) -> int:
+        """Of the whole run."""
+        return self.board.env_steps
+
+    @property
+    def own_steps(self) -> int:
+        """Steps that this role has made, in all its lives: environment steps of an actor, a learner's own."""
+        return self.words[Word.ENV_STEPS] or self.words[Word.LEARNER_STEPS]
+
+    # ---- what a role reports
+
+    def episode(self, *, total: float, length: int, **numbers: float) -> None:
+        """An episode has ended with this return; further numbers get columns of their own."""
+        self.words[Word.EPISODES] += 1
+        if len(self._episodes) < _MOST_EPISODES:
+            self._episodes.append({"return": float(total), "length": float(length), **numbers})
+
+    def metrics(self, **numbers: float) -> None:
+        """Numbers of this moment; what is recorded is their mean since the last report."""
+        for name, value in numbers.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + float(value), count + 1)
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches the run."""
+        self._send({"kind": "said", "text": text})
+
+    def report(self, *, now: bool = False) -> None:
+        """Send what has gathered, at most twice a second unless `now`; drivers call it after every step."""
+        moment = time.monotonic()
+        if not now and moment - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = moment
+        if self._episodes or self._sums:
+            means = {name: total / count for name, (total, count) in self._sums.items()}
+            self._send({"kind": "report", "episodes": self._episodes, "metrics": means})
+            self._episodes, self._sums = [], {}
+
+    def evaluated(self, env_steps: int, numbers: dict[str, float]) -> None:
+        """An evaluation is done."""
+        self._send({"kind": "evaluation", "env_steps": env_steps, "numbers": numbers})
+
+    # ---- life and waits, for drivers
+
+    @property
+    def order(self) -> Order:
+        """What the orchestrator wants; one load from shared memory."""
+        return Order(self._told[Told.ORDER])
+
+    def begin(self) -> None:
+        """The role is made and runs from now on; the time that took is not counted as work."""
+        self._mark = self._busy_from = time.monotonic_ns()
+        self.words[Word.READY_AT] = self._mark
+        self.words[Word.WAITS_FOR] = Subject.NOTHING
+        self.words[Word.DONE] = 0
+        self.enter(State.RUNNING)
+
+    def enter(self, state: State) -> None:
+        """Show another state."""
+        self.alive()
+        self.words[Word.STATE] = state
+
+    def alive(self) -> None:
+        """A sign of life, and the account of time up to now; drivers give one after every step."""
+        now = time.monotonic_ns()
+        self.words[Word.BUSY] += now - self._mark
+        self.words[Word.HEARTBEAT] = now
+        self._mark = now
+
+    def wait_until(self, holds: Callable[[], bool], subject: Subject, which: int = 0, timeout: float = 1.0) -> bool:
+        """Wait until `holds()`, an order to do something else, or the timeout; whether it holds.
+
+        Everybody sees meanwhile what this role waits for, and that it lives.
+        """
+        if holds():
+            return True
+        self.alive()
+        began, words = self._mark, self.words
+        code = subject << 32 | which
+        if words[Word.WAITS_FOR] != code:  # else it is the same wait that goes on
+            words[Word.WAITS_SINCE] = began
+            words[Word.WAITS_FOR] = code
+        end = time.monotonic() + timeout
+        order = self.order
+        while not (held := holds()) and self.order == order and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            words[Word.HEARTBEAT] = time.monotonic_ns()
+            self.report()
+        self._waited(began, time.monotonic_ns(), subject, keeps_waiting=not held and self.order == order)
+        return held
+
+    def _waited(self, began: int, now: int, subject: Subject, *, keeps_waiting: bool) -> None:
+        words = self.words
+        words[Word.WAITED] += now - began
+        words[Word.HEARTBEAT] = self._mark = now
+        if not keeps_waiting:
+            words[Word.WAITS_FOR] = Subject.NOTHING
+        if now - began < _SHORT_WAIT_NS:
+            return
+        if began - self._busy_from > _SHORT_WAIT_NS:
+            self._draw(self._busy_from, began, Subject.NOTHING)
+        self._draw(began, now, subject)
+        self._busy_from = now
+
+    def _draw(self, start: int, end: int, subject: Subject) -> None:
+        count = self.words[Word.INTERVALS]
+        self._timeline[count % INTERVALS] = (start, end, subject)
+        self.words[Word.INTERVALS] = count + 1
+
+    def finish_timeline(self) -> None:
+        """Draw the stretch of work that is under way."""
+        self.alive()
+        if self._mark - self._busy_from > _SHORT_WAIT_NS:
+            self._draw(self._busy_from, self._mark, Subject.NOTHING)
+        self._busy_from = self._mark
+
+
+def _only(names: tuple[str, ...], what: str, role: str) -> str:
+    if len(set(names)) != 1:
+        raise ValueError(f"{role} has {len(set(names))} {what}s in its spec: say which ({', '.join(names) or 'none'})")
+    return names[0]

@@ -1,0 +1,161 @@
+"""The serial driver: every role in one process, in one fixed order, without a clock. The same plan, the same turns.
+
+What it does depends on the plan and the seed alone, so a run can be stepped through in a debugger, and a resumed run
+does what the one that was never stopped did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jurybox.training.runtime.board import State, Subject, Told, Word
+from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.ledger import Ledger
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.seat import Message, Seat
+from jurybox.training.runtime.turns import Rules, Turn, take_seat
+
+
+class Stuck(RuntimeError):
+    """No role can take a turn: each waits for something that nobody will do."""
+
+
+class Serial:
+    """Takes turns: an actor one, then every learner as many as are due, then every evaluator its own if it is due.
+
+    Args:
+        commons: of the run.
+        ledger: takes the reports.
+        told: takes lines for whoever watches.
+        checkpoints: where they go; None: none are made.
+        resumed: the checkpoint that `commons` was filled from.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        commons: Commons,
+        ledger: Ledger,
+        told: Callable[[str], None],
+        *,
+        checkpoints: Checkpoints | None = None,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        self._plan, self._commons, self._ledger, self._told = plan, commons, ledger, told
+        self._checkpoints = checkpoints
+        self._rules = Rules(plan, commons.board, slack=0)
+        self._saved_at = commons.board.env_steps
+        self._turns: list[Turn] = []
+        try:
+            # Learners first: they publish what actors begin with.
+            for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
+                orders = commons.board.orders[number]
+                orders[Told.LIFE] += 1
+                seat = Seat(plan, number, commons, self._take, life=orders[Told.LIFE])
+                seat.words[Word.LIFE] = seat.life
+                # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.
+                goes_on = resumed and (seat.life == 1 or seat.spec.kind is Kind.LEARNER)
+                state = resumed.state(seat.name) if resumed and goes_on else None
+                self._turns.append(take_seat(seat, self._rules, state))
+                seat.begin()
+        except BaseException:
+            self.close()
+            raise
+        self._actors = [turn for turn in self._turns if turn.seat.spec.kind is Kind.ACTOR]
+        self._others = sorted(
+            (turn for turn in self._turns if turn not in self._actors), key=lambda turn: turn.seat.spec.kind
+        )
+
+    def run(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
+        """Take turns until the plan's budget is used up, or `ending` gives another reason; `tick` is called in between.
+
+        Raises:
+            Stuck: nobody can take a turn.
+        """
+        while True:
+            moved = False
+            for turn in (self._next_actor(), *self._others):
+                # Learners make all the steps that are due, so that the ratio holds after every round.
+                while turn.may() and ending() is None:
+                    turn.take()
+                    turn.seat.report()
+                    moved = True
+                    if turn.seat.spec.kind is not Kind.LEARNER:
+                        break
+            self._ledger.row_if_due()
+            tick()
+            if (reason := ending()) is not None:
+                if reason is End.SECONDS:
+                    self._close()
+                return self._finish(reason)
+            if not moved:
+                if not any(turn.may() or turn.waiting[0] not in _DONE for turn in self._turns):
+                    return self._finish(End.STEPS)
+                waits = ", ".join(f"{turn.seat.name} for {turn.waiting[0].name.lower()}" for turn in self._turns)
+                raise Stuck(f"no role can take a turn; they wait: {waits}")
+            if self._checkpoint_due():
+                self.save()
+
+    def _next_actor(self) -> Turn:
+        """The one with the fewest steps: in turns, also after a resumption."""
+        return min(self._actors, key=lambda turn: turn.seat.words[Word.EPOCHS])
+
+    def save(self) -> Checkpoint | None:
+        """Make a checkpoint now."""
+        if self._checkpoints is None:
+            return None
+        scratch = self._checkpoints.begin()
+        try:
+            for turn in self._turns:
+                turn.seat.report(now=True)
+                if turn.seat.spec.kind is not Kind.EVALUATOR:
+                    self._checkpoints.write_role(scratch, turn.seat.name, turn.role.save())
+            made = self._checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
+        except BaseException:
+            self._checkpoints.abandon(scratch)
+            raise
+        for turn in self._turns:
+            turn.saved()
+        self._saved_at = made.env_steps
+        if self._ledger.best_is_new:
+            self._ledger.best_is_new = False
+            self._checkpoints.mark_best(made)
+        return made
+
+    def close(self) -> None:
+        """Close all roles."""
+        for turn in self._turns:
+            turn.close()
+            turn.seat.enter(State.STOPPED)
+        self._turns = []
+
+    def _close(self) -> None:
+        """The time is up: learners use up what is there, evaluators have a last look."""
+        self._rules.close()
+        for turn in self._others:
+            while turn.may():
+                turn.take()
+
+    def _finish(self, reason: End) -> End:
+        for turn in self._turns:
+            turn.seat.report(now=True)
+            turn.seat.finish_timeline()
+        self._ledger.row_if_due(last=True)
+        if self._commons.board.env_steps > self._saved_at or self._ledger.best_is_new:
+            self.save()
+        return reason
+
+    def _checkpoint_due(self) -> bool:
+        every = self._plan.save_every
+        return self._ledger.best_is_new or (every > 0 and self._commons.board.env_steps - self._saved_at >= every)
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "said":
+            self._told(message["text"])
+        else:
+            self._ledger.take(message)
+
+
+_DONE = (Subject.ORDERS, Subject.WORK)
