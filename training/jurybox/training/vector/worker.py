@@ -67,6 +67,10 @@ def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
     return numbers, pickle.loads(message[end:]) if len(message) > end else {}
 
 
+class _LearnerGone(Exception):
+    """There is nobody to answer."""
+
+
 class Worker:
     """The environments of one process and the memory they write to."""
 
@@ -91,10 +95,11 @@ class Worker:
                 return
             try:
                 self._answer(message, pipe)
+            except _LearnerGone:
+                return
             except Exception as error:  # noqa: BLE001 (the learner raises it)
-                text = "".join(traceback.format_exception(error)).rstrip()
-                failed = WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}")
-                pipe.send_bytes(RAISED + pickle.dumps(failed))
+                if not _say(pipe, RAISED + pickle.dumps(_described(error))):
+                    return
 
     def _answer(self, message: bytes, pipe: Connection) -> None:
         kind = message[:1]
@@ -112,10 +117,13 @@ class Worker:
                 self._reset(number, seed, options)
             self._tell(pipe, list(seeds))
         else:
-            pipe.send_bytes(VALUE + pickle.dumps(self._call(*pickle.loads(message[1:]))))
+            answer = VALUE + pickle.dumps(self._call(*pickle.loads(message[1:])))
+            if not _say(pipe, answer):
+                raise _LearnerGone
 
     def _tell(self, pipe: Connection, numbers: list[int]) -> None:
-        pipe.send_bytes(done_message(numbers, self._extras))
+        if not _say(pipe, done_message(numbers, self._extras)):
+            raise _LearnerGone
         if self._extras:
             self._extras = {}
 
@@ -174,6 +182,21 @@ def _keep(number: int, info: dict[str, Any], fields: dict[str, Any], told: dict[
     return {name: value for name, value in info.items() if name not in fields} if info else info
 
 
+def _described(error: Exception) -> WorkerFailed:
+    # The exception itself may not survive a pipe, and its traceback never does.
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}")
+
+
+def _say(pipe: Connection, message: bytes) -> bool:
+    """False when nobody hears it any more."""
+    try:
+        pipe.send_bytes(message)
+    except OSError:
+        return False
+    return True
+
+
 def main() -> None:
     """Serve the learner at the other end of the descriptor that is the first argument; the second is its process id."""
     descriptor, parent = map(int, sys.argv[1:])
@@ -198,8 +221,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         return
     except Exception as error:  # noqa: BLE001 (the learner raises it)
-        text = "".join(traceback.format_exception(error)).rstrip()
-        pipe.send(WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}"))
+        pipe.send(_described(error))
         return
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setNumThreads(0)

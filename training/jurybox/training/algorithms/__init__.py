@@ -1,0 +1,1 @@
+"""Learning algorithms as plain objects: no processes, no environments, no files."""
