@@ -177,7 +177,8 @@ class PPO:
         steps, stopped = 0, False
         for _ in range(settings.epochs):
             order = torch.randperm(count, generator=self._random)
-            for chosen in order.split(settings.minibatch):
+            for first in range(0, count, settings.minibatch):
+                chosen = order[first : first + settings.minibatch]
                 loss, told = self._loss({name: each[chosen] for name, each in batch.items()})
                 if settings.target_kl is not None and told["approx_kl"] > 1.5 * settings.target_kl:
                     stopped = True

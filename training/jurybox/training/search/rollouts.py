@@ -98,13 +98,16 @@ def _empty(steps: int, n: int, use_masks: bool) -> Rollout:
         return np.zeros((steps, n), dtype)
 
     return Rollout(
-        np.zeros((steps, n, INPUTS), np.float32),
-        table(np.int64),
-        *(table(np.float32) for _ in range(3)),
-        *(table(np.bool_) for _ in range(2)),
-        table(np.float32),
-        np.zeros(n, np.float32),
-        np.ones((steps, n, t.N_ACTIONS), np.bool_) if use_masks else None,
+        observations=np.zeros((steps, n, INPUTS), np.float32),
+        actions=table(np.int64),
+        log_probs=table(np.float32),
+        values=table(np.float32),
+        rewards=table(np.float32),
+        terminated=table(np.bool_),
+        over=table(np.bool_),
+        final_values=table(np.float32),
+        last_values=np.zeros(n, np.float32),
+        masks=np.ones((steps, n, t.N_ACTIONS), np.bool_) if use_masks else None,
     )
 
 
