@@ -104,7 +104,7 @@ def train_workflow(
     policy: Annotated[str, typer.Option(help="local: acts in this process; served: from a server.")] = "local",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes, with --env cyborg.")] = None,
     episode_length: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 100,
-    gate: Annotated[float, typer.Option(help="Share of fixes that must comply.")] = 0.95,
+    gate: Annotated[float, typer.Option(min=0.01, max=1, help="Share of fixes that must comply.")] = 0.95,
     max_train_episodes_per_env: Annotated[int, typer.Option(min=1, help="Then a workflow is given up.")] = 100,
     align_lambda: Annotated[float, typer.Option(min=0, help="What full compliance is worth in an episode.")] = 30.0,
     beta: Annotated[float, typer.Option(min=0, help="How far the search explores.")] = 2.0,
