@@ -2,6 +2,7 @@
 
     python -m benchmarks.vector [--seconds 8] [--envs 100] [--rounds 2]
 
+Peers fork, as Gymnasium does by default (a hundred fresh interpreters with torch for SB3 would not fit); ours spawn.
 Contenders take turns, so that a change of the machine's load hits all of them. Those that are not installed are named.
 On a machine that others use, a way with a hundred processes gets a larger share of the cores than one with two; steps
 per second of CPU time then tell more than steps per second.
@@ -69,7 +70,7 @@ def jurybox_first_ready(make: Callable[[], Any], n: int) -> Iterator[StepAll]:
 def gymnasium_async(make: Callable[[], Any], n: int) -> Iterator[StepAll]:
     from gymnasium.vector import AsyncVectorEnv
 
-    env = AsyncVectorEnv([make] * n, shared_memory=True, context="spawn")
+    env = AsyncVectorEnv([make] * n, shared_memory=True)
     env.reset(seed=0)
     yield env.step
     env.close()
@@ -79,7 +80,7 @@ def gymnasium_async(make: Callable[[], Any], n: int) -> Iterator[StepAll]:
 def sb3_subproc(make: Callable[[], Any], n: int) -> Iterator[StepAll]:
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    env = SubprocVecEnv([make] * n, start_method="forkserver")
+    env = SubprocVecEnv([make] * n, start_method="fork")
     env.reset()
     yield env.step
     env.close()
