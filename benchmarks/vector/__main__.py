@@ -136,12 +136,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--envs", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", choices=["busy", "trivial"], default=["busy", "trivial"])
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, {platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}")
     missing = [name for name, package in _NEEDS.items() if importlib.util.find_spec(package) is None]
     print(f"not installed: {', '.join(missing) or 'none'}; EnvPool runs no Python environments\n")
-    for title, make in (("1.5 ms of CPU a step", busy), ("trivial", trivial)):
+    cases = {"busy": ("1.5 ms of CPU a step", busy), "trivial": ("nothing to do in a step", trivial)}
+    for title, make in (cases[name] for name in options.cases):
         singles: list[float] = []
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS if name not in missing}
         for _ in range(options.rounds):

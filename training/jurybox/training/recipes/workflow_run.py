@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import platform
 import time
@@ -18,8 +17,7 @@ import numpy as np
 import torch
 
 from jurybox.protocol.wire import build_version
-from jurybox.training.recipes import interrupts
-from jurybox.training.recipes.checkpoints import CheckpointError
+from jurybox.training.recipes import interrupts, settings_file
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.workflow_served import served_policy
 from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
@@ -73,11 +71,10 @@ def run(
     watcher = watcher or Silence()
     found = checkpoints.latest(folder / "checkpoints") if resume else None
     if found is not None:
-        _check_same(settings, folder)
+        settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
     resume_at = None if found is None else int(found[0]["counted"][2])
-    torch.set_num_threads(1)  # networks this small compute faster alone than they wait for each other
-    with RunLog(folder, METRICS, resume_at=resume_at) as log, _trainer(settings, folder) as trainer:
-        write_atomically(folder / "settings.json", json.dumps(settings.as_dict(), indent=2) + "\n")
+    with RunLog(folder, METRICS, resume_at=resume_at) as log, _one_thread(), _trainer(settings, folder) as trainer:
+        settings_file.write(folder, settings.as_dict())
         log.add_trackers(trackers())
         spent = 0.0
         if found is not None:
@@ -92,6 +89,17 @@ def run(
         )
         log.finish([folder / "report.html", folder / "workflows.csv"])
     return "\n".join(sentences)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For networks this small: threads wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -148,25 +156,6 @@ def _restore(trainer: WorkflowTrainer, state: Mapping[str, Any], random: Mapping
     for env, stream in zip(trainer.environments, random["environments"], strict=True):
         environments.restore_random_state(env, stream)
     return float(random["seconds"])
-
-
-def _check_same(settings: WorkflowTraining, folder: Path) -> None:
-    """Refuse to go on with settings that the run did not begin with."""
-    path = folder / "settings.json"
-    if not path.exists():
-        return
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(settings.as_dict()))
-    different = [
-        f"{name} was {earlier[name]!r}, is {value!r}"
-        for name, value in now.items()
-        if name not in _MAY_CHANGE and name in earlier and earlier[name] != value
-    ]
-    if different:
-        raise CheckpointError(
-            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to go on, or "
-            "another folder to start anew"
-        )
 
 
 def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:

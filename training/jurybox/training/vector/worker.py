@@ -17,7 +17,6 @@ import pickle
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,7 +27,7 @@ from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
 from jurybox.protocol.segment import Segment
-from jurybox.training.recipes.worker_process import WorkerFailed, bind_to
+from jurybox.training.recipes.worker_process import bind_to, described
 from jurybox.training.vector.layout import InfoFields, Shared, arrange, put, take
 
 STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
@@ -98,7 +97,7 @@ class Worker:
             except _LearnerGone:
                 return
             except Exception as error:  # noqa: BLE001 (the learner raises it)
-                if not _say(pipe, RAISED + pickle.dumps(_described(error))):
+                if not _say(pipe, RAISED + pickle.dumps(described(error))):
                     return
 
     def _answer(self, message: bytes, pipe: Connection) -> None:
@@ -182,12 +181,6 @@ def _keep(number: int, info: dict[str, Any], fields: dict[str, Any], told: dict[
     return {name: value for name, value in info.items() if name not in fields} if info else info
 
 
-def _described(error: Exception) -> WorkerFailed:
-    # The exception itself may not survive a pipe, and its traceback never does.
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}")
-
-
 def _say(pipe: Connection, message: bytes) -> bool:
     """False when nobody hears it any more."""
     try:
@@ -221,7 +214,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         return
     except Exception as error:  # noqa: BLE001 (the learner raises it)
-        pipe.send(_described(error))
+        pipe.send(described(error))
         return
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setNumThreads(0)
