@@ -2,9 +2,10 @@
 
     python -m benchmarks.cage.inheritance [--seeds 3] [--orders 3] [--updates 100]
 
-For each seed some workflows drawn at random: each from scratch, and one after the other, the first of which is from
-scratch and is not counted. 100 networks, 100 steps, an update after each episode of all; the gate of `jurybox train
-workflow`. A workflow that is given up counts with all its episodes, so a ratio is not flattered by failures.
+For each seed some workflows drawn at random, one after the other: the first from scratch, the others each with the
+policy of the one before; with --scratch-all each of those from scratch as well. 100 networks, 100 steps, an update
+after each episode of all; the gate of `jurybox train workflow`. A workflow that is given up counts with all its
+episodes, so a ratio is not flattered by failures.
 """
 
 from __future__ import annotations
@@ -39,19 +40,26 @@ def to_the_gate(learner: PPO, order: Order, settings: WorkflowTraining, stream: 
         learner.update(rollout)
 
 
-def compare(seed: int, orders: Sequence[Order], settings: WorkflowTraining) -> tuple[list[int], list[int]]:
-    """Episodes of the second and later orders, from scratch and inherited."""
+def compare(
+    seed: int, orders: Sequence[Order], settings: WorkflowTraining, scratch_all: bool
+) -> tuple[list[int], list[int]]:
+    """Episodes from scratch and inherited."""
     learner = PPO(INPUTS, N_ACTIONS, settings.ppo, seed)
     scratch, inherited = [], []
     for index, order in enumerate(orders):
         found = to_the_gate(learner, order, settings, 10 * index)
         if index == 0:
-            print(f"| {seed} | {describe(order)} | {_shown(found)} | (same) |", flush=True)
+            print(f"| {seed} | {describe(order)} | {_shown(found)} | |", flush=True)
+            scratch.append(found[0])
             continue
-        alone = to_the_gate(PPO(INPUTS, N_ACTIONS, settings.ppo, 100 * seed + index), order, settings, 10 * index + 1)
-        print(f"| {seed} | {describe(order)} | {_shown(alone)} | {_shown(found)} |", flush=True)
-        scratch.append(alone[0])
         inherited.append(found[0])
+        told = ""
+        if scratch_all:
+            fresh = PPO(INPUTS, N_ACTIONS, settings.ppo, 100 * seed + index)
+            alone = to_the_gate(fresh, order, settings, 10 * index + 1)
+            scratch.append(alone[0])
+            told = _shown(alone)
+        print(f"| {seed} | {describe(order)} | {told} | {_shown(found)} |", flush=True)
     return scratch, inherited
 
 
@@ -65,6 +73,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--orders", type=int, default=3)
     parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--scratch-all", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| seed | workflow | episodes from scratch | episodes inherited |\n|---|---|---|---|")
@@ -73,7 +82,7 @@ def main() -> None:
     for seed in range(options.seeds):
         chosen = np.random.default_rng(seed).choice(len(ORDERS), options.orders, replace=False)
         settings = WorkflowTraining(seed=seed, max_train_episodes_per_env=options.updates)
-        alone, after = compare(seed, [ORDERS[each] for each in chosen], settings)
+        alone, after = compare(seed, [ORDERS[each] for each in chosen], settings, options.scratch_all)
         scratch += alone
         inherited += after
     means = statistics.mean(scratch), statistics.mean(inherited)

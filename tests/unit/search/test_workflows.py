@@ -61,7 +61,18 @@ def test_a_fix_complies_when_its_type_comes_first_among_those_compromised(kind: 
 
 def test_user0s_foothold_does_not_count_as_compromised() -> None:
     assert verdict(Blue.RESTORE, "Enterprise0", truth("Enterprise0"), USER_FIRST) == (True, True)
-    assert verdict(Blue.RESTORE, "User0", truth("Enterprise0"), USER_FIRST) == (True, False)
+
+
+def test_fixes_of_user0_are_none_so_that_they_cannot_pad_a_rate() -> None:
+    for kind in (Blue.REMOVE, Blue.RESTORE):
+        assert verdict(kind, "User0", truth("User1"), USER_FIRST) == (False, False)
+
+
+def test_the_strict_rule_wants_the_target_itself_compromised() -> None:
+    actions = np.array([action(Blue.REMOVE, "User4"), action(Blue.REMOVE, "User1")])
+    before = np.repeat(truth("User1"), 2, axis=0)
+    assert judge(actions, before, USER_FIRST)[1].tolist() == [True, True]
+    assert judge(actions, before, USER_FIRST, strict=True)[1].tolist() == [False, True]
 
 
 def test_a_fix_with_nothing_compromised_counts_and_does_not_comply() -> None:

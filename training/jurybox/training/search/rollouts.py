@@ -54,6 +54,8 @@ def play(
     *,
     steps: int,
     weight: float,
+    no_fix_penalty: float = 0.2,
+    strict: bool = False,
     use_masks: bool = False,
     greedy: bool = False,
 ) -> tuple[Rollout, Episodes]:
@@ -63,13 +65,20 @@ def play(
         env: its infos hold ``true_state``.
         order: the workflow; None for none: the policy sees zeros in its place, and nothing is paid for compliance.
         weight: lambda of the alignment reward.
+        no_fix_penalty, strict: see `Alignment`.
         use_masks: leave out actions that are sure to fail.
         greedy: the likeliest action instead of a drawn one.
     """
     n = env.num_envs
     rollout = _empty(steps, n, use_masks)
     rollout.observations[:, :, 4 * t.N_HOSTS :] = 0.0 if order is None else encode(order)
-    alignment = Alignment.begin(n, range(5) if order is None else order, 0.0 if order is None else weight)
+    alignment = Alignment.begin(
+        n,
+        range(5) if order is None else order,
+        0.0 if order is None else weight,
+        no_fix_penalty=no_fix_penalty,
+        strict=strict,
+    )
     returns = np.zeros(n)
     observation, info = env.reset()
     for step in range(steps):

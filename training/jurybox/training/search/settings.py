@@ -26,7 +26,7 @@ class WorkflowTraining:
         max_train_episodes_per_env: a workflow is given up after so many updates.
         gate: share of fixes that must comply for a workflow to count as learned.
         min_fixes: fixes an episode, on average, without which no gate is passed.
-        align_lambda, no_fix_penalty: see `Alignment`.
+        align_lambda, no_fix_penalty, strict: see `Alignment`.
         inherit: a workflow's training begins with the policy of the last one; else with a new one.
         use_masks: leave out actions that are sure to fail.
         beta, length, noise, revisit: see `WorkflowSearch`.
@@ -52,6 +52,7 @@ class WorkflowTraining:
     min_fixes: float = 1.0
     align_lambda: float = 30.0
     no_fix_penalty: float = 0.2
+    strict: bool = False
     inherit: bool = True
     use_masks: bool = False
     beta: float = 2.0

@@ -121,6 +121,8 @@ class WorkflowTrainer:
             self.order,
             steps=settings.episode_length,
             weight=settings.align_lambda,
+            no_fix_penalty=settings.no_fix_penalty,
+            strict=settings.strict,
             use_masks=settings.use_masks,
         )
         if self.phase == FINAL:
@@ -152,6 +154,7 @@ class WorkflowTrainer:
                 order,
                 steps=self.settings.episode_length,
                 weight=0.0,
+                strict=self.settings.strict,
                 use_masks=self.settings.use_masks,
             )[1]
             for _ in range(-(-episodes // self.settings.n_envs))
