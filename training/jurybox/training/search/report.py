@@ -15,6 +15,7 @@ from jurybox.training.search.trainer import WorkflowTrainer
 from jurybox.training.search.workflows import describe
 
 _POINTS = 60  # of a curve, at most
+_SHOWN = 3.0  # times the median: returns below that are left out of the curve
 _WITHIN = 0.15  # of the unconstrained return that a workflow may cost
 
 
@@ -60,7 +61,7 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
         close = "within" if cost <= _WITHIN else "not within"
         said.append(
             f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
-            f"{settings.reference_share:.0%} of the budget; the workflow's is {cost:+.0%} worse, {close} {_WITHIN:.0%}."
+            f"{settings.reference_share:.0%} of the budget; the workflow's is {cost:.0%} worse, {close} {_WITHIN:.0%}."
             if cost > 0
             else f"Without a workflow the return was {reference.returns:.1f} (± {1.96 * reference.error:.1f}) after "
             f"{settings.reference_share:.0%} of the budget; the workflow's is no worse."
@@ -104,36 +105,34 @@ def _picture(run: WorkflowRun) -> str:
 
 
 def _curves(metrics: Sequence[Mapping[str, float]]) -> str:
-    rows = [row for row in metrics if "return_mean" in row]
-    if len(rows) < 2:
+    if len(metrics) < 2:
         return ""
-    groups = [group for group in np.array_split(np.arange(len(rows)), min(_POINTS, len(rows))) if len(group)]
-    xs = [rows[group[-1]]["episodes"] for group in groups]
-
-    def curve(name: str, label: str) -> Curve:
-        values = np.array([row[name] for row in rows])
-        return Curve(
-            label,
-            xs,
-            [float(values[group].mean()) for group in groups],
-            "learned",
-            [float(values[group].std()) for group in groups],
-        )
-
-    returns = charts.curves(
-        [curve("return_mean", "return")], "Return of training episodes", "episodes", "return of an episode"
-    )
-    compliance = charts.curves(
-        [curve("compliance", "compliance")], "Compliance in training", "episodes", "share of fixes that comply"
-    )
-    phases = [rows[index]["phase"] for index in range(len(rows))]
-    search = next((row["episodes"] for row, phase in zip(rows, phases, strict=True) if phase >= 1), None)
-    final = next((row["episodes"] for row, phase in zip(rows, phases, strict=True) if phase >= 2), None)
+    # The first episodes lose so much more than all others that they would press the curve flat.
+    least = _SHOWN * float(np.median([row["return_mean"] for row in metrics]))
+    returns = [row for row in metrics if row["return_mean"] >= least]
+    ruled = [row for row in metrics if row["phase"] >= 1]
+    drawn = [
+        charts.curves([_curve(returns, "return_mean", "return")], "Return in training", "episodes", "return"),
+    ]
+    if len(ruled) > 1:
+        title, up = "Compliance in training", "share of fixes that comply"
+        drawn.append(charts.curves([_curve(ruled, "compliance", "compliance")], title, "episodes", up))
     told = "Means of stretches of training, with the deviation between their updates; the policy explores. "
-    if search is not None:
-        told += f"Up to {search:,.0f} episodes it trains without a workflow"
-        told += f"; from {final:,.0f} on with the best one. " if final is not None else ". "
-    return page.section("Learning", returns, compliance, note=told + "Dips are where a new workflow begins.")
+    if len(returns) < len(metrics):
+        told += f"Updates with returns below {least:.0f}, at the beginning, are left out. "
+    if ruled:
+        told += f"From {ruled[0]['episodes']:,.0f} episodes on it is told a workflow"
+        last = next((row["episodes"] for row in ruled if row["phase"] >= 2), None)
+        told += ". " if last is None else f", from {last:,.0f} on the best one. "
+    return page.section("Learning", *drawn, note=told + "Dips are where a new workflow begins.")
+
+
+def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str) -> Curve:
+    groups = [group for group in np.array_split(np.arange(len(rows)), min(_POINTS, len(rows))) if len(group)]
+    values = np.array([row[name] for row in rows])
+    means = [float(values[group].mean()) for group in groups]
+    xs = [rows[group[-1]]["episodes"] for group in groups]
+    return Curve(label, xs, means, "learned", [float(values[group].std()) for group in groups])
 
 
 def _tried(run: WorkflowRun) -> str:
