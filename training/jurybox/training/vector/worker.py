@@ -4,7 +4,7 @@ Messages over its private socket, of which the first byte says the kind:
 
     to the worker                                     from it
     S  environments' numbers (int32): step them       D  numbers (int32), rest: infos of no fixed shape, pickled
-    E  the same, each answered when it is done        V  a value, pickled
+    E  the same, each answered soon after it is done       V  a value, pickled
     R  pickled: seeds by number, options              X  what was raised, pickled
     C  pickled: call, get or set an attribute
 
@@ -17,6 +17,7 @@ import pickle
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,6 +34,7 @@ from jurybox.training.vector.layout import InfoFields, Shared, arrange, put, tak
 STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
 DONE, VALUE, RAISED = b"D", b"V", b"X"
 _COUNT = struct.Struct("<I")
+_TELL_EVERY = 100e-6  # seconds; steps shorter than that are told of together
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,16 @@ class Worker:
         kind = message[:1]
         if kind in (STEP, STEP_EACH):
             numbers = np.frombuffer(message, np.int32, offset=1).tolist()
+            told = time.perf_counter()
+            done: list[int] = []
             for number in numbers:
                 self._step(number)
-                if kind == STEP_EACH:
-                    self._tell(pipe, [number])
-            if kind == STEP:
-                self._tell(pipe, numbers)
+                done.append(number)
+                if kind == STEP_EACH and (now := time.perf_counter()) - told >= _TELL_EVERY:
+                    self._tell(pipe, done)
+                    told, done = now, []
+            if done:
+                self._tell(pipe, done)
         elif kind == RESET:
             seeds, options = pickle.loads(message[1:])
             for number, seed in seeds.items():
