@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -130,6 +130,75 @@ def train_marl(
     _until_interrupted(work, None, told="stopping; --resume goes on from here")
 
 
+@train.command("workflow")
+def train_workflow(
+    out: Out,
+    n_envs: Annotated[int, typer.Option("--n-envs", min=1, help="Networks defended at once.")] = 100,
+    total_episodes: Annotated[int, typer.Option(min=1, help="Episodes of training in all.")] = 100_000,
+    red: Annotated[str, typer.Option(help="The attacker: B_line or Meander.")] = "B_line",
+    seed: Seed = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    env: Annotated[str, typer.Option(help="cage: our simulator; cyborg: the real one, where installed.")] = "cage",
+    policy: Annotated[str, typer.Option(help="local: acts in this process; served: from a server.")] = "local",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes, with --env cyborg.")] = None,
+    episode_length: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 100,
+    gate: Annotated[float, typer.Option(min=0.01, max=1, help="Share of fixes that must comply.")] = 0.95,
+    max_train_episodes_per_env: Annotated[int, typer.Option(min=1, help="Then a workflow is given up.")] = 100,
+    align_lambda: Annotated[float, typer.Option(min=0, help="What full compliance is worth in an episode.")] = 30.0,
+    strict: Annotated[bool, typer.Option("--strict", help="A fix complies only on a compromised host.")] = False,
+    beta: Annotated[float, typer.Option(min=0, help="How far the search explores.")] = 2.0,
+    inherit: Annotated[bool, typer.Option(help="Begin each workflow with the last one's policy.")] = True,
+    masks: Annotated[bool, typer.Option("--masks", help="Leave out actions that are sure to fail.")] = False,
+    quirk: Annotated[bool, typer.Option("--quirk", help="No Impact costs after Op_Server0's restore.")] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+) -> None:
+    """Search the order of repairs that best defends a network, and the policy that keeps to it."""
+    for name, value, known in (
+        ("--red", red, ("B_line", "Meander")),
+        ("--env", env, ("cage", "cyborg")),
+        ("--policy", policy, ("local", "served")),
+    ):
+        if value not in known:
+            raise typer.BadParameter(f"expected {' or '.join(known)}, got {value!r}", param_hint=name)
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes.progress import ConsoleProgress
+        from jurybox.training.recipes.trackers import require, trackers
+        from jurybox.training.recipes.workflow_run import run
+        from jurybox.training.search.settings import WorkflowTraining
+
+        require(mlflow=mlflow, wandb=wandb)
+        settings = WorkflowTraining(
+            env=cast("Any", env),
+            red=cast("Any", red),
+            quirk=quirk,
+            n_envs=n_envs,
+            episode_length=episode_length,
+            total_episodes=total_episodes,
+            max_train_episodes_per_env=max_train_episodes_per_env,
+            gate=gate,
+            align_lambda=align_lambda,
+            strict=strict,
+            inherit=inherit,
+            use_masks=masks,
+            beta=beta,
+            workers=workers,
+            served=policy == "served",
+            seed=seed,
+        )
+        return run(
+            settings,
+            out,
+            ConsoleProgress(console),
+            command=shlex.join(["jurybox", *sys.argv[1:]]),
+            resume=resume,
+            trackers=lambda: trackers("workflow", out, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+        )
+
+    _until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+
+
 @demo.command("photo")
 def demo_photo(
     out: Out = Path("demo-out"),
@@ -191,6 +260,7 @@ def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | No
 def _status_of(error: Exception) -> int:
     """Exit status for an error: those that the user can mend are told without a traceback."""
     from jurybox.client import Error
+    from jurybox.training.environments.cage.cyborg import CyborgMissing
     from jurybox.training.environments.photo import PhotoError
     from jurybox.training.recipes.checkpoints import CheckpointError
     from jurybox.training.recipes.local_server import ServerNotStarted
@@ -198,7 +268,7 @@ def _status_of(error: Exception) -> int:
     from jurybox.training.runlog import RunLogError
     from jurybox.training.runtime.errors import RunError
 
-    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError):
+    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing):
         return _USAGE
     return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -13,8 +12,7 @@ from typing import Any
 
 from jurybox.client import connect
 from jurybox.protocol.wire import build_version
-from jurybox.training.recipes import checkpoints, interrupts
-from jurybox.training.recipes.checkpoints import CheckpointError
+from jurybox.training.recipes import checkpoints, interrupts, settings_file
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
@@ -65,10 +63,10 @@ def run(
     """
     checkpoint = checkpoints.latest(folder / "checkpoints") if resume else None
     if checkpoint is not None:
-        _check_same(settings, folder)
+        settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
     took = dict(before or {})
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
-        write_atomically(folder / "settings.json", json.dumps(settings.as_dict(), indent=2) + "\n")
+        settings_file.write(folder, settings.as_dict())
         log.add_trackers(trackers())
         began = time.monotonic()
         model = train(settings, log, resume=checkpoint, watcher=watcher)
@@ -92,25 +90,6 @@ def run(
         )
         log.finish([folder / "report.html", folder / "evaluation.csv"])
     return verdict
-
-
-def _check_same(settings: PhotoTraining, folder: Path) -> None:
-    """Refuse to go on with settings that the run did not begin with."""
-    path = folder / "settings.json"
-    if not path.exists():
-        return
-    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    now: dict[str, Any] = json.loads(json.dumps(settings.as_dict()))
-    different = [
-        f"{name} was {earlier[name]!r}, is {value!r}"
-        for name, value in now.items()
-        if name not in _MAY_CHANGE and name in earlier and earlier[name] != value
-    ]
-    if different:
-        raise CheckpointError(
-            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to go on, or "
-            "another folder to start anew"
-        )
 
 
 def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:

@@ -37,7 +37,7 @@ def main() -> None:
     try:
         environment = pickle.loads(make)()  # from the process that started this one
     except Exception as error:  # noqa: BLE001 (the learner raises it)
-        _tell(pipe, _described(error))
+        _tell(pipe, described(error))
         return
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setNumThreads(0)
@@ -70,7 +70,7 @@ def _serve(pipe: Connection, environment: Any) -> None:
         try:
             answer = _answer(environment, command, data)
         except Exception as error:  # noqa: BLE001 (the learner raises it)
-            answer = _described(error)
+            answer = described(error)
         if not _tell(pipe, answer):
             return
 
@@ -122,7 +122,7 @@ def _is_wrapped(environment: Any, kind: type) -> bool:
     return False
 
 
-def _described(error: Exception) -> WorkerFailed:
+def described(error: Exception) -> WorkerFailed:
     # The exception itself may not survive a pipe, and its traceback never does.
     text = "".join(traceback.format_exception(error)).rstrip()
     return WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}")

@@ -1,0 +1,68 @@
+"""Does plain PPO learn to defend? Learning curves and the returns of what was learned, beside published ones.
+
+    python -m benchmarks.cage.learn [--updates 150] [--seeds 3] [--red B_line]
+
+100 networks, 100 steps an episode, an update each; no workflow. Curves go to results/learn-RED.csv. Published (leader
+board of CAGE Challenge 2, at 100 steps): plain PPO -30.2 against B_line and -22.2 against Meander; the winner -13.8 and
+-16.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from pathlib import Path
+
+import torch
+
+from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.environments.cage import CageVectorEnv, RedName
+from jurybox.training.environments.cage.tables import N_ACTIONS
+from jurybox.training.search.rollouts import INPUTS, play
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], PPO, float]:
+    """Mean return of each update's 100 episodes, the learner, and seconds of CPU time."""
+    learner = PPO(INPUTS, N_ACTIONS, PPOSettings(), seed)
+    env = CageVectorEnv(100, red, autoreset_mode="Disabled")
+    env.reset(seed=seed)
+    curve, began = [], time.process_time()
+    for _ in range(updates):
+        rollout, episodes = play(env, learner, None, steps=100, weight=0.0)
+        learner.update(rollout)
+        curve.append(float(episodes.returns.mean()))
+    return curve, learner, time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--red", choices=["B_line", "Meander"], default="B_line")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    curves = []
+    print(f"| seed | episodes | last 10 updates | sampled, 1000 new | greedy, 1000 new | CPU s |\n|{'---|' * 6}")
+    for seed in range(options.seeds):
+        curve, learner, seconds = learn(options.red, seed, options.updates)
+        curves.append(curve)
+        fresh = CageVectorEnv(1000, options.red, autoreset_mode="Disabled")
+        fresh.reset(seed=1000 + seed)
+        tested = [
+            play(fresh, learner, None, steps=100, weight=0.0, greedy=greedy)[1].returns for greedy in (False, True)
+        ]
+        shown = [f"{each.mean():.1f} (sd {each.std():.1f})" for each in tested]
+        last = sum(curve[-10:]) / len(curve[-10:])
+        print(f"| {seed} | {100 * options.updates} | {last:.1f} | {' | '.join(shown)} | {seconds:.0f} |", flush=True)
+    with (RESULTS / f"learn-{options.red}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["episodes", *(f"seed{seed}" for seed in range(options.seeds))])
+        for update, row in enumerate(zip(*curves, strict=True), 1):
+            writer.writerow([100 * update, *(f"{value:.1f}" for value in row)])
+
+
+if __name__ == "__main__":
+    main()

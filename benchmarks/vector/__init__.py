@@ -1,0 +1,1 @@
+"""Environments in worker processes, beside those of Gymnasium, Stable-Baselines3, PufferLib and EnvPool."""

@@ -1,0 +1,42 @@
+"""The two environments of the comparison: one that computes for a while, and one that does nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+
+class Busy(gymnasium.Env[Any, Any]):
+    """Burns CPU for `milliseconds` a step (CPU time, so that a busy machine does not make steps cheaper)."""
+
+    def __init__(self, milliseconds: float = 1.5) -> None:
+        self.observation_space = Box(0, 1, (52,), np.float32)
+        self.action_space = Discrete(145)
+        self._seconds = milliseconds / 1000
+        self._seen = np.zeros(52, np.float32)
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._seen, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._seconds:
+            until = time.thread_time() + self._seconds
+            while time.thread_time() < until:
+                pass
+        self._steps += 1
+        return self._seen, 1.0, False, self._steps >= 100, {}
+
+
+def busy() -> Busy:
+    return Busy(1.5)
+
+
+def trivial() -> Busy:
+    return Busy(0.0)

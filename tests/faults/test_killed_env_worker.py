@@ -1,0 +1,135 @@
+"""A worker process with environments dies, hangs, or outlives its learner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from gymnasium.vector import AutoresetMode
+from tests.serving import wait_until
+from tests.unit.vector.vector_environments import Counter
+
+from jurybox.protocol.segment import directory
+from jurybox.training.recipes.worker_process import WorkerFailed
+from jurybox.training.vector import ProcessVectorEnv
+
+N = 4
+NOTHING = np.zeros(N, int)
+
+
+def vector(mode: AutoresetMode = AutoresetMode.NEXT_STEP, **settings) -> ProcessVectorEnv:
+    make = [partial(Counter, name, length=100) for name in range(N)]
+    return ProcessVectorEnv(make, workers=2, autoreset_mode=mode, **settings)
+
+
+def test_a_killed_worker_is_replaced_and_its_environments_begin_anew() -> None:
+    with vector() as env:
+        env.reset(seed=3)
+        before = env.step(NOTHING)[0]
+        os.kill(env.pids[0], signal.SIGKILL)
+        observations, rewards, terminated, truncated, infos = env.step(NOTHING)
+        assert truncated.tolist() == infos["restarted"].tolist() == [True, True, False, False]
+        assert not terminated.any() and rewards.tolist() == [0, 0, 2, 2]
+        np.testing.assert_array_equal(observations[:2], before[:2], "the last that was seen of them")
+        observations, rewards, _, truncated, infos = env.step(NOTHING)
+        assert observations[:, 3].tolist() == [0, 0, 3, 3] and not truncated.any() and "restarted" not in infos
+        assert env.step(NOTHING)[1].tolist() == [1, 1, 4, 4]
+
+
+def test_in_same_step_mode_the_new_episode_is_there_at_once() -> None:
+    with vector(AutoresetMode.SAME_STEP) as env:
+        env.reset(seed=3)
+        before = env.step(NOTHING)[0]
+        observations, _, _, truncated, infos = env.step(np.array([0, 9, 0, 0]))
+        assert truncated.tolist() == infos["restarted"].tolist() == [True, True, False, False]
+        assert observations[:, 3].tolist() == [0, 0, 2, 2]
+        np.testing.assert_array_equal(infos["final_obs"][1], before[1])
+        assert env.step(NOTHING)[1].tolist() == [1, 1, 3, 3]
+
+
+def test_without_autoreset_the_learner_resets_them() -> None:
+    with vector(AutoresetMode.DISABLED) as env:
+        env.reset(seed=3)
+        truncated = env.step(np.array([9, 0, 0, 0]))[3]
+        assert truncated.tolist() == [True, True, False, False]
+        env.reset(options={"reset_mask": truncated})
+        assert env.step(NOTHING)[1].tolist() == [1, 1, 2, 2]
+
+
+def test_environments_that_were_idle_when_their_worker_died_say_so_to_their_next_action() -> None:
+    with vector() as env:
+        env.reset(seed=3)
+        env.send(np.array([9]), [0])
+        infos = env.recv(1)[4]
+        assert infos["env_id"].tolist() == [0] and infos["restarted"].all()
+        env.send(np.array([0]), [1])
+        _, _, _, truncated, infos = env.recv(1)
+        assert infos["env_id"].tolist() == [1] and truncated.all() and infos["restarted"].all()
+        env.send(np.array([0, 0]), [0, 1])
+        assert not env.recv(2)[3].any()
+
+
+def test_a_worker_that_hangs_is_replaced_after_the_time_out() -> None:
+    with vector(timeout=3.0) as env:
+        env.reset(seed=3)
+        _, _, _, truncated, infos = env.step(np.array([0, 0, 0, 7]))
+        assert truncated.tolist() == infos["restarted"].tolist() == [False, False, True, True]
+        assert env.step(NOTHING)[1].tolist() == [2, 2, 0, 0]
+
+
+def test_a_worker_killed_before_a_reset_is_replaced_by_it() -> None:
+    with vector() as env:
+        env.reset(seed=3)
+        for pid in env.pids:
+            os.kill(pid, signal.SIGKILL)
+        observations, _ = env.reset(seed=8)
+        assert observations[:, 1].tolist() == [8, 9, 10, 11]
+
+
+class DiesAtOnce(Counter):
+    def reset(self, *, seed=None, options=None):
+        os._exit(3)
+
+
+def test_a_worker_that_only_ever_dies_is_given_up() -> None:
+    with ProcessVectorEnv([DiesAtOnce]) as env, pytest.raises(WorkerFailed, match="3 times in a row"):
+        env.reset()
+
+
+LEARNER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from tests.unit.vector.vector_environments import Counter
+from jurybox.training.vector import ProcessVectorEnv
+env = ProcessVectorEnv([Counter] * 2, workers=2)
+env.reset()
+print(*env.pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_and_memory_go_with_a_killed_learner() -> None:
+    root = os.fspath(directory())
+    before = set(os.listdir(root))
+    learner = subprocess.Popen([sys.executable, "-c", LEARNER, str(Path.cwd())], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in learner.stdout.readline().split()]
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    learner.kill()
+    learner.wait()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10.0)
+    assert not [name for name in set(os.listdir(root)) - before if "vector" in name]
+
+
+def test_closing_leaves_neither_workers_nor_memory() -> None:
+    env = vector()
+    pids = env.pids
+    env.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not [name for name in os.listdir(directory()) if f"vector{os.getpid()}" in name]

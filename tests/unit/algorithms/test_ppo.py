@@ -1,0 +1,145 @@
+"""PPO: its advantages, its switches, that it learns, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout, advantages_of
+
+SETTINGS = PPOSettings(minibatch=64, hidden=(16,))
+
+
+def rollout(t: int = 3, n: int = 1, **changed) -> Rollout:
+    def zeros(dtype):
+        return np.zeros((t, n), dtype)
+
+    parts = {
+        "observations": np.zeros((t, n, 2), np.float32),
+        "actions": zeros(np.int64),
+        "log_probs": zeros(np.float32),
+        "values": zeros(np.float32),
+        "rewards": np.ones((t, n), np.float32),
+        "terminated": zeros(bool),
+        "over": zeros(bool),
+        "final_values": zeros(np.float32),
+        "last_values": np.zeros(n, np.float32),
+    }
+    return Rollout(**{**parts, **changed})
+
+
+def column(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)[:, None]
+
+
+def test_generalised_advantages_are_the_discounted_sum_of_errors() -> None:
+    settings = replace(SETTINGS, gamma=0.5, gae_lambda=0.5)
+    given = rollout(values=column(1, 2, 3), last_values=np.array([4.0], np.float32))
+    errors = [1 + 0.5 * 2 - 1, 1 + 0.5 * 3 - 2, 1 + 0.5 * 4 - 3]
+    expected = [errors[0] + 0.25 * (errors[1] + 0.25 * errors[2]), errors[1] + 0.25 * errors[2], errors[2]]
+    np.testing.assert_allclose(advantages_of(given, settings)[:, 0], expected)
+
+
+def test_without_gae_an_advantage_is_the_discounted_return_less_the_value() -> None:
+    settings = replace(SETTINGS, gamma=0.5, gae=False)
+    given = rollout(values=column(1, 1, 1), over=np.array([[False], [False], [True]]))
+    np.testing.assert_allclose(advantages_of(given, settings)[:, 0], [0.75, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("terminated", "bootstrap", "last"), [(False, True, 6.0), (True, True, 1.0), (False, False, 1.0)]
+)
+def test_only_an_episode_that_was_cut_counts_the_value_of_what_follows(terminated, bootstrap, last) -> None:
+    settings = replace(SETTINGS, gamma=0.5, bootstrap=bootstrap)
+    given = rollout(
+        over=np.array([[True], [False], [True]]),
+        terminated=np.array([[True], [False], [terminated]]),
+        final_values=column(100, 0, 10),
+    )
+    found = advantages_of(given, settings)[:, 0]
+    assert found[2] == last and found[0] == 1.0, "nothing leaks over the end of an episode"
+
+
+def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
+    """A bandit with two states: the right action is 1 in the first, 3 in the second."""
+    t, n = 8, 32
+    state = random.integers(0, 2, (t, n))
+    observations = np.eye(2, dtype=np.float32)[state]
+    parts = [learner.act(row, None if masks is None else masks[0]) for row in observations]
+    actions = np.stack([part[0] for part in parts])
+    return rollout(
+        t,
+        n,
+        observations=observations,
+        actions=actions,
+        log_probs=np.stack([part[1] for part in parts]),
+        values=np.stack([part[2] for part in parts]),
+        rewards=10.0 * (actions == 1 + 2 * state).astype(np.float32),
+        over=np.ones((t, n), bool),
+        terminated=np.ones((t, n), bool),
+        masks=masks,
+    )
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {},
+        {"gae": False},
+        {"normalise_advantages": False},
+        {"normalise_returns": False},
+        {"clip_value": False},
+        {"target_kl": None},
+        {"bootstrap": False},
+    ],
+    ids=lambda off: next(iter(off), "default"),
+)
+def test_it_learns_a_bandit_with_every_switch_thrown(off) -> None:
+    random = np.random.default_rng(0)
+    learner = PPO(2, 5, replace(SETTINGS, learning_rate=0.01, **off), seed=1)
+    for _ in range(25):
+        told = learner.update(played(learner, random))
+    assert learner.act(np.eye(2, dtype=np.float32), greedy=True)[0].tolist() == [1, 3]
+    assert told["learner_steps"] == learner.learner_steps > 20
+
+
+def test_a_masked_action_is_never_chosen_and_learning_stays_finite() -> None:
+    random = np.random.default_rng(0)
+    learner = PPO(2, 5, SETTINGS, seed=1)
+    masks = np.ones((8, 32, 5), bool)
+    masks[:, :, [0, 4]] = False
+    for _ in range(3):
+        given = played(learner, random, masks)
+        assert set(np.unique(given.actions)) <= {1, 2, 3}
+        assert all(np.isfinite(value) for value in learner.update(given).values())
+
+
+def test_an_update_stops_when_the_policy_has_moved_far_enough() -> None:
+    random = np.random.default_rng(0)
+    steps = {}
+    for kl in (None, 1e-4):
+        learner = PPO(2, 5, replace(SETTINGS, learning_rate=0.05, target_kl=kl), seed=1)
+        learner.update(played(learner, random))
+        steps[kl] = learner.learner_steps
+    assert steps[None] == SETTINGS.epochs * 4 and 0 < steps[1e-4] < steps[None]
+
+
+def test_what_was_saved_goes_on_bit_for_bit() -> None:
+    first = PPO(2, 5, SETTINGS, seed=1)
+    first.update(played(first, np.random.default_rng(0)))
+    second = PPO(2, 5, SETTINGS, seed=2)
+    second.restore(first.state())
+    told = [learner.update(played(learner, np.random.default_rng(5))) for learner in (first, second)]
+    assert told[0] == told[1]
+
+
+def test_the_same_seed_makes_the_same_network_whatever_torch_drew_before() -> None:
+    import torch
+
+    torch.manual_seed(99)
+    left = PPO(2, 5, SETTINGS, seed=4)
+    torch.rand(3)
+    right = PPO(2, 5, SETTINGS, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(left.network.parameters(), right.network.parameters(), strict=True))

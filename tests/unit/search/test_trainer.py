@@ -1,0 +1,167 @@
+"""The search's phases, its gate, what it inherits, and that a resumed run does what it would have done."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from jurybox.training.algorithms.ppo import PPOSettings
+from jurybox.training.recipes import workflow_run
+from jurybox.training.recipes.checkpoints import CheckpointError
+from jurybox.training.runlog import RunLogError
+from jurybox.training.search import checkpoints, environments
+from jurybox.training.search.settings import WorkflowTraining
+from jurybox.training.search.trainer import DONE, FINAL, REFERENCE, SEARCH, WorkflowTrainer
+
+SETTINGS = WorkflowTraining(
+    n_envs=8,
+    episode_length=12,
+    total_episodes=8 * 20,
+    max_train_episodes_per_env=3,
+    evaluation_episodes=8,
+    ppo=PPOSettings(minibatch=48, hidden=(16,)),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trainer(**changed) -> WorkflowTrainer:
+    settings = replace(SETTINGS, **changed)
+    return WorkflowTrainer(settings, environments.make(settings, 0), environments.make(settings, 1))
+
+
+def test_it_trains_without_a_workflow_then_searches_then_trains_the_best() -> None:
+    it = trainer()
+    phases = []
+    while not it.done:
+        phases.append(it.phase)
+        it.advance()
+    assert sorted(set(phases), key=phases.index) == [REFERENCE, SEARCH, FINAL] and it.phase == DONE
+    assert [phases.count(phase) for phase in (REFERENCE, SEARCH, FINAL)] == [4, 12, 4]
+    assert it.episodes == 160 and it.env_steps == 160 * 12
+    assert it.reference is not None and it.final is not None
+    best = max(it.search.trace, key=lambda trial: trial.score)
+    assert it.best == best.order
+
+
+def test_a_workflow_that_is_not_learned_is_given_up_after_its_updates() -> None:
+    it = trainer(gate=1.0)
+    while not it.done:
+        it.advance()
+    assert [each.episodes for each in it.tried] == [24] * 4 and not any(each.passed for each in it.tried)
+    assert len({each.order for each in it.tried}) == 4
+
+
+def test_a_workflow_that_passes_its_gate_makes_way_for_the_next() -> None:
+    it = trainer(gate=1e-6, min_fixes=0.0)
+    while not it.done:
+        it.advance()
+    assert all(each.passed and each.episodes == 8 for each in it.tried[:-1])
+
+
+@pytest.mark.parametrize(("rate", "fixes", "passed"), [(0.95, 1.0, True), (0.949, 9.0, False), (1.0, 0.9, False)])
+def test_the_gate_wants_compliance_and_enough_fixes(rate: float, fixes: float, passed: bool) -> None:
+    assert trainer().passes(rate, fixes) is passed
+
+
+@pytest.mark.parametrize("inherit", [True, False])
+def test_a_new_workflow_begins_with_the_last_policy_only_if_it_inherits(inherit: bool) -> None:
+    it = trainer(inherit=inherit, gate=1.0)
+    seen = []
+    while len(it.tried) < 3:
+        seen.append((len(it.tried), it.learner))
+        it.advance()
+    changes = [left[1] is not right[1] for left, right in pairwise(seen) if left[0] != right[0]]
+    learners = {id(learner) for _, learner in seen}
+    assert len(learners) == 1 if inherit else len(learners) > 2
+    assert inherit is not any(changes) or not inherit
+
+
+def test_a_score_pays_for_what_compliance_lacks() -> None:
+    it = trainer(gate=1.0, shortfall_cost=50.0)
+    while not it.tried:
+        it.advance()
+    first = it.tried[0]
+    assert first.score == pytest.approx(first.evaluated.returns - 50.0 * (1.0 - first.evaluated.rate))
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for changed in ({"n_envs": 0}, {"total_episodes": 3}, {"reference_share": 0.6, "final_share": 0.5}, {"gate": 0.0}):
+        with pytest.raises(ValueError, match="expected"):
+            replace(SETTINGS, **changed)
+
+
+FILES = {"metrics.csv", "workflows.csv", "summary.json", "report.html", "settings.json", "checkpoints", "tensorboard"}
+
+
+def rows(folder, name="metrics.csv", without=("episodes_per_second",)):
+    with (folder / name).open() as file:
+        return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    said = workflow_run.run(SETTINGS, folder, command="jurybox train workflow")
+    return folder, said
+
+
+def test_a_run_leaves_what_every_training_leaves(whole) -> None:
+    folder, said = whole
+    assert {path.name for path in folder.iterdir()} >= FILES
+    summary = json.loads((folder / "summary.json").read_text())
+    wanted = "env_steps learner_steps episodes seconds return_mean return_std seed version"
+    assert set(wanted.split()) <= set(summary) and summary["episodes"] == 160
+    assert said.splitlines() == summary["conclusion"]
+    assert len(rows(folder, "workflows.csv")) == summary["workflows_tried"]
+    page = (folder / "report.html").read_text()
+    assert summary["workflow"].replace(">", "&gt;") in page and "the 120 orders" in page and "jurybox train" in page
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [3, 11, 18])
+def test_a_resumed_run_does_what_it_would_have_done(whole, tmp_path, monkeypatch, at) -> None:
+    advance = WorkflowTrainer.advance
+
+    def stops(self):
+        if self.updates == at:
+            raise Stopped
+        return advance(self)
+
+    monkeypatch.setattr(workflow_run, "_CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(WorkflowTrainer, "advance", stops)
+    with pytest.raises(Stopped):
+        workflow_run.run(SETTINGS, tmp_path)
+    monkeypatch.setattr(WorkflowTrainer, "advance", advance)
+    workflow_run.run(SETTINGS, tmp_path, resume=True)
+    assert rows(tmp_path) == rows(whole[0])
+    assert rows(tmp_path, "workflows.csv") == rows(whole[0], "workflows.csv")
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(whole, tmp_path) -> None:
+    with pytest.raises(RunLogError, match="holds a run already"):
+        workflow_run.run(SETTINGS, whole[0])
+    with pytest.raises(CheckpointError, match="align_lambda was 30"):
+        workflow_run.run(replace(SETTINGS, align_lambda=10.0), whole[0], resume=True)
+    with pytest.raises(CheckpointError, match="start without --resume"):
+        workflow_run.run(SETTINGS, tmp_path, resume=True)
+
+
+def test_only_the_newest_checkpoints_are_kept(whole) -> None:
+    found = sorted(path.name for path in (whole[0] / "checkpoints").iterdir())
+    assert len(found) == checkpoints.KEPT - 1 or len(found) == checkpoints.KEPT
+    assert found[-1] == "update-000020.pt"

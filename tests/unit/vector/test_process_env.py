@@ -1,0 +1,153 @@
+"""Environments in worker processes behave as Gymnasium's own vector environments do."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tests.unit.vector.vector_environments import Counter, Nested
+
+from jurybox.protocol.errors import Timeout
+from jurybox.training.recipes.worker_process import WorkerFailed
+from jurybox.training.vector import ProcessVectorEnv
+
+N = 5
+FIELDS = {"place": (np.int64, (2,))}
+
+
+@pytest.fixture(scope="module", params=list(AutoresetMode), ids=lambda mode: mode.name)
+def pair(request):
+    make = [partial(Counter, name, length=3 + name % 2) for name in range(N)]
+    with ProcessVectorEnv(make, workers=2, autoreset_mode=request.param, info_fields=FIELDS) as ours:
+        yield ours, SyncVectorEnv(make, autoreset_mode=request.param)
+
+
+def same(left, right) -> None:
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            same(left[key], right[key])
+    elif isinstance(left, np.ndarray) and left.dtype == object:
+        for a, b in zip(left, right, strict=True):
+            np.testing.assert_array_equal(a, b)
+    else:
+        np.testing.assert_array_equal(left, right)
+
+
+def test_every_autoreset_mode_gives_what_gymnasiums_own_gives(pair) -> None:
+    ours, theirs = pair
+    for left, right in zip(ours.reset(seed=40), theirs.reset(seed=40), strict=True):
+        same(left, right)
+    assert ours.metadata["autoreset_mode"] is theirs.metadata["autoreset_mode"]
+    over = np.zeros(N, bool)
+    for step in range(12):
+        if ours.autoreset_mode is AutoresetMode.DISABLED and over.any():
+            found = [each.reset(options={"reset_mask": over.copy()}) for each in (ours, theirs)]
+            for left, right in zip(*found, strict=True):
+                same(left, right)
+        mine, expected = (each.step(np.full(N, step % 3)) for each in pair)
+        for left, right in zip(mine, expected, strict=True):
+            same(left, right)
+        over = mine[2] | mine[3]
+
+
+def test_spaces_and_dtypes_are_gymnasiums(pair) -> None:
+    ours, theirs = pair
+    assert ours.observation_space == theirs.observation_space and ours.action_space == theirs.action_space
+    observations, _ = ours.reset()
+    assert ours.observation_space.contains(observations)
+    step = ours.step(np.zeros(N, int))
+    assert [part.dtype for part in step[1:4]] == [np.float64, np.bool_, np.bool_]
+
+
+def test_what_was_handed_out_is_not_written_again(pair) -> None:
+    ours, _ = pair
+    before, _ = ours.reset(seed=1)
+    kept = before.copy()
+    ours.step(np.zeros(N, int))
+    np.testing.assert_array_equal(before, kept)
+
+
+def test_attributes_and_methods_reach_every_environment(pair) -> None:
+    ours, _ = pair
+    ours.reset()
+    assert ours.get_attr("name") == tuple(range(N)) and len(set(ours.call("pid"))) == 2
+    ours.set_attr("mark", [10, 11, 12, 13, 14])
+    assert ours.get_attr("mark") == (10, 11, 12, 13, 14)
+    assert set(ours.pids) == set(ours.call("pid"))
+
+
+def test_nested_spaces_and_lambdas_travel() -> None:
+    with ProcessVectorEnv([lambda name=name: Nested() for name in range(3)], workers=2) as env:
+        env.reset(seed=0)
+        actions = {"a": np.array([[0.5, 0], [0.25, 0], [0, 1]], np.float32), "b": np.array([1, 2, 3])}
+        observations, *_ = env.step(actions)
+        np.testing.assert_array_equal(observations["a"], actions["a"])
+        np.testing.assert_array_equal(observations["b"][0], [1, 2, 3])
+        assert env.observation_space.contains(observations)
+
+
+def test_the_first_that_are_ready_come_first() -> None:
+    slow = [partial(Counter, name, length=50, slow=0.3 if name == 0 else 0.0) for name in range(4)]
+    with ProcessVectorEnv(slow, workers=4, batch_size=3) as env:
+        env.reset(seed=0)
+        env.send(np.zeros(4, int))
+        observations, rewards, _, _, infos = env.recv()
+        assert sorted(infos["env_id"]) == [1, 2, 3] and rewards.tolist() == [1.0] * 3
+        assert observations[:, 0].tolist() == infos["env_id"].tolist()
+        for _ in range(3):
+            env.send(np.zeros(3, int), infos["env_id"])
+            infos = env.recv()[4]
+            assert 0 not in infos["env_id"]
+        with pytest.raises(RuntimeError, match="have an action already"):
+            env.send(np.zeros(1, int), [0])
+        assert env.recv(1, timeout=5.0)[4]["env_id"].tolist() == [0]
+        with pytest.raises(RuntimeError, match="send them first"):
+            env.recv(1)
+
+
+def test_a_recv_that_comes_too_early_loses_nothing() -> None:
+    with ProcessVectorEnv([partial(Counter, slow=0.3)]) as env:
+        env.reset()
+        env.send(np.zeros(1, int))
+        with pytest.raises(Timeout, match="have not answered in time"):
+            env.recv(timeout=0.01)
+        assert env.recv(timeout=10.0)[1].tolist() == [1.0]
+
+
+def test_a_reset_drops_steps_that_are_under_way() -> None:
+    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
+        env.reset(seed=1)
+        env.send(np.zeros(3, int))
+        observations, _ = env.reset(seed=5)
+        assert observations[:, 1].tolist() == [5, 6, 7] and observations[:, 3].tolist() == [0, 0, 0]
+        assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+
+
+def test_what_an_environment_raises_is_raised_here_with_its_traceback() -> None:
+    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
+        env.reset()
+        with pytest.raises(WorkerFailed, match=r"worker 1: ValueError: the third wheel came off[\s\S]*in step"):
+            env.step(np.array([0, 0, 8]))
+        env.reset(seed=2)
+        assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+
+
+def test_environments_that_cannot_be_made_or_differ_are_told() -> None:
+    with pytest.raises(WorkerFailed, match="unexpected keyword"):
+        ProcessVectorEnv([partial(Counter, colour="red")])
+    with pytest.raises(ValueError, match="same spaces everywhere"):
+        ProcessVectorEnv([Counter, Nested], workers=2)
+    with pytest.raises(ValueError, match="batch_size"):
+        ProcessVectorEnv([Counter], batch_size=2)
+
+
+def test_it_runs_a_registered_environment() -> None:
+    with ProcessVectorEnv([partial(gymnasium.make, "CartPole-v1")] * 2) as env:
+        env.reset(seed=0)
+        for _ in range(30):
+            observations, *_ = env.step(np.ones(2, int))
+        assert observations.shape == (2, 4)

@@ -1,0 +1,266 @@
+"""Proximal policy optimisation over discrete actions (Schulman et al. 2017), with each refinement a switch.
+
+The defaults of update and optimiser are those of the order-conditioned design document (whole episodes of all
+environments between two updates, 4 epochs, learning rate 0.002 with betas 0.9 and 0.99); generalised advantage
+estimation, clipped value loss and the stop by divergence are good practice (Huang et al. 2022, "The 37 implementation
+details of PPO").
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from jurybox.training.algorithms.actor_critic import ActorCritic, masked
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PPOSettings:
+    """What can be turned.
+
+    Attributes:
+        learning_rate, betas: of Adam.
+        gamma: discount.
+        epochs: passes over a rollout.
+        minibatch: rows of one optimiser step.
+        clip: how far the ratio of probabilities may move.
+        entropy: weight of the entropy bonus.
+        value_weight: weight of the value loss.
+        max_gradient: norm at which gradients are clipped.
+        gae: generalised advantage estimation; else the discounted return minus the value.
+        gae_lambda: its lambda.
+        bootstrap: an episode cut by its length counts the value of its last state; else it counts nothing.
+        normalise_advantages: to mean 0 and deviation 1 in a minibatch.
+        normalise_returns: the critic learns returns scaled by their running mean and deviation.
+        clip_value: keep new values within `clip` (of normalised returns) of the old ones.
+        target_kl: stop an update when the policy has moved 1.5 times this far; None never stops.
+        hidden: widths of the hidden layers.
+    """
+
+    learning_rate: float = 0.002
+    betas: tuple[float, float] = (0.9, 0.99)
+    gamma: float = 0.99
+    epochs: int = 4
+    minibatch: int = 2500
+    clip: float = 0.2
+    entropy: float = 0.01
+    value_weight: float = 0.5
+    max_gradient: float = 0.5
+    gae: bool = True
+    gae_lambda: float = 0.95
+    bootstrap: bool = True
+    normalise_advantages: bool = True
+    normalise_returns: bool = True
+    clip_value: bool = True
+    target_kl: float | None = 0.02
+    hidden: tuple[int, ...] = (64, 64)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """`t` steps of `n` environments.
+
+    Attributes:
+        observations: float32 (t, n, inputs).
+        actions: int64 (t, n). log_probs, values, rewards: float32 (t, n).
+        terminated, over: bool (t, n); `over` marks the last step of an episode, however it ended.
+        final_values: float32 (t, n), the value of what followed where `over` and not terminated; anything elsewhere.
+        last_values: float32 (n,), of what follows the last step.
+        masks: bool (t, n, actions), or None.
+    """
+
+    observations: Floats
+    actions: npt.NDArray[np.int64]
+    log_probs: Floats
+    values: Floats
+    rewards: Floats
+    terminated: npt.NDArray[np.bool_]
+    over: npt.NDArray[np.bool_]
+    final_values: Floats
+    last_values: Floats
+    masks: npt.NDArray[np.bool_] | None = None
+
+
+def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
+    """Advantages, float32 (t, n): generalised (Schulman et al. 2016), or discounted return minus value."""
+    found = np.zeros_like(rollout.rewards)
+    following = rollout.last_values
+    advantage = np.zeros_like(following)
+    decay = settings.gae_lambda if settings.gae else 1.0
+    cut = np.where(rollout.terminated | (not settings.bootstrap), np.float32(0.0), rollout.final_values)
+    for step in reversed(range(len(rollout.rewards))):
+        over = rollout.over[step]
+        ahead = np.where(over, cut[step], following)
+        error = rollout.rewards[step] + settings.gamma * ahead - rollout.values[step]
+        advantage = error + settings.gamma * decay * np.where(over, 0.0, advantage)
+        found[step] = advantage
+        following = rollout.values[step]
+    return found
+
+
+class PPO:
+    """The learner: a network, its optimiser and its own random numbers.
+
+    Args:
+        inputs, actions: sizes of the network.
+        seed: of its weights, its actions and the order of its minibatches.
+    """
+
+    def __init__(self, inputs: int, actions: int, settings: PPOSettings, seed: int) -> None:
+        self.settings = settings
+        self._random = torch.Generator().manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.network = ActorCritic(inputs, actions, settings.hidden)
+        self._optimiser = torch.optim.Adam(self.network.parameters(), settings.learning_rate, betas=settings.betas)
+        self._mean, self._deviation, self._seen = 0.0, 1.0, 0
+        self.learner_steps = 0
+
+    @torch.inference_mode()
+    def act(
+        self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
+    ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        """Actions int64 (n,), their log-probabilities and the values float32 (n,) of observations (n, inputs)."""
+        logits, values = self.network(torch.from_numpy(observations))
+        return self.choose(logits, values, masks, greedy=greedy)
+
+    @torch.inference_mode()
+    def choose(
+        self, logits: Tensor, values: Tensor, masks: npt.NDArray[np.bool_] | None, *, greedy: bool = False
+    ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        """`act` from outputs of the network, wherever they were computed."""
+        log_probs = masked(logits, None if masks is None else torch.from_numpy(masks))
+        scores = log_probs
+        if not greedy:
+            # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
+            noise = torch.empty_like(log_probs).exponential_(generator=self._random)
+            scores = log_probs - noise.log()
+        actions = scores.argmax(-1)
+        chosen = log_probs.gather(1, actions[:, None]).squeeze(1)
+        return actions.numpy(), chosen.numpy(), self._in_rewards(values.numpy())
+
+    @torch.inference_mode()
+    def values(self, observations: Floats) -> Floats:
+        """Values float32 (n,) of observations float32 (n, inputs)."""
+        return self._in_rewards(self.network.critic(torch.from_numpy(observations)).squeeze(-1).numpy())
+
+    def update(self, rollout: Rollout) -> dict[str, float]:
+        """Learn from a rollout of this policy; returns the means of losses and of what watches them."""
+        settings = self.settings
+        advantages = advantages_of(rollout, settings)
+        returns = advantages + rollout.values
+        old = self._normalised(rollout.values)
+        explained = 1.0 - float((returns - rollout.values).var() / (returns.var() + 1e-8))
+        if settings.normalise_returns:
+            self._observe(returns)
+        batch = {
+            "observations": _rows(rollout.observations),
+            "actions": _rows(rollout.actions),
+            "log_probs": _rows(rollout.log_probs),
+            "advantages": _rows(advantages),
+            "returns": _rows(self._normalised(returns)),
+            "values": _rows(old),
+        }
+        if rollout.masks is not None:
+            batch["masks"] = _rows(rollout.masks)
+        count = len(batch["actions"])
+        totals: dict[str, float] = {}
+        steps, stopped = 0, False
+        for _ in range(settings.epochs):
+            order = torch.randperm(count, generator=self._random)
+            for first in range(0, count, settings.minibatch):
+                chosen = order[first : first + settings.minibatch]
+                loss, told = self._loss({name: each[chosen] for name, each in batch.items()})
+                if settings.target_kl is not None and told["approx_kl"] > 1.5 * settings.target_kl:
+                    stopped = True
+                    break
+                self._optimiser.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.max_gradient)
+                self._optimiser.step()
+                steps += 1
+                for name, value in told.items():
+                    totals[name] = totals.get(name, 0.0) + value
+            if stopped:
+                break
+        self.learner_steps += steps
+        means = {name: value / max(steps, 1) for name, value in totals.items()}
+        return {**means, "explained_variance": explained, "learner_steps": float(self.learner_steps)}
+
+    def state(self) -> dict[str, Any]:
+        """A copy of all that going on depends on; torch's tensors, numbers and dictionaries only."""
+        return {
+            "network": copy.deepcopy(self.network.state_dict()),
+            "optimiser": copy.deepcopy(self._optimiser.state_dict()),
+            "random": self._random.get_state(),
+            "returns": [self._mean, self._deviation, self._seen],
+            "learner_steps": self.learner_steps,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.network.load_state_dict(state["network"])
+        self._optimiser.load_state_dict(copy.deepcopy(state["optimiser"]))
+        self._random.set_state(state["random"])
+        self._mean, self._deviation, self._seen = state["returns"]
+        self.learner_steps = int(state["learner_steps"])
+
+    def _loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+        settings = self.settings
+        logits, values = self.network(batch["observations"])
+        log_probs = masked(logits, batch.get("masks"))
+        change = log_probs.gather(1, batch["actions"][:, None]).squeeze(1) - batch["log_probs"]
+        ratio = change.exp()
+        advantages = batch["advantages"]
+        if settings.normalise_advantages:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+        policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
+        errors = (values - batch["returns"]).square()
+        if settings.clip_value:
+            near = batch["values"] + (values - batch["values"]).clamp(-settings.clip, settings.clip)
+            errors = torch.max(errors, (near - batch["returns"]).square())
+        value_loss = 0.5 * errors.mean()
+        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).mean()
+        loss = policy_loss + settings.value_weight * value_loss - settings.entropy * entropy
+        with torch.no_grad():
+            told = {
+                "policy_loss": float(policy_loss),
+                "value_loss": float(value_loss),
+                "entropy": float(entropy),
+                # Schulman's estimator of the divergence: never negative, small variance.
+                "approx_kl": float((ratio - 1 - change).mean()),
+                "clip_fraction": float(((ratio - 1).abs() > settings.clip).float().mean()),
+            }
+        return loss, told
+
+    def _observe(self, returns: Floats) -> None:
+        """Move mean and deviation of returns towards this rollout's; the policy changes what they are, so old ones
+        are forgotten with a half-life of about seven rollouts."""
+        weight = max(0.1, 1.0 / (self._seen + 1))
+        variance = (1 - weight) * self._deviation**2 + weight * float(returns.var())
+        variance += weight * (1 - weight) * (float(returns.mean()) - self._mean) ** 2
+        if self._seen == 0:
+            variance = float(returns.var())
+        self._mean += weight * (float(returns.mean()) - self._mean)
+        self._deviation = max(variance**0.5, 1e-3)
+        self._seen += 1
+
+    def _in_rewards(self, values: Floats) -> Floats:
+        return (values * self._deviation + self._mean).astype(np.float32)
+
+    def _normalised(self, values: Floats) -> Floats:
+        return ((values - self._mean) / self._deviation).astype(np.float32)
+
+
+def _rows(array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array.reshape(-1, *array.shape[2:])))

@@ -1,0 +1,178 @@
+"""Many networks of CAGE Challenge 2 stepped at once: one row of every array is one network, sets of hosts are masks.
+
+A step is blue's action, red's action, then blue's monitor sweep and the reward; green sleeps. At most two hosts change
+in a step, blue's and red's target, so nothing here loops over hosts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.training.environments.cage import tables as t
+from jurybox.training.environments.cage.red import REDS, Bools, Red, Verb
+
+RedName = Literal["B_line", "Meander"]
+
+_FOOTHOLD = 1 << t.USER0
+_OP_SERVER = 1 << t.OP_SERVER0
+_SCAN, _EXPLOIT = (1, 0), (1, 1)  # activity bits
+# Belief bits.
+_UNKNOWN, _USER, _PRIVILEGED = (1, 0), (0, 1), (1, 1)
+
+
+class Networks:
+    """`n` networks.
+
+    Args:
+        red: "B_line" or "Meander".
+        quirk: as CybORG 2.1 does it: once Op_Server0 was restored in an episode, Impact costs nothing any more. Without
+            it the documented rule: the service is down from a successful Impact to the next restore.
+        seed: of everything random.
+
+    Attributes:
+        belief: int8 (n, 13, 4), what blue sees: per host two bits of activity in this step (none 00, scan 10,
+            exploit 11) and two of compromise (no 00, unknown 10, user 01, privileged 11).
+        shells, sticky, root: sets of hosts with a red session: unprivileged and seen by the monitor with its process,
+            so that Remove ends it; unprivileged and not removable; privileged.
+        files: hosts with a file that Analyse finds.
+        decoys: int64 (n, 13), ports that decoys hold.
+        known, scanned, subnets: what red has heard of, and the hosts it has scanned.
+        down: int64 (n,), 1 where OTService of Op_Server0 is down.
+        flagged: hosts on which this step's sweep saw a process of red's.
+    """
+
+    def __init__(self, n: int, red: RedName = "B_line", *, quirk: bool = False, seed: int | None = None) -> None:
+        if red not in REDS:
+            raise ValueError(f"expected a red agent of {', '.join(REDS)}, got {red!r}")
+        self.n = n
+        self.quirk = quirk
+        self.random = np.random.default_rng(seed)
+        self.red: Red = REDS[red](n)
+        self._rows = np.arange(n)
+        self.belief = np.zeros((n, t.N_HOSTS, 4), np.int8)
+        self.decoys = np.zeros((n, t.N_HOSTS), np.int64)
+        self.ports = np.zeros((n, t.N_HOSTS), np.int64)  # that red has seen
+        self.shells, self.sticky, self.root, self.files = (np.zeros(n, np.int64) for _ in range(4))
+        self.known, self.scanned, self.subnets = (np.zeros(n, np.int64) for _ in range(3))
+        self.down, self.flagged, self._spared = (np.zeros(n, np.int64) for _ in range(3))
+        self._success = np.zeros(n, np.bool_)
+        self.reset(np.ones(n, np.bool_))
+
+    def reset(self, which: Bools) -> None:
+        """Begin a new episode in these networks, bool (n,)."""
+        for each in (self.belief, self.decoys, self.ports, self.shells, self.sticky, self.files):
+            each[which] = 0
+        for each in (self.scanned, self.down, self.flagged, self._spared):
+            each[which] = 0
+        self.root[which] = self.known[which] = _FOOTHOLD
+        self.subnets[which] = 1 << t.Subnet.USER
+        self._success[which] = False
+        self.red.reset(which, self.random.random(self.n))
+
+    @property
+    def sessions(self) -> t.Ints:
+        """Hosts with any red session, as masks (n,)."""
+        return self.shells | self.sticky | self.root
+
+    def true_state(self) -> npt.NDArray[np.int8]:
+        """Per host the truth: 0 clean, 1 a user's session, 2 a privileged one; int8 (n, 13)."""
+        state: npt.NDArray[np.int8] = t.BITS[self.sessions] + t.BITS[self.root]
+        return state
+
+    def possible(self) -> Bools:
+        """Actions that are not sure to fail, bool (n, 145): a decoy wants its system and its port free."""
+        free = (self.decoys[:, t.TARGET] & t.DECOY_NEEDS) == 0
+        mask: Bools = t.POSSIBLE & free
+        return mask
+
+    def step(self, actions: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Do blue's actions, ids (n,), and what follows; returns the rewards, float64 (n,)."""
+        found = self._defend(actions)
+        self.belief[:, :, :2] = 0
+        chance = self.random.random((4, self.n))
+        verb, target = self.red.choose(self._success, self.known, self.subnets, chance[0])
+        self._attack(verb, target, chance[1:])
+        self._look(self._rows[found > 0], t.TARGET[actions[found > 0]], 2, _PRIVILEGED)
+        restored = t.RESTORE_HOST[actions] > 0
+        tenths = t.COST[self.root] + t.IMPACT_COST * self.down + t.RESTORE_COST * restored
+        rewards: npt.NDArray[np.float64] = tenths / -10.0
+        return rewards
+
+    def _defend(self, actions: npt.NDArray[Any]) -> t.Ints:
+        """Blue's part; returns the sets of hosts on which Analyse found something."""
+        removed, restored = t.REMOVE_HOST[actions], t.RESTORE_HOST[actions]
+        self.shells &= ~(removed | restored)
+        self.sticky &= ~restored
+        self.root &= ~restored | _FOOTHOLD
+        found: t.Ints = t.ANALYSE_HOST[actions] & self.files
+        self.files &= ~restored
+        served = restored & _OP_SERVER > 0
+        self.down[served] = 0
+        if self.quirk:
+            self._spared[served] = 1
+        rows, host = self._rows, t.TARGET[actions]
+        decoys = self.decoys[rows, host]
+        opened = np.where(decoys & t.DECOY_NEEDS[actions], 0, t.DECOY_OPENS[actions])
+        self.decoys[rows, host] = np.where(restored > 0, 0, decoys | opened)
+        changed = (removed | restored) > 0
+        rows, host = rows[changed], host[changed]
+        belief = self.belief[rows, host, 2:]
+        doubtful = (belief.any(1) & (removed[changed] > 0))[:, None]
+        self.belief[rows, host, 2:] = np.where(doubtful, np.array(_UNKNOWN, np.int8), np.int8(0))
+        return found
+
+    def _attack(self, verb: t.Ints, target: t.Ints, chance: npt.NDArray[np.float64]) -> None:
+        rows = self._rows
+        sweep, scan, exploit = verb == Verb.SWEEP, verb == Verb.SCAN, verb == Verb.EXPLOIT
+        host = np.where(sweep, 0, target)
+        bit = 1 << host
+        sessions = self.sessions
+        subnet = np.where(sweep, target, t.SUBNET[host])
+        open_way = (subnet != t.Subnet.OPERATIONAL) | (sessions & t.ENTERPRISE_HOSTS > 0)
+        success = open_way & (sweep | scan)
+        self.known |= np.where(sweep & open_way, t.SUBNET_HOSTS[subnet], 0)
+
+        scanning = scan & open_way
+        decoys, ports = self.decoys[rows, host], self.ports[rows, host]
+        self.ports[rows, host] = ports | np.where(scanning, t.OPEN_PORTS[host] | decoys, 0)
+        self.scanned |= np.where(scanning, bit, 0)
+
+        escalate = (verb == Verb.ESCALATE) & (sessions & bit > 0)
+        self.known |= np.where(escalate, t.REVEALS[host], 0)
+        self.subnets |= np.where(escalate, 1 << subnet, 0)
+
+        impact = (verb == Verb.IMPACT) & (self.root & _OP_SERVER > 0)
+        self.down |= impact & (self._spared == 0)
+
+        many = t.EXPLOIT_COUNT[ports]
+        place = np.where(chance[0] < t.P_TOP_EXPLOIT, 0, 1 + (chance[1] * (many - 1)).astype(np.int64))
+        kind = t.EXPLOIT_ORDER[ports, np.where(many > 1, place, 0)]
+        trying = exploit & open_way & (many > 0)
+        # Where a decoy shares a real service's port, the real one answers.
+        real, fake = t.OPEN_PORTS[host] >> kind & 1, decoys >> kind & 1
+        outcome = np.where(trying & (real > 0), t.OUTCOME[host, kind], 0)
+        won, shell = outcome > 0, kind != t.SSH
+        seen = won & shell & (chance[2] < t.P_DETECTED)
+        user = np.where(outcome == 1, bit, 0)
+        self.shells |= np.where(seen, user, 0)
+        self.sticky |= np.where(seen, 0, user)
+        self.root |= np.where((outcome == 2) | escalate, bit, 0)
+        self.files |= np.where((won & shell) | escalate, bit, 0)
+        self.flagged = np.where(seen, bit, 0)
+        self._success = success | escalate | impact | won
+
+        noticed = trying & ((real | fake) > 0)
+        # Ten tries at a password show for what they are, won or not; so does a reverse shell, if it is detected.
+        exploits = noticed & (seen | ~shell)
+        rows = self._rows[exploits]
+        self._look(rows, host[exploits], 0, _EXPLOIT)
+        self._look(rows, host[exploits], 2, _USER)
+        scans = (noticed & ~exploits) | scanning
+        self._look(self._rows[scans], host[scans], 0, _SCAN)
+
+    def _look(self, rows: t.Ints, hosts: t.Ints, first: int, bits: tuple[int, int]) -> None:
+        self.belief[rows, hosts, first] = bits[0]
+        self.belief[rows, hosts, first + 1] = bits[1]

@@ -1,0 +1,140 @@
+"""The network-defence environment over many networks at once, as a Gymnasium VectorEnv: a million steps a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.spaces import Discrete, MultiBinary
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from jurybox.training.environments.cage import tables as t
+from jurybox.training.environments.cage.network import Networks, RedName
+
+Observations = npt.NDArray[np.int8]
+Step = tuple[Observations, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+
+OBSERVATION_SPACE = MultiBinary(4 * t.N_HOSTS)
+ACTION_SPACE = Discrete(t.N_ACTIONS)
+
+
+class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
+    """Defend `num_envs` networks. Observations int8 (num_envs, 52), actions (num_envs,) in 0..144.
+
+    Every info holds ``true_state``, int8 (num_envs, 13): per host 0 clean, 1 a user's session of red's, 2 a privileged
+    one. It is the truth after the step, which the defender does not see. Episodes end by their length only, so they
+    are truncated and never terminated.
+
+    Args:
+        num_envs: networks.
+        red: "B_line" or "Meander".
+        episode_length: steps; the challenge uses 30, 50 and 100.
+        quirk: see `Networks`.
+        autoreset_mode: as Gymnasium defines them.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        red: RedName = "B_line",
+        *,
+        episode_length: int = 100,
+        quirk: bool = False,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        if num_envs < 1 or episode_length < 1:
+            raise ValueError(f"expected num_envs and episode_length of at least 1, got {num_envs}, {episode_length}")
+        self.num_envs = num_envs
+        self.episode_length = episode_length
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
+        self.single_observation_space, self.single_action_space = OBSERVATION_SPACE, ACTION_SPACE
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.networks = Networks(num_envs, red, quirk=quirk)
+        self._elapsed = np.zeros(num_envs, np.int64)
+        self._over = np.zeros(num_envs, np.bool_)
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Begin new episodes in all networks, or in those of ``options["reset_mask"]``, bool (num_envs,).
+
+        Args:
+            seed: of the one generator that all networks draw from; None goes on with it.
+        """
+        if seed is not None:
+            numbers = [seed] if isinstance(seed, int) else [number for number in seed if number is not None]
+            self.networks.random = np.random.default_rng(numbers or None)
+        which = _reset_mask(options, self.num_envs)
+        self._begin(which)
+        return self._observations(), self._info()
+
+    def step(self, actions: npt.NDArray[Any]) -> Step:
+        """One step of every network; where an episode ended, what `autoreset_mode` says."""
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or actions.min() < 0 or actions.max() >= t.N_ACTIONS:
+            raise ValueError(
+                f"expected actions of shape ({self.num_envs},) from 0 to {t.N_ACTIONS - 1}, got {actions.shape} "
+                f"from {actions.min()} to {actions.max()}"
+            )
+        before = self._over
+        if self.autoreset_mode is AutoresetMode.DISABLED and before.any():
+            raise RuntimeError(
+                f"episodes of networks {np.flatnonzero(before)} are over: reset them first (reset_mask) or choose "
+                "another autoreset_mode"
+            )
+        rewards = self.networks.step(actions)
+        self._elapsed += 1
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP and before.any():
+            self._begin(before)
+            rewards[before] = 0.0
+        truncated = self._elapsed >= self.episode_length
+        self._over = truncated
+        terminated = np.zeros(self.num_envs, np.bool_)
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP or not truncated.any():
+            return self._observations(), rewards, terminated, truncated, self._info()
+        final = self._final(truncated)
+        self._begin(truncated)
+        return self._observations(), rewards, terminated, truncated, {**final, **self._info()}
+
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """Actions that are not sure to fail, bool (num_envs, 145); blue knows them, since the decoys are its own."""
+        return self.networks.possible()
+
+    def _begin(self, which: npt.NDArray[np.bool_]) -> None:
+        self.networks.reset(which)
+        self._elapsed[which] = 0
+        self._over = self._over & ~which
+
+    def _observations(self) -> Observations:
+        return self.networks.belief.reshape(self.num_envs, -1).copy()
+
+    def _info(self) -> dict[str, Any]:
+        return {"true_state": self.networks.true_state(), "_true_state": np.ones(self.num_envs, np.bool_)}
+
+    def _final(self, ended: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        observations = np.full(self.num_envs, None, dtype=object)
+        for index, row in zip(np.flatnonzero(ended), self._observations()[ended], strict=True):
+            observations[index] = row
+        truth = np.where(ended[:, None], self.networks.true_state(), np.int8(0))
+        return {
+            "final_obs": observations,
+            "_final_obs": ended.copy(),
+            "final_info": {"true_state": truth, "_true_state": ended.copy()},
+            "_final_info": ended.copy(),
+        }
+
+
+def _reset_mask(options: dict[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
+    if not options or "reset_mask" not in options:
+        return np.ones(n, np.bool_)
+    mask = options["reset_mask"]
+    if not isinstance(mask, np.ndarray) or mask.shape != (n,) or mask.dtype != np.bool_ or not mask.any():
+        raise ValueError(
+            f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
+        )
+    return mask

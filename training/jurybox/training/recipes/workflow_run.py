@@ -1,0 +1,214 @@
+"""`jurybox train workflow`: a search over workflows with its folder: logs, checkpoints, report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jurybox.protocol.wire import build_version
+from jurybox.training.recipes import interrupts, settings_file
+from jurybox.training.recipes.progress import Silence, Watcher
+from jurybox.training.recipes.workflow_served import served_policy
+from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
+from jurybox.training.search import checkpoints, environments
+from jurybox.training.search.report import WorkflowRun, conclusion, render
+from jurybox.training.search.settings import WorkflowTraining
+from jurybox.training.search.trainer import WorkflowTrainer
+from jurybox.training.search.workflows import describe
+
+METRICS = (
+    "phase",
+    "workflow",
+    "episodes",
+    "return_mean",
+    "return_std",
+    "compliance",
+    "fixes",
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "approx_kl",
+    "clip_fraction",
+    "explained_variance",
+    "learner_steps",
+    "episodes_per_second",
+)
+_WORKFLOW_COLUMNS = (
+    *("trial", "workflow", "mean", "std", "bound", "score", "return_mean", "return_error", "compliance", "fixes"),
+    *("episodes", "passed"),
+)
+_CHECKPOINT_EVERY = 10  # updates
+# What may be different when a run is resumed; all else would make it another run.
+_MAY_CHANGE = ("total_episodes", "workers", "served")
+
+
+def run(
+    settings: WorkflowTraining,
+    folder: Path,
+    watcher: Watcher | None = None,
+    *,
+    command: str = "",
+    resume: bool = False,
+    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+) -> str:
+    """Search, and write the report; returns what came of it in a few sentences.
+
+    Raises:
+        RunLogError: the folder holds another run, and `resume` is not set.
+        CheckpointError: there is nothing to resume, or it was trained with other settings.
+    """
+    watcher = watcher or Silence()
+    found = checkpoints.latest(folder / "checkpoints") if resume else None
+    if found is not None:
+        settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
+    resume_at = None if found is None else int(found[0]["counted"][2])
+    with RunLog(folder, METRICS, resume_at=resume_at) as log, _one_thread(), _trainer(settings, folder) as trainer:
+        settings_file.write(folder, settings.as_dict())
+        log.add_trackers(trackers())
+        spent = 0.0
+        if found is not None:
+            spent = _restore(trainer, *found)
+        spent += _search(trainer, folder, log, watcher, spent)
+        _write_workflows(trainer, folder)
+        log.summarise(_summary(trainer, settings, spent))
+        sentences = conclusion(trainer)
+        log.extend_summary(**_more(trainer), conclusion=sentences)
+        write_atomically(
+            folder / "report.html", render(WorkflowRun(trainer, log.rows(), _facts(settings, spent), command))
+        )
+        log.finish([folder / "report.html", folder / "workflows.csv"])
+    return "\n".join(sentences)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For networks this small: threads wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _trainer(settings: WorkflowTraining, folder: Path) -> Iterator[WorkflowTrainer]:
+    env = environments.make(settings, 0)
+    try:
+        evaluation = environments.make(settings, 1)
+        try:
+            with served_policy(settings, folder / "server.log") as policy:
+                yield WorkflowTrainer(settings, env, evaluation, policy)
+        finally:
+            evaluation.close()
+    finally:
+        env.close()
+
+
+def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watcher, before: float) -> float:
+    began = time.monotonic()
+    total = trainer.settings.total_episodes
+    watcher.begin("episodes", total, trainer.episodes)
+    tried = len(trainer.tried)
+    first = trainer.episodes
+    while not trainer.done:
+        interrupts.check()
+        numbers = trainer.advance()
+        spent = time.monotonic() - began
+        numbers["episodes_per_second"] = (trainer.episodes - first) / spent
+        log.scalars(trainer.env_steps, numbers)
+        watcher.advance(trainer.episodes, {name: numbers[name] for name in ("return_mean", "compliance")})
+        if len(trainer.tried) > tried:
+            tried = len(trainer.tried)
+            last = trainer.tried[-1]
+            watcher.say(
+                f"{tried}: {describe(last.order)}: return {last.evaluated.returns:.1f}, compliance "
+                f"{last.evaluated.rate:.1%}, {last.episodes} episodes"
+            )
+            _write_workflows(trainer, folder)
+        if trainer.updates % _CHECKPOINT_EVERY == 0 or trainer.done:
+            _save(trainer, folder, before + spent)
+    watcher.end()
+    return time.monotonic() - began
+
+
+def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
+    streams = [environments.random_state(env) for env in trainer.environments]
+    with interrupts.held():
+        checkpoints.save(
+            folder / "checkpoints", trainer.updates, trainer.state(), {"seconds": seconds, "environments": streams}
+        )
+
+
+def _restore(trainer: WorkflowTrainer, state: Mapping[str, Any], random: Mapping[str, Any]) -> float:
+    trainer.restore(state)
+    for env, stream in zip(trainer.environments, random["environments"], strict=True):
+        environments.restore_random_state(env, stream)
+    return float(random["seconds"])
+
+
+def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:
+    """workflows.csv: the search's trace, a row for each workflow tried."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(_WORKFLOW_COLUMNS)
+    for number, each in enumerate(trainer.tried, 1):
+        found = each.evaluated
+        values = (each.mean, each.std, each.bound, each.score, found.returns, found.error, found.rate, found.fixes)
+        writer.writerow(
+            [number, describe(each.order), *(f"{value:.4f}" for value in values), each.episodes, int(each.passed)]
+        )
+    write_atomically(folder / "workflows.csv", text.getvalue())
+
+
+def _summary(trainer: WorkflowTrainer, settings: WorkflowTraining, seconds: float) -> Summary:
+    final = trainer.final
+    return Summary(
+        env_steps=trainer.env_steps,
+        learner_steps=trainer.learner_steps,
+        episodes=trainer.episodes,
+        seconds=seconds,
+        return_mean=float(np.mean(trainer.recent)) if final is None else final.returns,
+        return_std=float(np.std(trainer.recent)) if final is None else final.spread,
+        seed=settings.seed,
+        version=build_version(),
+    )
+
+
+def _more(trainer: WorkflowTrainer) -> dict[str, Any]:
+    final, reference = trainer.final, trainer.reference
+    return {
+        "workflow": None if trainer.best is None else describe(trainer.best),
+        "compliance": None if final is None else final.rate,
+        "fixes": None if final is None else final.fixes,
+        "unconstrained_return": None if reference is None else reference.returns,
+        "workflows_tried": len(trainer.tried),
+        "workflows_passed": sum(each.passed for each in trainer.tried),
+    }
+
+
+def _facts(settings: WorkflowTraining, seconds: float) -> dict[str, str]:
+    packages = ("torch", "gymnasium", "numpy", "scikit-learn")
+    return {
+        "Seed": str(settings.seed),
+        "Budget": f"{settings.total_episodes:,} episodes of {settings.episode_length} steps, {settings.n_envs} at once",
+        "Attacker": f"{settings.red}, {'CybORG' if settings.env == 'cyborg' else 'our simulator'}",
+        "Policy": "served" if settings.served else "in this process",
+        "Time": f"{seconds:.0f} s",
+        "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
+        "Versions": ", ".join(
+            [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
+            + [f"{name} {version(name)}" for name in packages]
+        ),
+    }

@@ -1,0 +1,76 @@
+"""A search's policy from a server: the learner publishes its weights after every update, the server acts with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from jurybox.client import Model, Publisher
+from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.recipes.local_server import LocalServer
+from jurybox.training.search.settings import WorkflowTraining
+
+MODEL = "policy/workflow"
+_FACTORY = "jurybox.training.recipes.workflow_network:policy"
+
+Floats = npt.NDArray[np.float32]
+
+
+class ServedPolicy:
+    """Acts as its learner would, with logits and values that the server computes.
+
+    The server adopts weights between two batches, so an answer of the version that was published last is waited for
+    once after each update: PPO wants actions of the policy that it updates.
+    """
+
+    def __init__(self, learner: PPO, model: Model, publisher: Publisher) -> None:
+        self._learner, self._model, self._publisher = learner, model, publisher
+        self._published: tuple[int, int] | None = None  # learner steps, version
+        self._adopted = False
+
+    def act(
+        self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
+    ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        steps = self._learner.learner_steps
+        if self._published is None or self._published[0] != steps:
+            version = self._publisher.publish(self._learner.network.state_dict())
+            self._published, self._adopted = (steps, version), False
+        outputs = self._ask(observations)
+        logits, values = (torch.from_numpy(np.array(outputs[name])) for name in ("logits", "value"))
+        return self._learner.choose(logits, values, masks, greedy=greedy)
+
+    def _ask(self, observations: Floats) -> Any:
+        assert self._published is not None
+        while True:
+            reply = self._model.result(self._model.submit(observations), timeout=30.0)
+            if self._adopted or reply.version >= self._published[1]:
+                self._adopted = True
+                return reply.outputs
+
+
+@contextmanager
+def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], Any] | None]:
+    """Makes a policy for a learner, where the settings want it served; the server lives as long as the block."""
+    if not settings.served:
+        yield None
+        return
+    hidden = settings.ppo.hidden
+    server = LocalServer(
+        {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.n_envs}}, log, http=False
+    )
+    if hidden != (64, 64):
+        raise ValueError(f"expected the default network, which is what the server makes, got hidden {hidden}")
+    try:
+        server.start()
+        server.wait()
+        with server.connect() as connection, connection.publisher(MODEL) as publisher:
+            model = connection.model(MODEL, rows=settings.n_envs)
+            yield lambda learner: ServedPolicy(learner, model, publisher)
+    finally:
+        server.stop()

@@ -1,0 +1,85 @@
+"""What a search over workflows can be told."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from jurybox.training.algorithms.ppo import PPOSettings
+from jurybox.training.environments.cage import RedName
+
+
+@dataclass(frozen=True, slots=True)
+class WorkflowTraining:
+    """A search over workflows.
+
+    Attributes:
+        env: "cage", our simulator, or "cyborg", the real CybORG in worker processes.
+        red: the attacker.
+        quirk: of the original; see `Networks`.
+        n_envs: networks; an update follows one episode of each.
+        episode_length: steps.
+        total_episodes: the budget of training, all phases together. Evaluations are not counted.
+        reference_share: of the budget, for training without a workflow first: the return to compare with, and with
+            `inherit` the policy to begin with.
+        final_share: of the budget, for the best workflow at the end.
+        max_train_episodes_per_env: a workflow is given up after so many updates.
+        gate: share of fixes that must comply for a workflow to count as learned.
+        min_fixes: fixes an episode, on average, without which no gate is passed.
+        align_lambda, no_fix_penalty, strict: see `Alignment`.
+        inherit: a workflow's training begins with the policy of the last one; else with a new one.
+        use_masks: leave out actions that are sure to fail.
+        beta, length, noise, revisit: see `WorkflowSearch`.
+        shortfall_cost: points of score that a shortfall of compliance of 1 costs; a workflow that is not complied with
+            must not win by its return.
+        evaluation_episodes: after a workflow's training; ten times as many at the end.
+        workers: processes, with "cyborg".
+        served: actions come from a policy server that this training starts, instead of from this process.
+        seed: everything random comes from it.
+        ppo: the learner's settings.
+    """
+
+    env: Literal["cage", "cyborg"] = "cage"
+    red: RedName = "B_line"
+    quirk: bool = False
+    n_envs: int = 100
+    episode_length: int = 100
+    total_episodes: int = 100_000
+    reference_share: float = 0.2
+    final_share: float = 0.2
+    max_train_episodes_per_env: int = 100
+    gate: float = 0.95
+    min_fixes: float = 1.0
+    align_lambda: float = 30.0
+    no_fix_penalty: float = 0.2
+    strict: bool = False
+    inherit: bool = True
+    use_masks: bool = False
+    beta: float = 2.0
+    length: float = 0.5
+    noise: float = 0.1
+    revisit: bool = False
+    shortfall_cost: float = 100.0
+    evaluation_episodes: int = 200
+    workers: int | None = None
+    served: bool = False
+    seed: int = 0
+    ppo: PPOSettings = field(default_factory=PPOSettings)
+
+    def __post_init__(self) -> None:
+        shares = self.reference_share, self.final_share
+        if self.n_envs < 1 or self.total_episodes < self.n_envs:
+            raise ValueError(
+                f"expected at least one environment and an episode for each, got n_envs {self.n_envs}, "
+                f"total_episodes {self.total_episodes}"
+            )
+        if min(shares) < 0 or sum(shares) >= 1:
+            raise ValueError(f"expected shares of at least 0 that leave something for the search, got {shares}")
+        if not 0 < self.gate <= 1:
+            raise ValueError(f"expected a gate above 0 and up to 1, got {self.gate}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, for settings.json and trackers: the learner's settings as ``ppo.NAME``."""
+        found = asdict(self)
+        ppo = found.pop("ppo")
+        return {**found, **{f"ppo.{name}": value for name, value in ppo.items()}}

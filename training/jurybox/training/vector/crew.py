@@ -1,0 +1,190 @@
+"""The workers of a vector environment: who has which work, who has answered, who is gone and is replaced."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import selectors
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+from gymnasium.vector import AutoresetMode
+
+from jurybox.protocol.errors import Timeout
+from jurybox.protocol.segment import Segment
+from jurybox.training.recipes import interrupts
+from jurybox.training.recipes.worker_process import WorkerFailed
+from jurybox.training.vector.layout import InfoFields
+from jurybox.training.vector.process import WorkerProcess
+from jurybox.training.vector.worker import CALL, DONE, RAISED, VALUE, Orders, read_done
+
+_STOP = 2.0  # seconds that workers get to close their environments
+_DEATHS = 3  # of one worker, with nothing done between them, before it is given up
+
+
+class Crew:
+    """Starts the workers and keeps them going.
+
+    Args:
+        make: one function for each environment.
+        workers: processes; environments are dealt out evenly, in order.
+        mode: what a worker does at the end of an episode.
+        timeout: seconds that a worker may work on without a word before it is taken for dead.
+        start_timeout: seconds that it may take to make its environments.
+
+    Attributes:
+        pending: per worker the environments that it has not answered for.
+    """
+
+    def __init__(
+        self,
+        make: Sequence[Callable[[], Any]],
+        workers: int,
+        mode: AutoresetMode,
+        timeout: float,
+        start_timeout: float,
+    ) -> None:
+        self._timeout, self._start_timeout = timeout, start_timeout
+        self._selector = selectors.DefaultSelector()
+        self._members: list[WorkerProcess] = []
+        self._deaths = [0] * workers
+        self._memory: tuple[int, InfoFields, Segment] | None = None
+        self.pending: list[set[int]] = [set() for _ in range(workers)]
+        self.owner: list[int] = []
+        self.restarts = 0
+        bounds = [round(index * len(make) / workers) for index in range(workers + 1)]
+        for index, (first, end) in enumerate(itertools.pairwise(bounds)):
+            orders = Orders(list(sys.path), cloudpickle.dumps(list(make[first:end])), first, mode)
+            self._members.append(WorkerProcess(index, range(first, end), orders))
+            self.owner += [index] * (end - first)
+
+    def start(self) -> list[tuple[Any, Any, Any]]:
+        """Start all at once; returns spaces and metadata of every environment."""
+        for member in self._members:
+            member.start()
+        found = [each for member in self._members for each in member.greet(self._start_timeout)]
+        for member in self._members:
+            self._selector.register(member.pipe, selectors.EVENT_READ, member)
+        return found
+
+    def share(self, n: int, fields: InfoFields, segment: Segment) -> None:
+        self._memory = (n, fields, segment)
+        for member in self._members:
+            member.share(*self._memory)
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.pid for member in self._members]
+
+    def give(self, kind: bytes, numbers: Sequence[int], body: Callable[[list[int]], bytes]) -> list[int]:
+        """Send each worker its part of the work; returns the environments whose worker was found dead."""
+        parts: dict[int, list[int]] = {}
+        for number in numbers:
+            parts.setdefault(self.owner[number], []).append(number)
+        lost: list[int] = []
+        for index, part in parts.items():
+            self.pending[index].update(part)
+            if not self._members[index].send(kind + body(part)):
+                lost += self._replace(self._members[index])
+        return lost
+
+    def call(self, request: tuple[Any, ...], numbers: Sequence[int]) -> list[Any]:
+        """Call, get or set an attribute of environments that have no step under way; values in order."""
+        if any(self.pending):
+            raise RuntimeError("expected no step under way, got some: receive their results first")
+        values: dict[int, Any] = {}
+        kind, *rest = request
+        for index in sorted({self.owner[number] for number in numbers}):
+            member, mine = self._members[index], [n for n in numbers if self.owner[n] == index]
+            member.send(CALL + cloudpickle.dumps((kind, mine, *rest)))
+            message = member.receive() if member.pipe.poll(self._timeout) else b""
+            member.busy_since = None
+            if not message:
+                said = member.described()
+                self._replace(member)
+                raise WorkerFailed(f"{said} did not answer {rest[0]!r}; it was replaced, reset its environments {mine}")
+            if message[:1] == RAISED:
+                raise _raised(member, message)
+            assert message[:1] == VALUE
+            values.update(pickle.loads(message[1:]))
+        return [values[number] for number in numbers]
+
+    def wait(self, until: float | None) -> Iterator[tuple[list[int], dict[int, Any], bool]]:
+        """Wait for news until that moment; yields environments, their infos of no fixed shape, and whether they are
+        lost: the process that held them is gone and a new one holds new ones, which are not reset yet.
+
+        Raises:
+            WorkerFailed: an environment raised; the work of its worker is forgotten.
+            Timeout: nothing by then.
+        """
+        now = time.monotonic()
+        busy = [member for member in self._members if self.pending[member.index]]
+        dead_at = min((member.busy_since or now) + self._timeout for member in busy)
+        limit = dead_at if until is None else min(dead_at, until)
+        events = self._selector.select(max(0.0, limit - now))
+        interrupts.check()
+        for key, _ in events:
+            member: WorkerProcess = key.data
+            message = member.receive()
+            if message is None:
+                yield self._replace(member), {}, True
+            elif message[:1] == DONE:
+                numbers, extras = read_done(message)
+                self._deaths[member.index] = 0
+                self._settle(member, numbers)
+                yield numbers, extras, False
+            elif message[:1] == RAISED:
+                self._settle(member, list(self.pending[member.index]))
+                raise _raised(member, message)
+        if not events:
+            yield from self._none_came(until)
+
+    def close(self) -> None:
+        """End the workers: asked at first, killed when they have not ended in two seconds."""
+        with interrupts.held():
+            self._selector.close()
+            for member in self._members:
+                member.hang_up()
+            until = time.monotonic() + _STOP
+            for member in self._members:
+                member.end(until)
+
+    def _none_came(self, until: float | None) -> Iterator[tuple[list[int], dict[int, Any], bool]]:
+        now = time.monotonic()
+        for member in self._members:
+            if self.pending[member.index] and now - (member.busy_since or now) >= self._timeout:
+                yield self._replace(member), {}, True
+        if until is not None and now >= until:
+            count = sum(map(len, self.pending))
+            raise Timeout(f"{count} environments have not answered in time; ask again, or raise the time-out")
+
+    def _settle(self, member: WorkerProcess, numbers: list[int]) -> None:
+        self.pending[member.index].difference_update(numbers)
+        if not self.pending[member.index]:
+            member.busy_since = None
+
+    def _replace(self, member: WorkerProcess) -> list[int]:
+        """Put a new process in the place of one; returns all its environments."""
+        said = member.described()
+        self._deaths[member.index] += 1
+        if self._deaths[member.index] > _DEATHS:
+            raise WorkerFailed(f"{said} ended, {_DEATHS} times in a row before it had done anything: given up")
+        with interrupts.held():
+            self._selector.unregister(member.pipe)
+            member.end(0.0)
+            self.pending[member.index].clear()
+            member.busy_since = None
+            member.start()
+            member.greet(self._start_timeout)
+            assert self._memory is not None
+            member.share(*self._memory)
+            self._selector.register(member.pipe, selectors.EVENT_READ, member)
+        self.restarts += 1
+        return list(member.numbers)
+
+
+def _raised(member: WorkerProcess, message: bytes) -> WorkerFailed:
+    return WorkerFailed(f"worker {member.index}: {pickle.loads(message[1:])}")

@@ -1,0 +1,131 @@
+"""What environments and their worker share: arrays over one segment, laid out the same way on both sides.
+
+A batch of a Gymnasium space is a tree: an array for Box, Discrete, MultiBinary and MultiDiscrete, a dict for Dict, a
+tuple for Tuple. Its row i belongs to environment i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import Space
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+
+from jurybox.protocol.segment import Segment
+
+Array = npt.NDArray[Any]
+Tree = Any  # Array | dict[str, Tree] | tuple[Tree, ...]
+InfoFields = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape of one environment's value
+
+_ALIGNMENT = 64
+
+
+@dataclass(slots=True)
+class Shared:
+    """The arrays, n rows each.
+
+    Attributes:
+        actions, observations: trees of the two spaces.
+        rewards: float64. terminated, truncated, over: bool; `over` says that the episode has ended and the next is due.
+        infos: declared info fields by name; `told` says by name who has set them in its last step.
+        final_observations, final_infos, final_told: the same for the ends of episodes; empty unless they begin anew in
+            the step in which they end.
+    """
+
+    actions: Tree
+    observations: Tree
+    rewards: npt.NDArray[np.float64]
+    terminated: npt.NDArray[np.bool_]
+    truncated: npt.NDArray[np.bool_]
+    over: npt.NDArray[np.bool_]
+    infos: dict[str, Array]
+    told: dict[str, npt.NDArray[np.bool_]]
+    final_observations: Tree
+    final_infos: dict[str, Array]
+    final_told: dict[str, npt.NDArray[np.bool_]]
+
+
+def arrange(
+    n: int, observation: Space[Any], action: Space[Any], fields: InfoFields, *, finals: bool, segment: Segment | None
+) -> tuple[Shared, int]:
+    """Lay the arrays out over a segment and say how many bytes that takes; without one they are only counted.
+
+    Raises:
+        TypeError: a space that has no rows of fixed shape.
+    """
+    at = 0
+
+    def place(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
+        nonlocal at
+        here, kind = at, np.dtype(dtype)
+        at += -(-kind.itemsize * int(np.prod((n, *shape))) // _ALIGNMENT) * _ALIGNMENT
+        return np.empty(0, kind) if segment is None else segment.array(kind, (n, *shape), here)
+
+    def named() -> dict[str, Array]:
+        return {name: place(dtype, shape) for name, (dtype, shape) in fields.items()}
+
+    def marks() -> dict[str, npt.NDArray[np.bool_]]:
+        return {name: place(np.bool_, ()) for name in fields}
+
+    actions, observations = _tree(action, place), _tree(observation, place)
+    rewards = place(np.float64, ())
+    terminated, truncated, over = (place(np.bool_, ()) for _ in range(3))
+    infos, told = named(), marks()
+    final_observations = _tree(observation, place) if finals else None
+    final_infos, final_told = (named(), marks()) if finals else ({}, {})
+    shared = Shared(
+        actions,
+        observations,
+        rewards,
+        terminated,
+        truncated,
+        over,
+        infos,
+        told,
+        final_observations,
+        final_infos,
+        final_told,
+    )
+    return shared, max(at, _ALIGNMENT)
+
+
+def put(tree: Tree, rows: Any, value: Any) -> None:
+    """Write one environment's value into row `rows`, or a batch into several."""
+    if isinstance(tree, dict):
+        for name, part in tree.items():
+            put(part, rows, value[name])
+    elif isinstance(tree, tuple):
+        for part, each in zip(tree, value, strict=True):
+            put(part, rows, each)
+    else:
+        tree[rows] = value
+
+
+def take(tree: Tree, rows: Any) -> Any:
+    """A copy of one row or several."""
+    if isinstance(tree, dict):
+        return {name: take(part, rows) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(take(part, rows) for part in tree)
+    found = tree[rows]
+    return found.copy() if isinstance(found, np.ndarray) else found
+
+
+def _tree(space: Space[Any], place: Callable[[npt.DTypeLike, tuple[int, ...]], Array]) -> Tree:
+    if isinstance(space, Dict):
+        return {name: _tree(part, place) for name, part in space.spaces.items()}
+    if isinstance(space, Tuple):
+        return tuple(_tree(part, place) for part in space.spaces)
+    if isinstance(space, Discrete):
+        return place(space.dtype, ())
+    if isinstance(space, Box | MultiBinary | MultiDiscrete):
+        assert space.shape is not None
+        return place(space.dtype, space.shape)
+    raise TypeError(
+        f"expected a space of Box, Discrete, MultiBinary, MultiDiscrete, Dict and Tuple, got {space}: its values have "
+        "no fixed shape to share; flatten it in a wrapper"
+    )

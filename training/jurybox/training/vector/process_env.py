@@ -1,0 +1,335 @@
+"""Any Gymnasium environments in worker processes, as one VectorEnv; in lock-step, or whoever is ready first.
+
+Observations, actions, rewards, ends and the infos that are declared lie in one shared memory; a message to or from a
+worker names environments and no more. The asynchronous half follows EnvPool's send and recv
+(https://envpool.readthedocs.io): the learner asks for the first k results and does not wait for the slowest.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import Env
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from jurybox.protocol.segment import Segment, segment_name
+from jurybox.training.vector.crew import Crew
+from jurybox.training.vector.infos import add, shared_infos
+from jurybox.training.vector.layout import InfoFields, Shared, arrange, put, take
+from jurybox.training.vector.worker import RESET, STEP, STEP_EACH
+
+Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+_Options = dict[str, Any]
+
+
+class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
+    """Environments in worker processes. Close it, or use it in a ``with``.
+
+    A worker that dies, or says nothing for `timeout` seconds, is replaced, and new environments take the places of
+    those it held. Their episodes are cut: they answer with truncated=True, their last observation, reward 0 and
+    ``info["restarted"]``, and go on as after any end of an episode. (Those idle meanwhile say so to their next action.)
+
+    Args:
+        env_fns: one function for each environment, called in its worker; lambdas will do (cloudpickle).
+        workers: processes; by default as many as there are cores, or environments where these are fewer.
+        autoreset_mode: as Gymnasium defines them.
+        info_fields: infos that have a fixed shape, by name: (dtype, shape of one value). They travel through shared
+            memory; others are pickled.
+        batch_size: environments that `recv` hands out; all by default.
+        timeout: seconds that a worker may be silent while it has work.
+        start_timeout: seconds that a worker may take to make its environments.
+
+    Raises:
+        WorkerFailed: an environment could not be made or raised; the message holds the worker's traceback.
+        Timeout: the environments were not made in time.
+        ValueError: they have different spaces.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Env[Any, Any]]],
+        *,
+        workers: int | None = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        info_fields: Mapping[str, tuple[npt.DTypeLike, tuple[int, ...]]] | None = None,
+        batch_size: int | None = None,
+        timeout: float = 60.0,
+        start_timeout: float = 60.0,
+    ) -> None:
+        n = len(env_fns)
+        workers = min(n, workers or len(os.sched_getaffinity(0)))
+        if n < 1 or workers < 1 or not 1 <= (batch_size or n) <= n:
+            raise ValueError(
+                f"expected environments, workers and a batch_size between 1 and them, got {n}, {workers}, {batch_size}"
+            )
+        self.num_envs, self.batch_size = n, batch_size or n
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self._fields: InfoFields = {
+            name: (np.dtype(dtype).str, tuple(shape)) for name, (dtype, shape) in (info_fields or {}).items()
+        }
+        self._ready: deque[int] = deque()
+        self._extras: dict[int, Any] = {}
+        self._restarted = np.zeros(n, np.bool_)
+        self._lost = np.zeros(n, np.bool_)  # replaced while idle, and not told yet
+        self._asked = np.zeros(n, np.bool_)
+        self._seed: int | None = None
+        self._crew = Crew(env_fns, workers, self.autoreset_mode, timeout, start_timeout)
+        try:
+            self._shared = self._bring_up()
+        except BaseException:
+            self._crew.close()
+            self.closed = True
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return self._crew.pids
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: _Options | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those of ``options["reset_mask"]``; seeds as Gymnasium spreads them: seed + i."""
+        self._forget_what_runs()
+        options = dict(options or {})
+        which = np.flatnonzero(_mask(options.pop("reset_mask", None), self.num_envs)).tolist()
+        if isinstance(seed, int):
+            self._seed = seed
+            seeds: list[int | None] = [seed + number for number in range(self.num_envs)]
+        else:
+            seeds = [None] * self.num_envs if seed is None else list(seed)
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"expected {self.num_envs} seeds, one for each environment, got {len(seeds)}")
+        waiting = set(which)
+        self._lost[which] = False
+        lost = self._give_reset(which, seeds, options or None)
+        while waiting:
+            if lost:
+                # The whole of a worker is new, so all its environments that this call resets are reset again.
+                again = [number for number in lost if number in which]
+                self._lost[[number for number in lost if number not in which]] = True
+                waiting.update(again)
+                lost = self._give_reset(again, seeds, options or None)
+                continue
+            for numbers, extras, gone in self._crew.wait(None):
+                if gone:
+                    lost += numbers
+                else:
+                    waiting.difference_update(numbers)
+                    self._extras.update(extras)
+        rows = np.arange(self.num_envs)
+        infos = self._infos(rows, only=np.isin(rows, which))
+        return take(self._shared.observations, rows), infos
+
+    def step(self, actions: Any) -> Step:
+        """Step all environments and wait for all."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Send every environment its action; `step_wait` has the results."""
+        self._send(actions, list(range(self.num_envs)), STEP)
+
+    def step_wait(self, timeout: float | None = None) -> Step:
+        """Results of `step_async`, in the order of the environments."""
+        self._collect(self.num_envs, timeout)
+        self._ready.clear()
+        return self._results(np.arange(self.num_envs))
+
+    def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[Any] | None = None) -> None:
+        """Send some environments, all by default, their actions: a batch with one row for each of `env_ids`.
+
+        Raises:
+            RuntimeError: one of them has not answered for its last action.
+        """
+        numbers = list(range(self.num_envs)) if env_ids is None else [int(number) for number in env_ids]
+        self._send(actions, numbers, STEP_EACH)
+
+    def recv(self, count: int | None = None, *, timeout: float | None = None) -> Step:
+        """Results of the first `count` environments to be ready, `batch_size` by default, in that order.
+
+        Their numbers are ``infos["env_id"]``, int64 (count,); every array has `count` rows.
+
+        Raises:
+            Timeout: they are not ready within `timeout` seconds; nothing is lost, ask again.
+            RuntimeError: fewer have an action.
+        """
+        count = count or self.batch_size
+        self._collect(count, timeout)
+        rows = np.array([self._ready.popleft() for _ in range(count)])
+        *step, infos = self._results(rows)
+        return (*step, {**infos, "env_id": rows})
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every environment, or get an attribute."""
+        return tuple(self._crew.call(("call", name, args, kwargs), range(self.num_envs)))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        return tuple(self._crew.call(("get", name), range(self.num_envs)))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every environment: from a list or tuple one value each, else the same for all."""
+        each = list(values) if isinstance(values, list | tuple) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ValueError(f"expected {self.num_envs} values, one for each environment, got {len(each)}")
+        self._crew.call(("set", name, each), range(self.num_envs))
+
+    def render(self) -> tuple[Any, ...]:
+        return self.call("render")
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self._crew.close()
+        self._segment.close()
+
+    def __enter__(self) -> ProcessVectorEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bring_up(self) -> Shared:
+        found = self._crew.start()
+        observation, action, metadata = found[0]
+        for number, (other_observation, other_action, _) in enumerate(found):
+            if other_observation != observation or other_action != action:
+                raise ValueError(
+                    f"expected the same spaces everywhere, got {observation}, {action} in environment 0 and "
+                    f"{other_observation}, {other_action} in environment {number}"
+                )
+        self.single_observation_space, self.single_action_space = observation, action
+        self.observation_space = batch_space(observation, self.num_envs)
+        self.action_space = batch_space(action, self.num_envs)
+        self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
+        finals = self.autoreset_mode is AutoresetMode.SAME_STEP
+        _, size = arrange(self.num_envs, observation, action, self._fields, finals=finals, segment=None)
+        segment = Segment.create(segment_name(f"vector{os.getpid()}.{secrets.token_hex(4)}", "envs"), size)
+        segment.unlink()  # workers get its descriptor, so the kernel frees it with the last of us
+        self._segment = segment
+        self._crew.share(self.num_envs, self._fields, segment)
+        return arrange(self.num_envs, observation, action, self._fields, finals=finals, segment=segment)[0]
+
+    def _send(self, actions: Any, numbers: list[int], kind: bytes) -> None:
+        busy = [number for number in numbers if self._asked[number]]
+        if busy:
+            raise RuntimeError(f"environments {busy} have an action already: receive their results first")
+        put(self._shared.actions, numbers, actions)
+        self._asked[numbers] = True
+        for number in [number for number in numbers if self._lost[number]]:
+            self._cut([number])
+        rest = [number for number in numbers if not self._lost[number]]
+        self._lost[numbers] = False
+        self._after_loss(self._crew.give(kind, rest, lambda part: np.array(part, np.int32).tobytes()))
+
+    def _collect(self, count: int, timeout: float | None) -> None:
+        under_way = len(self._ready) + sum(map(len, self._crew.pending))
+        if under_way < count:
+            raise RuntimeError(f"expected actions sent to {count} environments, got {under_way}: send them first")
+        until = None if timeout is None else time.monotonic() + timeout
+        while len(self._ready) < count:
+            for numbers, extras, gone in self._crew.wait(until):
+                if gone:
+                    self._after_loss(numbers)
+                else:
+                    self._extras.update(extras)
+                    self._ready.extend(numbers)
+
+    def _after_loss(self, numbers: list[int]) -> None:
+        """These are new: those that were asked answer that their episode was cut, the others will when asked."""
+        done = set(self._ready)
+        asked = [number for number in numbers if self._asked[number] and number not in done]
+        self._lost[[number for number in numbers if number not in asked]] = True
+        if asked:
+            self._cut(asked)
+
+    def _cut(self, numbers: list[int]) -> None:
+        shared = self._shared
+        shared.rewards[numbers] = 0.0
+        shared.terminated[numbers], shared.truncated[numbers] = False, True
+        self._restarted[numbers] = True
+        for told in shared.told.values():
+            told[numbers] = False
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP:
+            shared.over[numbers] = True
+            self._ready.extend(numbers)
+            return
+        for number in numbers:
+            put(shared.final_observations, number, take(shared.observations, number))
+            for told in shared.final_told.values():
+                told[number] = False
+        self._after_loss(self._give_reset(numbers, [self._fresh_seed()] * self.num_envs, None))
+
+    def _give_reset(self, numbers: list[int], seeds: list[int | None], options: _Options | None) -> list[int]:
+        return self._crew.give(
+            RESET, numbers, lambda part: pickle.dumps(({number: seeds[number] for number in part}, options))
+        )
+
+    def _fresh_seed(self) -> int | None:
+        """A seed for environments that begin anew in a new process, where the run has one."""
+        if self._seed is None:
+            return None
+        return int(np.random.SeedSequence((self._seed, self._crew.restarts)).generate_state(1)[0])
+
+    def _forget_what_runs(self) -> None:
+        """Steps under way are waited for and dropped."""
+        while any(self._crew.pending):
+            for numbers, _, gone in self._crew.wait(None):
+                if gone:
+                    self._lost[numbers] = True
+        self._ready.clear()
+        self._asked[:] = False
+        self._restarted[:] = False
+        self._extras.clear()
+
+    def _results(self, rows: npt.NDArray[np.int64]) -> Step:
+        shared = self._shared
+        self._asked[rows] = False
+        terminated, truncated = shared.terminated[rows], shared.truncated[rows]
+        infos = self._infos(rows)
+        if self._restarted[rows].any():
+            infos["restarted"] = infos["_restarted"] = self._restarted[rows]
+            truncated |= self._restarted[rows]
+            self._restarted[rows] = False
+        return take(shared.observations, rows), shared.rewards[rows], terminated, truncated, infos
+
+    def _infos(self, rows: npt.NDArray[np.int64], only: npt.NDArray[np.bool_] | None = None) -> dict[str, Any]:
+        shared, n = self._shared, len(rows)
+        infos = shared_infos(shared.infos, shared.told, rows) if only is None or only.all() else {}
+        if only is not None and not only.all():
+            told = {name: mask & only for name, mask in shared.told.items()}
+            infos = shared_infos(shared.infos, told, rows)
+        ended = (shared.terminated[rows] | shared.truncated[rows] | self._restarted[rows]) & (only is None)
+        if self.autoreset_mode is AutoresetMode.SAME_STEP and ended.any():
+            infos["final_obs"] = np.full(n, None, dtype=object)
+            for row in np.flatnonzero(ended).tolist():
+                infos["final_obs"][row] = take(shared.final_observations, int(rows[row]))
+            infos["_final_obs"] = ended
+            told = {name: mask[rows] & ended for name, mask in shared.final_told.items()}
+            finals = {name: field[rows] for name, field in shared.final_infos.items()}
+            infos["final_info"] = shared_infos(finals, told, slice(None))
+            infos["_final_info"] = ended.copy()
+        if self._extras:
+            for row, number in enumerate(rows.tolist()):
+                if (found := self._extras.pop(number, None)) is not None:
+                    add(infos, found[0], row, n)
+                    if found[1]:
+                        add(infos.setdefault("final_info", {}), found[1], row, n)
+        return infos
+
+
+def _mask(mask: Any, n: int) -> npt.NDArray[np.bool_]:
+    if mask is None:
+        return np.ones(n, np.bool_)
+    if not isinstance(mask, np.ndarray) or mask.shape != (n,) or mask.dtype != np.bool_ or not mask.any():
+        raise ValueError(
+            f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
+        )
+    return mask

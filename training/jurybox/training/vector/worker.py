@@ -1,0 +1,231 @@
+"""A worker process: it holds some environments, steps those that it is told to, and leaves results in shared memory.
+
+Messages over its private socket, of which the first byte says the kind:
+
+    to the worker                                     from it
+    S  environments' numbers (int32): step them       D  numbers (int32), rest: infos of no fixed shape, pickled
+    E  the same, each answered soon after it is done       V  a value, pickled
+    R  pickled: seeds by number, options              X  what was raised, pickled
+    C  pickled: call, get or set an attribute
+
+Both ends are of one program and one user, and nothing else can write to the socket: pickle is safe here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from gymnasium import Env
+from gymnasium.vector import AutoresetMode
+
+from jurybox.protocol.segment import Segment
+from jurybox.training.recipes.worker_process import bind_to, described
+from jurybox.training.vector.layout import InfoFields, Shared, arrange, put, take
+
+STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
+DONE, VALUE, RAISED = b"D", b"V", b"X"
+_COUNT = struct.Struct("<I")
+_TELL_EVERY = 100e-6  # seconds; steps shorter than that are told of together
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a worker is told at its start.
+
+    Attributes:
+        path: sys.path of the learner, so that what it can import can be imported here.
+        make: pickled list of functions, one for each environment of this worker.
+        first: number of the first one; the others follow.
+        mode: what happens at the end of an episode.
+    """
+
+    path: list[str]
+    make: bytes
+    first: int
+    mode: AutoresetMode
+
+
+def done_message(numbers: Any, extras: dict[int, Any]) -> bytes:
+    """The message that these environments are done; `extras` are what does not fit into shared memory, by number."""
+    head = DONE + _COUNT.pack(len(numbers)) + np.asarray(numbers, np.int32).tobytes()
+    return head + pickle.dumps(extras) if extras else head
+
+
+def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
+    """The inverse of `done_message`."""
+    count = _COUNT.unpack_from(message, 1)[0]
+    end = 1 + _COUNT.size + 4 * count
+    numbers = np.frombuffer(message, np.int32, count, 1 + _COUNT.size).tolist()
+    return numbers, pickle.loads(message[end:]) if len(message) > end else {}
+
+
+class _LearnerGone(Exception):
+    """There is nobody to answer."""
+
+
+class Worker:
+    """The environments of one process and the memory they write to."""
+
+    def __init__(self, orders: Orders, environments: list[Env[Any, Any]]) -> None:
+        self._environments = dict(enumerate(environments, orders.first))
+        self._mode = orders.mode
+        self._shared: Shared
+        self._extras: dict[int, Any] = {}
+
+    def share(self, n: int, fields: InfoFields, segment: Segment) -> None:
+        any_one = next(iter(self._environments.values()))
+        finals = self._mode is AutoresetMode.SAME_STEP
+        spaces = any_one.observation_space, any_one.action_space
+        self._shared, _ = arrange(n, *spaces, fields, finals=finals, segment=segment)
+
+    def serve(self, pipe: Connection) -> None:
+        """Answer until the other end is gone."""
+        while True:
+            try:
+                message = pipe.recv_bytes()
+            except (EOFError, OSError):
+                return
+            try:
+                self._answer(message, pipe)
+            except _LearnerGone:
+                return
+            except Exception as error:  # noqa: BLE001 (the learner raises it)
+                if not _say(pipe, RAISED + pickle.dumps(described(error))):
+                    return
+
+    def _answer(self, message: bytes, pipe: Connection) -> None:
+        kind = message[:1]
+        if kind in (STEP, STEP_EACH):
+            numbers = np.frombuffer(message, np.int32, offset=1).tolist()
+            told = time.perf_counter()
+            done: list[int] = []
+            for number in numbers:
+                self._step(number)
+                done.append(number)
+                if kind == STEP_EACH and (now := time.perf_counter()) - told >= _TELL_EVERY:
+                    self._tell(pipe, done)
+                    told, done = now, []
+            if done:
+                self._tell(pipe, done)
+        elif kind == RESET:
+            seeds, options = pickle.loads(message[1:])
+            for number, seed in seeds.items():
+                self._reset(number, seed, options)
+            self._tell(pipe, list(seeds))
+        else:
+            answer = VALUE + pickle.dumps(self._call(*pickle.loads(message[1:])))
+            if not _say(pipe, answer):
+                raise _LearnerGone
+
+    def _tell(self, pipe: Connection, numbers: list[int]) -> None:
+        if not _say(pipe, done_message(numbers, self._extras)):
+            raise _LearnerGone
+        if self._extras:
+            self._extras = {}
+
+    def _step(self, number: int) -> None:
+        shared, environment = self._shared, self._environments[number]
+        if self._mode is AutoresetMode.NEXT_STEP and shared.over[number]:
+            self._reset(number)
+            return
+        observation, reward, terminated, truncated, info = environment.step(take(shared.actions, number))
+        shared.rewards[number] = reward
+        shared.terminated[number], shared.truncated[number] = terminated, truncated
+        over = terminated or truncated
+        if over and self._mode is AutoresetMode.SAME_STEP:
+            put(shared.final_observations, number, observation)
+            if more := _keep(number, info, shared.final_infos, shared.final_told):
+                self._extras[number] = ({}, more)
+            observation, info = environment.reset()
+            over = False
+        shared.over[number] = over
+        put(shared.observations, number, observation)
+        self._inform(number, info)
+
+    def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        shared = self._shared
+        observation, info = self._environments[number].reset(seed=seed, options=options)
+        put(shared.observations, number, observation)
+        shared.rewards[number] = 0.0
+        shared.terminated[number] = shared.truncated[number] = shared.over[number] = False
+        self._inform(number, info)
+
+    def _inform(self, number: int, info: dict[str, Any]) -> None:
+        if more := _keep(number, info, self._shared.infos, self._shared.told):
+            self._extras[number] = (more, self._extras.get(number, ({}, {}))[1])
+
+    def _call(self, kind: str, numbers: list[int], name: str, *rest: Any) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for number in numbers:
+            environment = self._environments[number]
+            if kind == "set":
+                environment.set_wrapper_attr(name, rest[0][number])
+                found[number] = None
+            else:
+                value = environment.get_wrapper_attr(name)
+                found[number] = value(*rest[0], **rest[1]) if kind == "call" and callable(value) else value
+        return found
+
+
+def _keep(number: int, info: dict[str, Any], fields: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Write what has a place in shared memory there, and return the rest."""
+    for name, field in fields.items():
+        if name in info:
+            field[number] = info[name]
+            told[name][number] = True
+        else:
+            told[name][number] = False
+    return {name: value for name, value in info.items() if name not in fields} if info else info
+
+
+def _say(pipe: Connection, message: bytes) -> bool:
+    """False when nobody hears it any more."""
+    try:
+        pipe.send_bytes(message)
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Serve the learner at the other end of the descriptor that is the first argument; the second is its process id."""
+    descriptor, parent = map(int, sys.argv[1:])
+    bind_to(parent)
+    pipe = Connection(descriptor)
+    try:
+        orders: Orders = pipe.recv()
+    except EOFError:
+        return
+    sys.path[:] = orders.path
+    made: list[Env[Any, Any]] = []
+    try:
+        functions: list[Callable[[], Env[Any, Any]]] = pickle.loads(orders.make)
+        made += [function() for function in functions]
+        pipe.send([(each.observation_space, each.action_space, each.metadata) for each in made])
+        n, fields, size = pipe.recv()
+        with socket.socket(fileno=descriptor) as channel:
+            _, (memory,), _, _ = socket.recv_fds(channel, 1, 1)
+            channel.detach()
+        worker = Worker(orders, made)
+        worker.share(n, fields, Segment("environments", memory, size, owned=False))
+    except (EOFError, ConnectionError):
+        return
+    except Exception as error:  # noqa: BLE001 (the learner raises it)
+        pipe.send(described(error))
+        return
+    if (cv2 := sys.modules.get("cv2")) is not None:
+        cv2.setNumThreads(0)
+    try:
+        worker.serve(pipe)
+    finally:
+        for environment in made:
+            environment.close()
