@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from jurybox.client import Model, Publisher
+from jurybox.client.remote_weights import RemotePublisher
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.recipes.local_server import LocalServer
 from jurybox.training.search.settings import WorkflowTraining
@@ -29,7 +30,7 @@ class ServedPolicy:
     once after each update: PPO wants actions of the policy that it updates.
     """
 
-    def __init__(self, learner: PPO, model: Model, publisher: Publisher) -> None:
+    def __init__(self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher) -> None:
         self._learner, self._model, self._publisher = learner, model, publisher
         self._published: tuple[int, int] | None = None  # learner steps, version
         self._adopted = False
