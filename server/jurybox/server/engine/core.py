@@ -163,10 +163,10 @@ class Engine:
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
-        """Let the quick clients that are still away fill the batch, as long as that pays (crowd.py says when)."""
+        """Wait for half of the quick clients, as long as that pays (crowd.py says why and when)."""
         assert self._pause is not None
         queue = slot.queue
-        while self._crowd.away and queue.rows < queue.max_batch:
+        while self._crowd.away > len(queue) and queue.rows < queue.max_batch:
             shared = self._clock() - began + slot.cost.fixed
             self._pause(shared / len(queue) / 1e9)
             if not self._take_in():
