@@ -5,9 +5,9 @@ have filled its batch. So it waits a little, but only for clients that lately ca
 one more ticket is worth waiting for while it comes sooner than its share of what all of the batch's tickets bear in
 common so far, the waiting and the fixed cost of a batch. A model whose cost is all by the row has nothing to share, and
 nobody is waited for. Nor is more than half of the crowd: its halves take turns, and while one is computed the other's
-clients run, where a batch of everybody would leave all other cores idle. A lone client is never waited for, since nobody
-is missing when it asks; a client that stays away loses its credit and is waited for no more until it shows again that it
-is quick. native.Crowd keeps that book.
+clients run, where a batch of everybody would leave all other cores idle. A lone client is never waited for, since
+nobody is missing when it asks; a client that stays away loses its credit and is waited for no more until it shows again
+that it is quick. native.Crowd keeps that book.
 """
 
 from __future__ import annotations
