@@ -6,9 +6,16 @@ import threading
 import time
 
 import numpy as np
+import pytest
 from tests.serving import serving, wait_until
 
 X = np.ones((1, 4), np.float32)
+
+
+@pytest.fixture(params=["native", "zmq"])
+def door(request):
+    """Those that choose an engine; remote clients leave that to the gateway and the relay."""
+    return request.param
 
 
 def crowd(server, clients, seconds, door):

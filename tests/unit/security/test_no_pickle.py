@@ -12,8 +12,17 @@ ROOT = Path(__file__).parents[3]
 SOURCES = sorted(
     file for folder in ("protos", "client", "server", "training") for file in (ROOT / folder / "jurybox").rglob("*.py")
 )
-# A training hands its own children, over their standard input, the function that makes their environment.
-OWN_CHILDREN = {"recipes/workers.py", "recipes/worker_process.py"}
+# A training hands its own children, over a pipe that nobody else has, what they are to run: the functions that make
+# their environments, the plan of their roles.
+OWN_CHILDREN = {
+    "recipes/workers.py",
+    "recipes/worker_process.py",
+    "runtime/child.py",
+    "runtime/process.py",
+    "vector/crew.py",
+    "vector/process_env.py",
+    "vector/worker.py",
+}
 FORBIDDEN = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -168,6 +169,7 @@ class Models:
             self._channels_made += 1
             name = segment_name(self._server_id, "weights", self._channels_made)
             held.channel = WeightsChannel.create(name, layout, mode_named(str(held.settings.publish)))
+            held.published.look(0, time.monotonic())  # what is published before the first tick counts too
 
     def look(self, now: float) -> None:
         """Notice what has been published; `now` in seconds of a steady clock."""

@@ -97,6 +97,7 @@ class SerialHockey:
             undo.enter_context(threadpool_limits(1))
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
+            undo.callback(torch.set_flush_denormal, False)
             torch.set_flush_denormal(True)
             self.games = [make_game(settings.environment) for _ in range(settings.games)]
             for game in self.games:
