@@ -1,7 +1,9 @@
 """The contract itself: errors, specs, records, generated code, import weight."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from jurybox.protocol.spec import TensorSpec, plain_specs, specs_from_plain
 from jurybox.protocol.wire import IDENTITY, PREFIX, TICKET, lane_identity, prefix_error
 
 ROOT = Path(__file__).parents[3]
+PROTOS = ROOT / "protos/jurybox/protocol"
 
 
 def test_every_code_has_its_exception_and_its_statuses():
@@ -80,3 +83,17 @@ def test_the_client_imports_neither_torch_nor_fastapi_nor_grpc():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_oldest_protobuf_and_grpc_allowed_are_those_the_generated_code_asks_for():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {
+        "protobuf": re.search(r"Protobuf Python Version: ([\d.]+)", (PROTOS / "control_pb2.py").read_text()),
+        "grpcio": re.search(
+            r"GRPC_GENERATED_VERSION = '([\d.]+)'", (PROTOS / "open_inference_pb2_grpc.py").read_text()
+        ),
+    }
+    given = [*packages["dependencies"], *packages["optional-dependencies"]["grpc"]]
+    for package, version in wanted.items():
+        assert version is not None
+        assert f"{package}>={version[1]}" in given
