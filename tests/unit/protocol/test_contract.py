@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jurybox import native
+from jurybox.client.doors import door
 from jurybox.protocol import errors
 from jurybox.protocol.board import LANE
 from jurybox.protocol.errors import Code, error_for
@@ -97,3 +99,7 @@ def test_the_oldest_protobuf_and_grpc_allowed_are_those_the_generated_code_asks_
     for package, version in wanted.items():
         assert version is not None
         assert f"{package}>={version[1]}" in given
+
+
+def test_the_native_core_says_in_the_clients_numbers_why_there_is_no_answer():
+    assert (native.NOT_SENT, native.NOT_ANSWERED) == (door.NOT_SENT, door.NOT_ANSWERED)

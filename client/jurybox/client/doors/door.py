@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
+
 
 class Outgoing(NamedTuple):
     """A ticket on its way: which engine in which of its lives, which rows, until when (ns of CLOCK_MONOTONIC)."""
@@ -32,11 +35,21 @@ class Answer(NamedTuple):
     epoch: int
 
 
+# What a Caller gives where there is no answer's code; the native core has the same.
 NOT_SENT = -1
 NOT_ANSWERED = -2
 
-
 LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
+_HEAD = len(PREFIX) + PACK_REPLY.size
+
+
+def read_reply(frame: bytes, sender: str) -> Answer:
+    """The answer in a frame of wire.PACK_REPLY. Raises ProtocolMismatch, naming the sender, where it is none."""
+    if len(frame) < _HEAD or frame[: len(PREFIX)] != PREFIX:
+        wrong = prefix_error(frame) or f"{len(frame)} bytes"
+        raise ProtocolMismatch(f"{sender} answered what is no reply: {wrong}")
+    sequence, version, epoch, code = PACK_REPLY.unpack_from(frame, len(PREFIX))
+    return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, epoch)
 
 
 class CalledRow(NamedTuple):

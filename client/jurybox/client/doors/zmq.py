@@ -11,12 +11,11 @@ import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.client.doors.door import NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing
+from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing, read_reply
 from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity, prefix_error
+from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
-_PATIENCE = 0.1  # seconds; callers wait in slices of that
 _NOBLOCK = int(zmq.NOBLOCK)
 _SERVING = int(EngineState.SERVING)
 _HEAD = len(PREFIX) + PACK_REPLY.size
@@ -57,10 +56,12 @@ class ZmqDoor:
         """As Door.exchange."""
         self.send(ticket)
         socket = self._sockets[ticket.engine][1]
-        if timeout < _PATIENCE and not socket.poll(int(timeout * 1000 + 0.999)):
+        if timeout < LOOK_AFTER and not socket.poll(int(timeout * 1000 + 0.999)):
             return None
         try:
-            return _read(Bare.recv(socket))  # the socket's own time-out: one call where polling first would be two
+            return read_reply(
+                Bare.recv(socket), "an engine"
+            )  # the socket's own time-out: one call where polling first would be two
         except zmq.Again:
             return None
 
@@ -83,7 +84,7 @@ class ZmqDoor:
         for socket in ready:
             try:
                 while True:
-                    answers.append(_read(Bare.recv(socket, _NOBLOCK)))
+                    answers.append(read_reply(Bare.recv(socket, _NOBLOCK), "an engine"))
             except zmq.Again:
                 continue
         return answers
@@ -109,7 +110,7 @@ class ZmqDoor:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-        socket.setsockopt(zmq.RCVTIMEO, int(_PATIENCE * 1000))
+        socket.setsockopt(zmq.RCVTIMEO, int(LOOK_AFTER * 1000))
         socket.setsockopt(zmq.IDENTITY, lane_identity(self._lane, self._lease))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
@@ -164,14 +165,14 @@ class _Caller:
         deadline = now + int(seconds * 1e9)
         record = PACK_TICKET.pack(sequence, self._lease, deadline, now, self._lane, self._first, 1, 0, 0, epoch)
         Bare.send(socket, PREFIX + record)
-        if seconds < _PATIENCE and not socket.poll(int(seconds * 1000 + 0.999)):
+        if seconds < LOOK_AFTER and not socket.poll(int(seconds * 1000 + 0.999)):
             return NOT_ANSWERED
         try:
             frame = Bare.recv(socket)  # the socket's own time-out: one call where polling first would be two
         except zmq.Again:
             return NOT_ANSWERED
         if frame[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or frame[_CODE] != _OK:
-            return self._failure(_read(frame), sequence)
+            return self._failure(read_reply(frame, "an engine"), sequence)
         outputs = self._outputs
         if type(outputs) is dict:
             return {name: array.copy() for name, array in outputs.items()}
@@ -186,14 +187,6 @@ class _Caller:
     def message(self) -> str:
         """As Caller."""
         return self._message
-
-
-def _read(frame: bytes) -> Answer:
-    if len(frame) < _HEAD or frame[: len(PREFIX)] != PREFIX:
-        wrong = prefix_error(frame) or f"{len(frame)} bytes"
-        raise ProtocolMismatch(f"an engine answered what is no reply: {wrong}")
-    sequence, version, epoch, code = PACK_REPLY.unpack_from(frame, len(PREFIX))
-    return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, epoch)
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

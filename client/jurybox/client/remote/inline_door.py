@@ -11,13 +11,11 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, CalledRow, Outgoing
+from jurybox.client.doors.door import Answer, CalledRow, Outgoing, read_reply
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol.errors import Code, ProtocolMismatch
-from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, prefix_error
-
-_HEAD = len(PREFIX) + PACK_REPLY.size
+from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
 
 class InlineDoor:
@@ -94,20 +92,14 @@ class InlineDoor:
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
         """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
-        head = frames[0].bytes
-        if len(head) < _HEAD or head[: len(PREFIX)] != PREFIX:
-            raise ProtocolMismatch(
-                f"the server answered what is no reply: {prefix_error(head) or f'{len(head)} bytes'}"
-            )
-        sequence, version, epoch, code = PACK_REPLY.unpack_from(head, len(PREFIX))
-        message = head[_HEAD:].decode(errors="replace") if code else ""
-        if sequence == 0:
-            return Answer(0, code, message, version, epoch)
-        if epoch != self._connection.epoch or (place := self._in_flight.pop(sequence, None)) is None:
+        answer = read_reply(frames[0].bytes, "the server")
+        if answer.sequence == 0:
+            return answer
+        if answer.epoch != self._connection.epoch or (place := self._in_flight.pop(answer.sequence, None)) is None:
             return None
-        if code == Code.OK:
+        if answer.code == Code.OK:
             self._take(frames[1:], *place)
-        return Answer(sequence, code, message, version, epoch)
+        return answer
 
     def _take(self, frames: Sequence[zmq.Frame], first: int, rows: int) -> None:
         outputs = self._rows.outputs
