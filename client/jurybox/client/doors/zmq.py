@@ -59,9 +59,8 @@ class ZmqDoor:
         if timeout < LOOK_AFTER and not socket.poll(int(timeout * 1000 + 0.999)):
             return None
         try:
-            return read_reply(
-                Bare.recv(socket), "an engine"
-            )  # the socket's own time-out: one call where polling first would be two
+            # The socket's own time-out: one call where polling first would be two.
+            return read_reply(Bare.recv(socket), "an engine")
         except zmq.Again:
             return None
 
