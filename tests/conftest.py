@@ -3,8 +3,15 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 from jurybox.protocol.segment import directory
+
+# The same examples in every run, and no deadline: on a busy machine any of them may take long.
+# `pytest --hypothesis-profile thorough` looks further.
+settings.register_profile("suite", max_examples=30, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=1000, deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

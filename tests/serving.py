@@ -116,8 +116,8 @@ def serving(
                 running.process.wait()
 
 
-def wait_until(condition, timeout: float = 10.0, what: str = "the condition") -> None:
-    """Wait for something to become true; an AssertionError when it does not."""
+def wait_until(condition, timeout: float = 30.0, what: str = "the condition") -> None:
+    """Wait for something to become true; an AssertionError when it does not, even on a machine that is busy."""
     until = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > until:

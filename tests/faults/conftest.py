@@ -1,5 +1,8 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
-from tests.serving import segments, serving
+from tests.serving import segments, serving, wait_until
 
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
@@ -7,12 +10,19 @@ MODELS = {
 }
 
 
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """What is done inside must leave shared memory as it found it, at the latest when the last of it is dead."""
+    before = segments()
+    yield
+    wait_until(lambda: segments() <= before, 30, "shared memory as it was before")
+
+
 @pytest.fixture
 def nothing_left():
     """The test must leave shared memory as it found it."""
-    before = segments()
-    yield
-    assert segments() - before == set()
+    with leaving_nothing():
+        yield
 
 
 @pytest.fixture

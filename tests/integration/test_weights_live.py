@@ -45,7 +45,7 @@ def test_what_is_published_answers_the_next_requests_under_its_version(client):
     model, publisher = client.model("policy"), client.publisher("policy")
     for _ in range(5):
         version = publisher.publish(affine(publisher.version + 1))
-        wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")  # noqa: B023
+        wait_until(lambda: model.infer_reply(X).version == version, 30, "adoption")  # noqa: B023
         reply = model.infer_reply(X)
         assert (reply.outputs == version * X + 1000 * version).all()
 
@@ -83,7 +83,7 @@ def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client)
     versions = []
     for _ in range(6):
         versions.append(publisher.publish(affine(publisher.version + 1)))
-        wait_until(lambda: model.infer_reply(X).version == versions[-1], 10, "adoption")
+        wait_until(lambda: model.infer_reply(X).version == versions[-1], 30, "adoption")
     for version in (versions[-1], versions[-3], versions[-4], 0, versions[-2]):
         reply = model.infer_reply(X, version=version)
         assert reply.version == (version or versions[-1])
@@ -95,24 +95,24 @@ def test_a_client_is_answered_by_the_version_it_names_while_that_is_held(client)
 def test_a_model_that_computes_in_another_dtype_takes_the_learners(client):
     model, publisher = client.model("half"), client.publisher("half")
     version = publisher.publish({"scale": np.array(2.0, np.float32), "offset": np.array(0.5, np.float32)})
-    wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")
+    wait_until(lambda: model.infer_reply(X).version == version, 30, "adoption")
     assert (model.infer(X) == 2.5).all()
 
 
 def test_status_shows_how_far_the_engine_is_behind(server, client):
     publisher = client.publisher("policy")
     publisher.publish(affine(publisher.version + 1))
-    wait_until(lambda: in_use(client)["lag"] == 0, 10, "adoption")
+    wait_until(lambda: in_use(client)["lag"] == 0, 30, "adoption")
     engine = server.pids()["engine-0"]
     os.kill(engine, signal.SIGSTOP)
     try:
         for _ in range(3):
             publisher.publish(affine(publisher.version + 1))
         assert in_use(client)["lag"] == 3
-        wait_until(lambda: in_use(client)["published_per_second"] > 0, 5, "a rate")
+        wait_until(lambda: in_use(client)["published_per_second"] > 0, 30, "a rate")
     finally:
         os.kill(engine, signal.SIGCONT)
-    wait_until(lambda: in_use(client)["lag"] == 0, 10, "catching up")
+    wait_until(lambda: in_use(client)["lag"] == 0, 30, "catching up")
     status = next(model for model in client.status()["models"] if model["name"] == "policy")
     assert status["updates"] and status["latency"]["adopt"]["p50"] > 0
 
@@ -175,7 +175,7 @@ def test_a_second_learner_is_refused_while_the_first_lives(server, client):
 def test_a_restarted_engine_answers_with_the_newest_version(server, client):
     model, publisher = client.model("policy"), client.publisher("policy")
     version = publisher.publish(affine(publisher.version + 1))
-    wait_until(lambda: model.infer_reply(X).version == version, 10, "adoption")
+    wait_until(lambda: model.infer_reply(X).version == version, 30, "adoption")
     os.kill(server.pids()["engine-0"], signal.SIGKILL)
     reply = model.infer_reply(X, timeout=30)
     assert reply.version == version

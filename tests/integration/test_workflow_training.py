@@ -7,34 +7,52 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-SMALL = ["--n-envs", "8", "--total-episodes", "80", "--episode-length", "10", "--max-train-episodes-per-env", "2"]
+from jurybox.training.cli import train
+from jurybox.training.recipes.workflow_run import run
+from jurybox.training.search.settings import WorkflowTraining
+
+SMALL = WorkflowTraining(
+    n_envs=4, total_episodes=24, episode_length=10, max_train_episodes_per_env=2, evaluation_episodes=8
+)
 
 
-def train(folder, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jurybox.training.cli", "train", "workflow", "--out", str(folder), *SMALL, *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
-
-
-def returns(folder) -> list[str]:
+def returns(folder: Path) -> list[str]:
     with (folder / "metrics.csv").open() as file:
         return [row["return_mean"] for row in csv.DictReader(file)]
 
 
 def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
-    local, served = train(tmp_path / "local"), train(tmp_path / "served", "--policy", "served")
-    assert local.returncode == 0, local.stderr
-    assert served.returncode == 0, served.stderr
-    assert "report:" in served.stdout and (tmp_path / "served" / "server.log").exists()
-    assert returns(tmp_path / "local") == returns(tmp_path / "served")
-    summary = json.loads((tmp_path / "served" / "summary.json").read_text())
+    local, served = tmp_path / "local", tmp_path / "served"
+    run(SMALL, local)
+    run(replace(SMALL, served=True), served)
+    assert (served / "server.log").exists() and (served / "report.html").exists()
+    assert len(returns(local)) == 6 and returns(local) == returns(served)
+    summary = json.loads((served / "summary.json").read_text())
+    assert summary["episodes"] == 24 and summary["env_steps"] == 240
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("policy", ["local", "served"])
+def test_the_command_says_where_its_report_is(tmp_path, policy) -> None:
+    command = [sys.executable, "-m", "jurybox.training.cli", "train", "workflow", "--out", str(tmp_path / "run")]
+    command += ["--n-envs", "8", "--total-episodes", "80", "--episode-length", "10"]
+    command += ["--max-train-episodes-per-env", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--policy", policy], capture_output=True, text=True, timeout=250, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "report:" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["episodes"] == 80 and summary["env_steps"] == 800
 
 
 @pytest.mark.parametrize("bad", [["--red", "Nobody"], ["--env", "mars"], ["--gate", "7"]])
 def test_what_cannot_be_is_a_usage_error(tmp_path, bad) -> None:
-    done = train(tmp_path, *bad)
-    assert done.returncode == 2 and bad[0] in done.stderr and "Traceback" not in done.stderr
+    done = CliRunner().invoke(train, ["workflow", "--out", str(tmp_path), *bad])
+    assert done.exit_code == 2 and bad[0] in done.output and "Traceback" not in done.output

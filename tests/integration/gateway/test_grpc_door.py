@@ -103,7 +103,7 @@ def test_requests_at_the_same_time_go_in_one_batch(stub, gateway):
             return model["batches"], model["rows"]
 
     before = batches()
-    block = stub.ModelInfer.future(request(np.full((1, 4), 300_000, np.float32), "team/moody"), timeout=20)
+    block = stub.ModelInfer.future(request(np.full((1, 4), 1_200_000, np.float32), "team/moody"), timeout=20)
     time.sleep(0.1)  # the engine computes it while the others come
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: stub.ModelInfer(request(model="team/moody"), timeout=20), range(8)))
@@ -190,7 +190,7 @@ def test_a_learner_elsewhere_publishes_on_the_same_port(gateway, transfer):
     with gateway.server.connect() as connection, connect(f"grpc://{gateway.grpc}") as elsewhere:
         model, publisher = connection.model("policy"), elsewhere.publisher("policy", transfer=transfer)
         version = publisher.publish({"scale": np.array(3, np.float32), "offset": np.array(5, np.float32)})
-        wait_until(lambda: model.infer_reply(ROW).version == version, 10, "adoption")
+        wait_until(lambda: model.infer_reply(ROW).version == version, 30, "adoption")
         np.testing.assert_array_equal(model.infer(ROW), 3 * ROW + 5)
         publisher.publish({"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)})  # as it was loaded
         state, version, _ = elsewhere.weights("policy").read()

@@ -113,7 +113,7 @@ def test_workers_die_with_a_learner_that_is_killed_even_while_they_wait():
     assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
     os.kill(learner.pid, signal.SIGKILL)
     learner.wait()
-    wait_until(lambda: not any(alive(pid) for pid in pids), 5, "the workers' end")
+    wait_until(lambda: not any(alive(pid) for pid in pids), 30, "the workers' end")
     learner.stdin.close()
     learner.stdout.close()
 
