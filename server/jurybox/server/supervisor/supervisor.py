@@ -27,6 +27,7 @@ from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
 from jurybox.server.supervisor.reception import Reception
+from jurybox.server.supervisor.service_manager import ServiceManager
 
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
@@ -62,6 +63,7 @@ class Supervisor:
             board.close()
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
+        self._manager = ServiceManager(log.warning)
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
@@ -102,6 +104,7 @@ class Supervisor:
         self._desk.answer_waiting()
 
     def _tick(self, now: float) -> None:
+        self._manager.alive()
         for index, child in enumerate(self._fleet.engines):
             age = (time.monotonic_ns() - int(self._board.engines["heartbeat"][index])) / 1e9
             if child.alive and child.serving and age > self._settings.engine_timeout:
@@ -251,6 +254,7 @@ class Supervisor:
                 models=models,
                 shared_memory_mib=round(memory / 2**20, 1),
             )
+            self._manager.ready(f"serving {models}")
             self._exit = _STOPPED if dry_run else None
         elif late:
             waiting = ", ".join(child.role for child in self._children() if not child.serving)
@@ -267,6 +271,7 @@ class Supervisor:
             self._exit = _STOPPED
             return
         self._log.info("draining; a second signal stops at once")
+        self._manager.stopping()
         self._drain_until = time.monotonic() + self._settings.drain_timeout
         self._reception.draining = True
         self._fleet.order("drain")
