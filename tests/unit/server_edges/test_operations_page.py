@@ -42,6 +42,12 @@ def test_everything_the_doctor_looks_at_is_documented():
     assert [finding.subject for finding in examine() if f"\n| {finding.subject} |" not in PAGE] == []
 
 
+def test_every_alert_is_explained():
+    rules = (Path(__file__).parents[3] / "docker" / "monitoring" / "prometheus" / "alerts.yml").read_text()
+    alerts = re.findall(r"alert: (\w+)", rules)
+    assert len(alerts) > 3 and [alert for alert in alerts if f"\n| `{alert}` |" not in PAGE] == []
+
+
 def test_the_example_is_a_configuration(tmp_path):
     path = tmp_path / "server.toml"
     path.write_text(re.search(r"```toml\n(.+?)```", PAGE, re.DOTALL)[1])
