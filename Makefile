@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint format bench monitoring proto clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel format bench monitoring proto clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -48,11 +48,21 @@ test-native: setup  ## the C++ tests, plain and under the thread, address and un
 	  $(BIN)/cmake --build build/native-$${s:-plain} && $(BIN)/ctest --test-dir build/native-$${s:-plain} --output-on-failure --no-tests=error || exit 1; \
 	done
 
-lint: setup  ## ruff, mypy --strict, import directions
+lint: setup  ## ruff, mypy --strict, import directions, a licence for every file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/reuse lint --quiet || $(BIN)/reuse lint
+
+licences: setup  ## may what an install brings along be shipped with Apache-2.0? Needs no network
+	$(BIN)/python .ci/licences.py
+
+audit: setup  ## asks the vulnerability service about every pinned dependency; needs the network
+	$(BIN)/python .ci/audit.py
+
+wheel: setup  ## a source distribution, and the wheel made of it, in dist/
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
 
 format: setup  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
@@ -68,4 +78,4 @@ proto: setup  ## generate the protobuf and gRPC code from protos/
 	$(BIN)/python protos/generate.py
 
 clean:
-	rm -rf $(VENV) build demo-out
+	rm -rf $(VENV) build dist demo-out

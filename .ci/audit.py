@@ -1,0 +1,57 @@
+"""Ask the vulnerability service about every pinned dependency; needs the network.
+
+    .venv/bin/python .ci/audit.py [pip-audit's options, such as -s osv]
+
+Exit status 0: all were looked up and none has a known weakness; 1: some have; 2: the service could not be asked, or did
+not know all of them. pip-audit alone calls that clean. There is no copy of the service's data to ask offline.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PINNED = Path(__file__).resolve().parents[1] / "constraints.txt"
+FOUND, UNKNOWN = 1, 2
+
+
+def report(options: list[str]) -> tuple[dict[str, Any] | None, str]:
+    """pip-audit's findings and what it said; None where it could not ask."""
+    command = [sys.executable, "-m", "pip_audit", "--requirement", str(PINNED), "--no-deps", "--disable-pip"]
+    command += ["--format", "json", "--progress-spinner", "off", *options]
+    asked = subprocess.run(command, check=False, capture_output=True, text=True)
+    try:
+        return json.loads(asked.stdout), asked.stderr
+    except ValueError:
+        return None, asked.stderr
+
+
+def main() -> int:
+    found, said = report(sys.argv[1:])
+    if found is None:
+        last = said.strip().splitlines()[-1:] or ["pip-audit said nothing"]
+        sys.stderr.write(f"nothing was audited, the vulnerability service cannot be reached from here: {last[0]}\n")
+        return UNKNOWN
+    unknown = [each for each in found["dependencies"] if "skip_reason" in each]
+    weak = [each for each in found["dependencies"] if each.get("vulns")]
+    for each in weak:
+        for weakness in each["vulns"]:
+            fixed = ", ".join(weakness["fix_versions"]) or "no version yet"
+            sys.stderr.write(f"{each['name']} {each['version']}: {weakness['id']}, fixed in {fixed}\n")
+    asked = len(found["dependencies"])
+    known = asked - len(unknown)
+    sys.stdout.write(f"{known} of {asked} pinned packages looked up, {len(weak)} with known weaknesses\n")
+    if unknown:
+        sys.stderr.write(
+            f"nothing is known about the others, such as {unknown[0]['name']}: {unknown[0]['skip_reason']}. A package "
+            "index without PyPI's JSON interface answers so: ask from a machine that reaches pypi.org, or another "
+            "service with -s osv\n"
+        )
+    return FOUND if weak else UNKNOWN if unknown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
