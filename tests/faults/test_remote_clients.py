@@ -54,7 +54,7 @@ def test_a_killed_remote_client_gives_its_rows_back(server, where):
 def test_an_idle_remote_client_keeps_its_rows(server, where):
     with connect(where) as client:
         model = client.model("affine", rows=40)
-        time.sleep(4)  # several looks of the relay at whether it is there
+        time.sleep(2.5)  # two looks of the relay at whether it is there
         assert leased(server) == 40
         np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")

@@ -6,11 +6,18 @@ import subprocess
 
 import numpy as np
 import pytest
-from tests.faults.conftest import MODELS
+from tests.faults.conftest import MODELS, leaving_nothing
 from tests.models import affine
 from tests.serving import launch, segments, serving, wait_until
 
 from jurybox.server.inproc import InprocServer
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One that goes on whatever is started beside it."""
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+        yield running
 
 
 def ended(running, timeout=60):

@@ -16,7 +16,7 @@ UNARY = [method for method in SERVICE.methods if method.name != "ModelStreamInfe
 # UNKNOWN with a DecodeError is grpc.aio's word for a message that it cannot read.
 HARMLESS = set(grpc.StatusCode) - {grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
-SHORT = pytest.param(500, id="short")
+SHORT = pytest.param(250, id="short")
 LONG = pytest.param(15_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
 
 I64 = st.one_of(st.sampled_from([-1, 0, 1, 3, 4, 2**62, -(2**63)]), st.integers(-(2**63), 2**63 - 1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 _CHANGES_MODELS = ("/load", "/unload")  # of which the models that are served shall remain
 
-SHORT = pytest.param(8, id="short")
+SHORT = pytest.param(4, id="short")
 LONG = pytest.param(600, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
 
 
@@ -54,7 +54,7 @@ def test_every_path_of_the_description_answers_what_it_does_not_understand(serve
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(200, id="short"), pytest.param(5000, id="long", marks=pytest.mark.slow)]
+    "count", [pytest.param(100, id="short"), pytest.param(5000, id="long", marks=pytest.mark.slow)]
 )
 def test_any_body_to_infer(server, nothing_leaks, count):
     lengths = st.one_of(st.none(), st.sampled_from(["0", "5", "-1", "x", "99999999999"]))

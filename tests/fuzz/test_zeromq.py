@@ -23,7 +23,7 @@ AT_ONCE = 50  # messages between two questions whether the door still answers
 _HANG = 30  # seconds
 _numbers = itertools.count(1 << 40)
 
-SHORT = pytest.param(1000, id="short")
+SHORT = pytest.param(500, id="short")
 LONG = pytest.param(34_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
 
 
@@ -141,7 +141,7 @@ def test_any_bytes_at_the_relays_door(server, nothing_leaks, count):
 def test_any_bytes_on_a_bare_connection(server, nothing_leaks, door):
     host, port = server.told[door].rsplit(":", 1)
 
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
     @given(st.one_of(st.binary(max_size=300), st.sampled_from(OPENINGS)))
     def fuzz(content):
         with sockets.create_connection((host, int(port)), timeout=5) as connection:

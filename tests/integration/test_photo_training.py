@@ -13,9 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.serving import launch, serving, wait_until
+from typer.testing import CliRunner
 
 from jurybox.protocol.segment import directory
+from jurybox.training.cli import train as train_app
 from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.runlog import RunLog, read_metrics
@@ -51,10 +54,13 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 
 
-def test_without_a_server_it_is_told_how_to_start_one(tmp_path):
-    done = command("train", "photo", "--out", tmp_path / "run", "--address", f"ipc://{tmp_path}/nobody")
-    assert done.returncode == 3
-    assert "jurybox serve photo.toml" in done.stderr and "Traceback" not in done.stderr
+def test_without_a_server_it_is_told_how_to_start_one(tmp_path, monkeypatch):
+    for take in ("take_over", "ignore_from_now_on"):  # the signals of this process are pytest's
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
+    options = ["photo", "--out", str(tmp_path / "run"), "--address", f"ipc://{tmp_path}/nobody"]
+    done = CliRunner().invoke(train_app, options)
+    assert done.exit_code == 3
+    assert "jurybox serve photo.toml" in done.output and "Traceback" not in done.output
     assert not (tmp_path / "run").exists()
 
 
@@ -183,12 +189,13 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("moment", "presses"),
     [
-        ("server starts", 3),
-        ("training", 1),
+        ("training", 3),
         *(
             pytest.param(moment, presses, marks=pytest.mark.slow)
             for moment, presses in [
                 ("server starts", 1),
+                ("server starts", 3),
+                ("training", 1),
                 ("workers start", 1),
                 ("after an update", 3),
                 ("evaluation", 2),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from tests.serving import segments
+from typer.testing import CliRunner
 
+from jurybox.training.cli import train as train_app
+from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_command import settings_of
 from jurybox.training.recipes.marl_run import train
@@ -103,7 +104,8 @@ def test_a_wrong_setting_is_named(changes, message):
         plan(MarlTraining(share=(("agent_0", "agent_7"),)))
 
 
-def test_the_state_of_a_run_that_is_not_there_is_refused(tmp_path):
-    command = [sys.executable, "-m", "jurybox.training.cli", "train", "marl", "--debug-state", "--out", str(tmp_path)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
-    assert done.returncode == 2 and "no run is going on" in done.stderr
+def test_the_state_of_a_run_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    for take in ("take_over", "ignore_from_now_on"):  # the signals of this process are pytest's
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
+    done = CliRunner().invoke(train_app, ["marl", "--debug-state", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and "no run is going on" in done.output

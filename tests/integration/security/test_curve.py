@@ -70,7 +70,7 @@ def test_nobody_else_does(server, folder):
         {"server_key": str(folder / "stranger.key"), "client_key": str(folder / "friend.key_secret")},
     ):
         with pytest.raises(ServerGone, match="with these keys|without keys"):
-            connect(server.where, timeout=0.7, **wrong)
+            connect(server.where, timeout=0.4, **wrong)
     assert server.process.poll() is None
 
 

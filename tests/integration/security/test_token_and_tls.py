@@ -178,9 +178,9 @@ def test_weights_are_taken_from_who_has_the_token(server, folder, monkeypatch):
 def test_the_client_is_told_what_was_wrong(server, folder, monkeypatch):
     monkeypatch.delenv("JURYBOX_TOKEN", raising=False)
     with pytest.raises(ServerGone, match="grpcs://"):  # a certificate that nobody vouches for
-        connect(f"grpcs://{server.grpc}", token=TOKEN, timeout=1)
+        connect(f"grpcs://{server.grpc}", token=TOKEN, timeout=0.5)
     with pytest.raises(ServerGone, match="grpcs://"):
-        connect(f"grpc://{server.grpc}", token=TOKEN, timeout=1)
+        connect(f"grpc://{server.grpc}", token=TOKEN, timeout=0.5)
     monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
     for wrong in (None, "wrong-wrong-wrong-wrong"):
         with pytest.raises(Refused, match="authorization: Bearer"):

@@ -57,7 +57,7 @@ def tensors(training: SerialHockey) -> list[torch.Tensor]:
     return [*(p.detach().clone() for network in networks for p in network.parameters()), *(m.clone() for m in moments)]
 
 
-@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize("prioritized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_that_goes_on_computes_bit_for_bit_what_it_would_have(tmp_path: Path, prioritized: bool) -> None:
     s = settings(prioritized=prioritized)
     with RunLog(tmp_path / "straight", COLUMNS) as log, SerialHockey(s, log) as straight:

@@ -133,7 +133,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [3, 11, 18])
+@pytest.mark.parametrize("at", [3, 11, pytest.param(18, marks=pytest.mark.slow)])
 def test_a_resumed_run_does_what_it_would_have_done(whole, tmp_path, monkeypatch, at) -> None:
     advance = WorkflowTrainer.advance
 

@@ -49,25 +49,20 @@ def gateway(tmp_path) -> Iterator[Gateway]:
     gateway.end()
 
 
-def test_it_says_its_port_answers_without_a_server_and_stops_when_told(gateway):
+def test_it_says_its_port_answers_without_a_server_heeds_no_terminal_and_stops_when_told(gateway):
     ready = gateway.hear()
     assert (ready["kind"], ready["http"]) == ("ready", f"127.0.0.1:{ready['port']}")
     answer = httpx.get(f"http://{ready['http']}/health/live", timeout=20.0)
     assert answer.status_code == 503
     assert "no answer from ipc://" in answer.json()["reasons"][0]
     assert "server" not in answer.headers
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+    assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM)), "the supervisor hears those"
     gateway.lifeline.send("nonsense")  # an order it does not know ends nothing
     assert httpx.get(f"http://{ready['http']}/version", timeout=20.0).status_code == 200
     gateway.lifeline.send("stop")
     assert gateway.process.wait(30) == 0
-
-
-def test_a_terminals_signals_are_left_to_the_supervisor(gateway):
-    ready = gateway.hear()
-    assert httpx.get(f"http://{ready['http']}/version", timeout=20.0).status_code == 200  # it is past its start
-    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
-    ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
-    assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
 
 
 def test_it_ends_with_its_supervisor_even_while_somebody_is_connected(gateway):
