@@ -114,7 +114,14 @@ void bind_doorbell(nb::module_& m) {
                 nb::gil_scoped_release release;
                 return self.bell.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
-            nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.");
+            nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.")
+        .def(
+            "pause",
+            [](Engine& self, double timeout, std::uint32_t tickets) {
+                nb::gil_scoped_release release;
+                self.bell.pause(self.fds.data(), static_cast<std::int64_t>(timeout * 1e9), tickets);
+            },
+            nb::arg("timeout"), nb::arg("tickets"), "Sleep until so many lanes have posted, seconds at most.");
 
     nb::class_<Client>(m, "BellClient", "A lane's client on a bell over borrowed memory.")
         .def(

@@ -7,6 +7,9 @@
 //
 // Who sleeps says so first and then looks again; who has something for it does that first and then looks whether it
 // sleeps. Both sides of these two pairs are sequentially consistent, so one of them always sees the other.
+//
+// Clients sleep 32 lanes to a word, so that a batch's clients are woken by one system call: were each woken by its own,
+// the first of them would take the core before the second is awake.
 #pragma once
 #include <atomic>
 #include <cerrno>
@@ -28,6 +31,7 @@ namespace jurybox {
 constexpr std::uint32_t kBellLanes = 2048;
 constexpr std::uint32_t kRing = 32;  // tickets in flight on one lane; a power of two
 constexpr std::size_t kMessage = 256;
+constexpr std::uint32_t kSleepers = 32;  // lanes to a word: the bits of FUTEX_WAKE_BITSET
 
 struct Answer {
     std::uint64_t sequence;
@@ -43,7 +47,7 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std
 struct LaneRings {
     alignas(64) std::atomic<std::uint32_t> submitted;  // client
     alignas(64) std::atomic<std::uint32_t> taken;      // engine
-    alignas(64) std::atomic<std::uint32_t> answered;   // engine; the word a client sleeps on
+    alignas(64) std::atomic<std::uint32_t> answered;   // engine
     alignas(64) std::atomic<std::uint32_t> received;   // client
     std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to
     alignas(64) Ticket tickets[kRing];
@@ -52,15 +56,20 @@ struct LaneRings {
 };
 
 struct BellMemory {
-    alignas(64) std::atomic<std::uint32_t> sleeping;  // engine: it sleeps, or is about to
+    // Engine: it sleeps, or is about to, until so many tickets more were posted; clients count it down. 0: it is awake.
+    alignas(64) std::atomic<std::uint32_t> sleeping;
     alignas(64) std::atomic<std::uint64_t> summary;   // bit w: word w of `pending` has bits
     alignas(64) std::atomic<std::uint64_t> pending[kBellLanes / 64];
+    struct SleepWord {
+        alignas(64) std::atomic<std::uint32_t> moved;  // engine: with every waking; what clients sleep on
+    } sleep_words[kBellLanes / kSleepers];
     LaneRings lanes[kBellLanes];
 };
 static_assert(kBellLanes / 64 <= 64);
 
-inline long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
-    return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, timeout, nullptr, 0);
+inline long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* until,
+                  std::uint32_t bits) {
+    return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, until, nullptr, bits);
 }
 
 // How long to spin before sleeping. Spinning pays while answers come within it; where they do not (many clients on
@@ -119,6 +128,14 @@ bool spin_until(std::int64_t budget_ns, Found found) {
         if (now - before > kTaken) return false;
     }
     return false;
+}
+
+// Whether this was the last ticket that a sleeping engine waits for.
+inline bool count_down(std::atomic<std::uint32_t>& sleeping) {
+    std::uint32_t left = sleeping.load(std::memory_order_seq_cst);
+    while (left && !sleeping.compare_exchange_weak(left, left - 1, std::memory_order_seq_cst)) {
+    }
+    return left == 1;
 }
 
 // What is read here of board.py's ENGINE: the life of the engine, and whether it serves.
@@ -193,12 +210,21 @@ class BellEngine {
             lane.answers[at % kRing] = Answer{tickets[i].sequence, version, code, 0, tickets[i].lease};
             lane.answered.store(at + 1, std::memory_order_seq_cst);
         }
+        // Tickets were collected in the order of their lanes, so that a word's stand together.
+        std::uint32_t word = 0, sleepers = 0;
         for (std::size_t i = 0; i < n; ++i) {
-            if (tickets[i].lane >= kBellLanes) continue;
-            LaneRings& lane = memory_->lanes[tickets[i].lane];
-            if (lane.waiting.load(std::memory_order_seq_cst) && lane.waiting.exchange(0, std::memory_order_seq_cst))
-                futex(&lane.answered, FUTEX_WAKE, INT_MAX, nullptr);
+            const std::uint32_t number = tickets[i].lane;
+            if (number >= kBellLanes) continue;
+            LaneRings& lane = memory_->lanes[number];
+            if (!lane.waiting.load(std::memory_order_seq_cst) || !lane.waiting.exchange(0, std::memory_order_seq_cst))
+                continue;
+            if (number / kSleepers != word) {
+                wake(word, sleepers);
+                word = number / kSleepers, sleepers = 0;
+            }
+            sleepers |= std::uint32_t{1} << number % kSleepers;
         }
+        wake(word, sleepers);
         return dropped;
     }
 
@@ -218,18 +244,43 @@ class BellEngine {
         spin_.ended(found, budget);
         if (found) return !other;
         memory_->sleeping.store(1, std::memory_order_seq_cst);
-        if (!posted()) {
-            const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), timeout_ns % 1'000'000'000};
-            ::ppoll(fds, n_fds, &timeout, nullptr);
-        }
+        if (!posted()) sleep(fds, n_fds, timeout_ns);
         memory_->sleeping.store(0, std::memory_order_seq_cst);
-        char rung[64];
-        while (::read(fds[0].fd, rung, sizeof rung) == static_cast<ssize_t>(sizeof rung)) {
-        }
         return posted();
     }
 
+    // Leave the core to the clients until tickets of so many lanes are there to be collected, or the time is over.
+    void pause(pollfd* pipe, std::int64_t timeout_ns, std::uint32_t tickets) {
+        memory_->sleeping.store(tickets, std::memory_order_seq_cst);
+        // Those posted before that did not count; one posted just now may count twice, which only ends the pause early.
+        for (std::uint32_t came = lanes_posted(); came; --came) count_down(memory_->sleeping);
+        if (memory_->sleeping.load(std::memory_order_seq_cst)) sleep(pipe, 1, timeout_ns);
+        memory_->sleeping.store(0, std::memory_order_seq_cst);
+    }
+
   private:
+    void sleep(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
+        const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), timeout_ns % 1'000'000'000};
+        ::ppoll(fds, n_fds, &timeout, nullptr);
+        char rung[64];
+        while (::read(fds[0].fd, rung, sizeof rung) == static_cast<ssize_t>(sizeof rung)) {
+        }
+    }
+
+    std::uint32_t lanes_posted() const {
+        std::uint32_t n = 0;
+        for (std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst); words; words &= words - 1)
+            n += __builtin_popcountll(memory_->pending[__builtin_ctzll(words)].load(std::memory_order_seq_cst));
+        return n;
+    }
+
+    void wake(std::uint32_t word, std::uint32_t sleepers) {
+        if (sleepers == 0) return;
+        auto& moved = memory_->sleep_words[word].moved;
+        moved.fetch_add(1, std::memory_order_seq_cst);  // for those that said they sleep, and do not yet
+        futex(&moved, FUTEX_WAKE_BITSET, INT_MAX, nullptr, sleepers);
+    }
+
     // Move one lane's tickets to `out`; false when there was no room for all of them.
     bool drain(std::uint32_t number, Ticket* out, std::size_t room, std::size_t& n) {
         LaneRings& lane = memory_->lanes[number];
@@ -272,8 +323,7 @@ class BellClient {
         ++in_flight_;
         memory_->pending[number_ / 64].fetch_or(std::uint64_t{1} << number_ % 64, std::memory_order_seq_cst);
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
-        if (memory_->sleeping.load(std::memory_order_seq_cst) &&
-            memory_->sleeping.exchange(0, std::memory_order_seq_cst)) {
+        if (count_down(memory_->sleeping)) {
             const char ring = 1;
             // A full pipe wakes just as well; a vanished engine is seen on the board.
             [[maybe_unused]] const ssize_t written = ::write(wake_, &ring, 1);
@@ -291,13 +341,17 @@ class BellClient {
         spin_.ended(found, budget);
         if (found) return true;
         const std::int64_t until = monotonic_ns() + timeout_ns;
-        for (std::int64_t left = timeout_ns; left > 0; left = until - monotonic_ns()) {
+        const timespec end{static_cast<time_t>(until / 1'000'000'000), until % 1'000'000'000};
+        auto& moved = memory_->sleep_words[number_ / kSleepers].moved;
+        while (!came()) {
+            const std::uint32_t before = moved.load(std::memory_order_seq_cst);
             lane_.waiting.store(1, std::memory_order_seq_cst);
             if (lane_.answered.load(std::memory_order_seq_cst) != seen) break;
-            const timespec timeout{static_cast<time_t>(left / 1'000'000'000), left % 1'000'000'000};
-            // Returns at once when the word has moved on meanwhile; a signal gives the caller a chance to look.
-            if (futex(&lane_.answered, FUTEX_WAIT, seen, &timeout) == -1 && errno == EINTR) break;
-            if (came()) break;
+            // Returns at once when the word has moved on meanwhile, be it for others; a signal gives the caller a
+            // chance to look.
+            if (futex(&moved, FUTEX_WAIT_BITSET, before, &end, std::uint32_t{1} << number_ % kSleepers) == -1 &&
+                (errno == EINTR || errno == ETIMEDOUT))
+                break;
         }
         lane_.waiting.store(0, std::memory_order_relaxed);
         return came();

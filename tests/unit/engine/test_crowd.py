@@ -1,5 +1,7 @@
 """Waiting for who is about to come back: only for them, only while it pays."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -89,9 +91,11 @@ class World:
         served.run = lambda tickets, rows, version: self.forward(rows)
         self.engine.install(0, served)
 
-    def pause(self, seconds):
+    def pause(self, seconds, more):
         self.pauses.append(seconds)
-        self.now += max(1, int(seconds * 1e9))
+        coming = sorted(self.asks.values())
+        enough = max(coming[more - 1], self.now) if more <= len(coming) else math.inf
+        self.now = min(self.now + max(1, int(seconds * 1e9)), enough)
 
     def forward(self, rows):
         self.sizes.append(rows)

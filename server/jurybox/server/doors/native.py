@@ -34,6 +34,7 @@ class NativeDoor:
         )
         self.collect = self._bell.collect  # as Door.collect
         self.wait = self._bell.wait  # seconds
+        self.pause = self._bell.pause  # seconds, tickets
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """As Door.reply. An answer to a client that never reads is dropped."""

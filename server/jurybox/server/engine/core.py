@@ -36,7 +36,8 @@ class Engine:
         index: which engine of the board this is.
         doors: where tickets come from.
         clock: nanoseconds, of CLOCK_MONOTONIC unless a test injects its own.
-        pause: lets so many seconds pass, so that clients about to ask can do so; None: never wait for anybody.
+        pause: lets so many seconds pass, or until so many clients have asked, so that those about to ask can do so;
+            None: never wait for anybody.
         report: called with (event, fields) for what should be logged.
     """
 
@@ -46,7 +47,7 @@ class Engine:
         index: int,
         doors: Sequence[Door],
         clock: Callable[[], int] = time.monotonic_ns,
-        pause: Callable[[float], None] | None = time.sleep,
+        pause: Callable[[float, int], None] | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
         self.board = board
@@ -168,7 +169,8 @@ class Engine:
         queue = slot.queue
         while self._crowd.away > len(queue) and queue.rows < queue.max_batch:
             shared = self._clock() - began + slot.cost.fixed
-            self._pause(shared / len(queue) / 1e9)
+            more = (self._crowd.away - len(queue) + 1) // 2  # who comes is no longer away
+            self._pause(shared / len(queue) / 1e9, more)
             if not self._take_in():
                 self._crowd.stays_away()
 

@@ -68,10 +68,10 @@ class EngineProcess:
     def _new_engine(self, index: int) -> Engine:
         doors: list[Door] = [self._native, self._zmq]
         if self._timings is None:
-            return Engine(self._board, index, doors, report=self._log.error)
+            return Engine(self._board, index, doors, pause=self._native.pause, report=self._log.error)
         from jurybox.server.engine.traced import TracedEngine
 
-        return TracedEngine(self._board, index, doors, self._timings, report=self._log.error)
+        return TracedEngine(self._board, index, doors, self._timings, pause=self._native.pause, report=self._log.error)
 
     def serve(self) -> None:
         """Serve until the lifeline ends or says stop."""

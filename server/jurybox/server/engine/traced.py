@@ -52,7 +52,13 @@ class TracedEngine(Engine):
     """
 
     def __init__(
-        self, board: Board, index: int, doors: Sequence[Door], timings: Timings, report: Callable[..., None]
+        self,
+        board: Board,
+        index: int,
+        doors: Sequence[Door],
+        timings: Timings,
+        pause: Callable[[float, int], None],
+        report: Callable[..., None],
     ) -> None:
-        super().__init__(board, index, doors, report=report)
+        super().__init__(board, index, doors, pause=pause, report=report)
         self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, report)
