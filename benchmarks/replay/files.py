@@ -1,6 +1,7 @@
 """How long do saving and loading take?
 
-usage: python -m benchmarks.replay.files [--rows 50000] [--rounds 2] [--folder /tmp] [--peers-dir DIR]
+usage: python -m benchmarks.replay.files [--parts ordinary huge others] [--rows 50000] [--rounds 2] [--folder /tmp]
+                                         [--peers-dir DIR]
 Chess samples (119x8x8 planes mostly zero, policy of 4672 with some 30 moves, value), then random floats, which no
 codec shortens. What the machine takes for the same bytes (new memory touched, disk written and read cold) is measured
 beside it by a C program. Where this user may mount one, all of it is done once more with the replay in a tmpfs of huge
@@ -30,10 +31,11 @@ sys.path.insert(0, str(HERE))  # as the peers' script sees its neighbours
 from saving import PEERS  # noqa: E402
 
 from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E402
-from benchmarks.replay.machine import keep, storage  # noqa: E402
+from benchmarks.replay.machine import keep, remember, remembered, storage  # noqa: E402
 from jurybox.training.replay import Field, Replay  # noqa: E402
 
 _LONGEST = 120.0
+PARTS = ["ordinary", "huge", "others"]
 
 
 def samples(n: int) -> dict[str, Any]:
@@ -120,10 +122,9 @@ def one_case(name: str, options: argparse.Namespace, shared: Path) -> dict[str, 
                 del loaded
                 drop_cache(path)
                 timed("restore", replay.restore, path)
-                for key, value in storage(shared, options.folder, size).items():
+                for key, value in storage(shared, options.folder, size, replay.nbytes).items():
                     times.setdefault(f"C {key}", []).append(value)
             memory = replay.nbytes
-        times["C touch all"] = [storage(shared, options.folder, 1 << 23, memory)["touch"]]
     finally:
         path.unlink(missing_ok=True)
     return {key: statistics.median(values) for key, values in times.items()} | {"memory": memory, "file": size}
@@ -150,54 +151,73 @@ def peer(name: str, options: argparse.Namespace) -> dict[str, float] | str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
     options = parser.parse_args(arguments)
     results: dict[str, dict[str, float]] = {}
-    ordinary, huge = Path(os.environ.get("JURYBOX_SHM_DIR", "/dev/shm")), huge_pages()
+    ordinary, huge = Path(os.environ.get("JURYBOX_SHM_DIR", "/dev/shm")), None
     try:
-        for name in CASES:
-            results[name] = one_case(name, options, ordinary)
-            if huge is not None:
-                results[f"{name}; huge pages"] = one_case(name, options, huge)
+        if "ordinary" in options.parts:
+            found = {name: one_case(name, options, ordinary) for name in CASES}
+            remember("files ordinary", {"rows": options.rows, "rounds": options.rounds, "cases": found})
+            results |= found
+        if "huge" in options.parts and (huge := huge_pages()) is not None:
+            found = {f"{name}; huge pages": one_case(name, options, huge) for name in CASES}
+            remember("files huge", {"rows": options.rows, "rounds": options.rounds, "cases": found})
+            results |= found
     finally:
         os.environ["JURYBOX_SHM_DIR"] = str(ordinary)
         if huge is not None:
             subprocess.run(["umount", huge], check=True)
             huge.rmdir()
-    lines = [
-        f"{options.rows:,} rows; medians of {options.rounds}; seconds of wall time (of CPU time)",
-        "",
-        "| what | MB in memory, in the file | save | load into a new replay | restore into one in use | 5 % changed "
-        "| C: that memory touched | C: that file written, read |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, t in results.items():
-        lines.append(
-            f"| {name} | {t['memory'] / 1e6:,.0f}, {t['file'] / 1e6:,.0f} | {t['save']:.2f} ({t['save cpu']:.2f}) "
-            f"| {t['load']:.2f} ({t['load cpu']:.2f}) | {t['restore']:.2f} ({t['restore cpu']:.2f}) | {t['step']:.2f} "
-            f"| {t['C touch all']:.2f} | {t['C write']:.2f}, {t['C read']:.2f} |"
-        )
-    if huge is None:
-        lines += ["", "Huge pages: this user may not mount a tmpfs, so not measured."]
-    lines += [
-        "",
-        "## Others, rows of 49,156 bytes, mostly zero",
-        "",
-        "| | save, s | load, s | MB |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name in PEERS:
-        found = peer(name, options)
-        if isinstance(found, str):
-            lines.append(f"| {name} | {found} | | |")
-        else:
-            lines.append(f"| {name} | {found['save']:.2f} | {found['load']:.2f} | {found['bytes'] / 1e6:,.0f} |")
-    keep("files", lines)
+    if "others" in options.parts:
+        remember("files others", {name: peer(name, options) for name in PEERS})
+    render()
     return results
+
+
+def render() -> None:
+    """Write what has been measured, now or before, as one document."""
+    known, lines = remembered(), []
+    for part in ("files ordinary", "files huge"):
+        if part not in known:
+            continue
+        figures = known[part]["figures"]
+        lines += [
+            f"## {figures['rows']:,} rows, {'huge' if 'huge' in part else 'ordinary'} pages",
+            "",
+            f"{known[part]['when'].split(';')[0]}; medians of {figures['rounds']}; seconds of wall time (of CPU time)",
+            "",
+            "| what | MB in memory, in the file | save | load into a new replay | restore into one in use "
+            "| 5 % changed | C: that memory touched, again | C: that file written, read |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, t in figures["cases"].items():
+            lines.append(
+                f"| {name} | {t['memory'] / 1e6:,.0f}, {t['file'] / 1e6:,.0f} | {t['save']:.2f} ({t['save cpu']:.2f}) "
+                f"| {t['load']:.2f} ({t['load cpu']:.2f}) | {t['restore']:.2f} ({t['restore cpu']:.2f}) "
+                f"| {t['step']:.2f} | {t['C touch']:.2f}, {t['C again']:.2f} | {t['C write']:.2f}, {t['C read']:.2f} |"
+            )
+        lines.append("")
+    if "files huge" not in known:
+        lines += ["Huge pages: this user may not mount a tmpfs, so not measured.", ""]
+    if "files others" in known:
+        lines += [
+            "## Others, 50,000 rows of 49,156 bytes, mostly zero",
+            "",
+            known["files others"]["when"].split(";")[0],
+        ]
+        lines += ["", "| | save, s | load, s | MB |", "| --- | --- | --- | --- |"]
+        for name, found in known["files others"]["figures"].items():
+            if isinstance(found, str):
+                lines.append(f"| {name} | {found} | | |")
+            else:
+                lines.append(f"| {name} | {found['save']:.2f} | {found['load']:.2f} | {found['bytes'] / 1e6:,.0f} |")
+    keep("files", lines)
 
 
 if __name__ == "__main__":

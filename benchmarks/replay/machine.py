@@ -12,6 +12,7 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -55,11 +56,24 @@ def storage(shared: Path, folder: Path, size: int, memory: int = 0) -> dict[str,
     return result
 
 
+def remember(part: str, figures: Any) -> None:
+    """Keep what a part measured, with date and machine, beside what others did before."""
+    known = remembered()
+    known[part] = {"when": f"{time.strftime('%Y-%m-%d %H:%M')}, {description()}; {CLOCKS[CLOCK]}", "figures": figures}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "figures.json").write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def remembered() -> dict[str, dict[str, Any]]:
+    """By part: "when", and "figures" as they were given to `remember`."""
+    path = RESULTS / "figures.json"
+    known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return known
+
+
 def keep(name: str, lines: list[str]) -> None:
     """Print a result and write it where it is kept."""
-    text = "\n".join(
-        [f"# {name}", "", f"{time.strftime('%Y-%m-%d')}, {description()}; {CLOCKS[CLOCK]}", "", *lines, ""]
-    )
+    text = "\n".join([f"# {name}", "", *lines, ""])
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)

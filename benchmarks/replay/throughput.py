@@ -1,8 +1,9 @@
 """How fast is one process: adding, sampling, priorities, beside peers and beside C?
 
-usage: python -m benchmarks.replay.throughput [--seconds 0.5] [--rounds 1] [--peers-dir DIR] [--only NAME ...]
-Everybody runs in a process of its own, right after the C program; its ratios are to what C did then. The environments
-of the peers are made by `python -m benchmarks.replay.install`.
+usage: python -m benchmarks.replay.throughput [--sizes large small] [--seconds 0.5] [--rounds 1] [--peers-dir DIR]
+                                             [--only NAME ...]
+With --only the figures are printed and not kept. Everybody runs in a process of its own, right after the C program; its
+ratios are to what C did then. The environments of the peers are made by `python -m benchmarks.replay.install`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contestants import CONTESTANTS  # noqa: E402
 from measure import ROW_BYTES  # noqa: E402
 
 from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E402
-from benchmarks.replay.machine import keep, reference  # noqa: E402
+from benchmarks.replay.machine import keep, reference, remember, remembered  # noqa: E402
 
 CAPACITY = {"large": 16_384, "small": 1_000_000}
 COLUMNS = ["add 1", "add 256", "sample 256", "sample 256, fresh output", "prioritized"]
@@ -58,73 +59,89 @@ def one(name: str, size: str, seconds: float, peers_dir: Path) -> dict[str, floa
     return found | {f"C {key}": value for key, value in c.items()}
 
 
-def measured(options: argparse.Namespace) -> tuple[Table, list[str]]:
-    """Medians over the rounds, by size and contestant; and what could not be measured."""
-    table: Table = {}
-    failures: list[str] = []
-    for size in CAPACITY:
-        runs: dict[str, list[dict[str, float]]] = {}
-        for _ in range(options.rounds):
-            for name, contestant in CONTESTANTS.items():
-                if size not in contestant.sizes or (options.only and name not in options.only):
-                    continue
-                result = one(name, size, options.seconds, options.peers_dir)
-                if isinstance(result, str):
-                    failures.append(f"{name}, {ROW_BYTES[size]:,} bytes: {result}")
-                    continue
-                for column in COLUMNS:
-                    if column in result:
-                        for threads in (1, 2):
-                            result[f"{column}/{threads}"] = result[column] / result[f"C {against(column, threads)}"]
-                runs.setdefault(name, []).append(result)
-        table[size] = {
-            name: {key: statistics.median(run[key] for run in results) for key in results[0]}
-            for name, results in runs.items()
-        }
-    return table, failures
+def measured(size: str, options: argparse.Namespace) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Medians over the rounds, by contestant; and what could not be measured."""
+    failures: set[str] = set()
+    runs: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options.rounds):
+        for name, contestant in CONTESTANTS.items():
+            if size not in contestant.sizes or (options.only and name not in options.only):
+                continue
+            result = one(name, size, options.seconds, options.peers_dir)
+            if isinstance(result, str):
+                failures.add(f"{name}, {ROW_BYTES[size]:,} bytes: {result}")
+                continue
+            for column in COLUMNS:
+                if column in result:
+                    for threads in (1, 2):
+                        result[f"{column}/{threads}"] = result[column] / result[f"C {against(column, threads)}"]
+            runs.setdefault(name, []).append(result)
+    medians = {
+        name: {key: statistics.median(run[key] for run in results) for key in results[0]}
+        for name, results in runs.items()
+    }
+    return medians, sorted(failures)
 
 
 def main(arguments: list[str] | None = None) -> Table:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", choices=list(CAPACITY), default=list(CAPACITY))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
     parser.add_argument("--only", nargs="*", default=[])
-    table, failures = measured(parser.parse_args(arguments))
-    lines: list[str] = []
-    for size, results in table.items():
-        lines += [
-            f"## Rows of {ROW_BYTES[size]:,} bytes, {CAPACITY[size]:,} of them: 1000 rows/s "
-            "(part of C's, one thread / two)",
-            "",
-            "| | " + " | ".join(COLUMNS) + " |",
-            "| --- |" + " --- |" * len(COLUMNS),
-        ]
-        cells = []
-        for column in COLUMNS:
-            of = [
-                statistics.median(r[f"C {against(column, threads)}"] for r in results.values()) / 1e3
-                for threads in (1, 2)
-            ]
-            cells.append(f"{of[0]:,.0f} / {of[1]:,.0f}" if column != "prioritized" else "")
-        lines.append("| C, 1 thread / 2 threads | " + " | ".join(cells) + " |")
-        for name, found in results.items():
-            cells = [
-                f"{found[column] / 1e3:,.0f} ({found[f'{column}/1']:.0%} / {found[f'{column}/2']:.0%})"
-                if column in found
-                else ""
-                for column in COLUMNS
-            ]
-            memory = f", {found['MB']:,.0f} MB" if "MB" in found else ""
-            lines.append(f"| {name}{memory} | " + " | ".join(cells) + " |")
-        lines.append("")
-    lines += [
-        "Pages are touched before timing. Reverb holds 50,000 of the small rows, 8,192 of either at the start.",
-        "",
-    ]
-    lines += [f"- not measured: {failure}" for failure in failures]
-    keep("throughput", lines)
+    options = parser.parse_args(arguments)
+    table: Table = {}
+    for size in options.sizes:
+        table[size], failures = measured(size, options)
+        how = f"medians of {options.rounds} rounds, in each of which everybody ran in turn"
+        if options.only:
+            print("\n".join(section(size, table[size], failures, how)))
+        else:
+            remember(f"throughput {size}", {"table": table[size], "failures": failures, "how": how})
+    if not options.only:
+        render()
     return table
+
+
+def render() -> None:
+    """Write what has been measured, now or before, as one document."""
+    lines: list[str] = []
+    for size in CAPACITY:
+        if known := remembered().get(f"throughput {size}"):
+            found = known["figures"]
+            lines += section(size, found["table"], found["failures"], f"{known['when']}; {found['how']}")
+    lines += ["Pages are touched before timing. Reverb holds 50,000 of the small rows, 8,192 of either at the start."]
+    keep("throughput", lines)
+
+
+def section(size: str, results: dict[str, dict[str, float]], failures: list[str], how: str) -> list[str]:
+    lines = [
+        f"## Rows of {ROW_BYTES[size]:,} bytes, {CAPACITY[size]:,} of them: 1000 rows/s "
+        "(part of C's, one thread / two)",
+        "",
+        how,
+        "",
+        "| | " + " | ".join(COLUMNS) + " |",
+        "| --- |" + " --- |" * len(COLUMNS),
+    ]
+    cells = []
+    for column in COLUMNS:
+        of = [
+            statistics.median(r[f"C {against(column, threads)}"] for r in results.values()) / 1e3 for threads in (1, 2)
+        ]
+        cells.append(f"{of[0]:,.0f} / {of[1]:,.0f}" if column != "prioritized" else "")
+    lines.append("| C, 1 thread / 2 threads | " + " | ".join(cells) + " |")
+    for name, found in results.items():
+        cells = [
+            f"{found[column] / 1e3:,.0f} ({found[f'{column}/1']:.0%} / {found[f'{column}/2']:.0%})"
+            if column in found
+            else ""
+            for column in COLUMNS
+        ]
+        memory = f", {found['MB']:,.0f} MB" if "MB" in found else ""
+        lines.append(f"| {name}{memory} | " + " | ".join(cells) + " |")
+    return [*lines, "", *(f"- not measured: {failure}" for failure in failures), ""]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Do many writers and a sampler get in each other's way?
 
-usage: python -m benchmarks.replay.writers [--seconds 1.5] [--rounds 1] [--peers-dir DIR]
+usage: python -m benchmarks.replay.writers [--sizes large small] [--seconds 1.5] [--rounds 1] [--peers-dir DIR]
 Every writer is a process (or, where it says so, a thread) that stamps its rows with one number; the sampler checks
 what it draws. C's two-thread copy is what the machine could carry.
 """
@@ -27,7 +27,7 @@ from crowd import DESIGNS  # noqa: E402
 from measure import BATCH, CLOCK, ROW_BYTES, SHAPES  # noqa: E402
 
 from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E402
-from benchmarks.replay.machine import keep, reference  # noqa: E402
+from benchmarks.replay.machine import keep, reference, remember, remembered  # noqa: E402
 from jurybox.training.replay import Field, Replay  # noqa: E402
 
 CAPACITY = {"large": 4096, "small": 1_000_000}
@@ -138,33 +138,26 @@ def crowd(name: str, size: str, peers_dir: Path) -> dict[str, float] | str:
     return found
 
 
-def own(size: str, options: argparse.Namespace) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """The replay itself: lines of a table, and its figures by row."""
-    found: dict[str, dict[str, float]] = {}
-    lines = [
-        "| writers | sampler | 1000 rows/s written | sampled | together, part of C's right before, 1000 rows/s |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+def own(size: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The replay itself: medians over the rounds, by writers and their kind."""
     cases = [(n, False, threads) for threads in (False, True) for n in (1, 2, 4, 8)] + [(4, True, False)]
-    for writers, sampling, threads in cases:
-        runs = []
-        for _ in range(options.rounds):
+    runs: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options.rounds):
+        for writers, sampling, threads in cases:
             carried = reference(ROW_BYTES[size], CAPACITY[size], 0.2)["add_2_threads"]
             carried *= 2 if CLOCK is time.process_time else 1
             run = one_run(size, writers, sampling, threads, options.seconds)
-            runs.append(run | {"part": (run["written"] + run["sampled"]) / carried, "carried": carried})
-        result = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        kind = "threads" if threads else "processes"
-        found[f"{writers} {kind}{', sampler' if sampling else ''}"] = result
-        lines.append(
-            f"| {writers} {kind} | {'yes' if sampling else 'no'} | {result['written'] / 1e3:,.0f} "
-            f"| {result['sampled'] / 1e3:,.0f} | {result['part']:.0%} of {result['carried'] / 1e3:,.0f} |"
-        )
-    return lines, found
+            case = f"{writers} {'threads' if threads else 'processes'}{', sampler' if sampling else ''}"
+            together = (run["written"] + run["sampled"]) / carried
+            runs.setdefault(case, []).append(run | {"part": together, "carried": carried})
+    return {
+        case: {key: statistics.median(run[key] for run in found) for key in found[0]} for case, found in runs.items()
+    }
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict[str, dict[str, float]]]:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="*", choices=list(CAPACITY), default=list(CAPACITY))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
@@ -174,33 +167,55 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, dict[str, fl
         name, size, number, seconds, begin = options.writer
         print(json.dumps(write(name, size, int(number), float(seconds), float(begin))))
         return {}
-    lines: list[str] = []
-    if CLOCK is time.process_time:
-        lines += ["Rows per two seconds of CPU time, which is what two free cores do in one.", ""]
     table: dict[str, dict[str, dict[str, float]]] = {}
-    for size in ("large", "small"):
-        rows, table[size] = own(size, options)
-        lines += [f"## {ROW_BYTES[size]:,} bytes a row, one row a call", "", *rows, ""]
-        lines += [
-            "Four writer processes and a sampler on other designs (wall time):",
-            "",
-            "| | 1000 rows/s offered | stored | sampled | lost | mixed |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for name in DESIGNS:
-            other = crowd(name, size, options.peers_dir)
-            if isinstance(other, str):
-                lines.append(f"| {name} | {other} | | | | |")
-            else:
-                rates = " | ".join(f"{other[key] / 1e3:,.2f}" for key in ("offered", "written", "sampled"))
-                lines.append(f"| {name} | {rates} | {other['lost']:.1%} | {other['mixed']:.3%} |")
-        lines.append("")
+    for size in options.sizes:
+        table[size] = own(size, options)
+        others = {name: crowd(name, size, options.peers_dir) for name in DESIGNS}
+        remember(f"writers {size}", {"own": table[size], "others": others, "rounds": options.rounds})
+    render()
+    return table
+
+
+def render() -> None:
+    """Write what has been measured, now or before, as one document."""
+    lines: list[str] = []
+    for size in CAPACITY:
+        if known := remembered().get(f"writers {size}"):
+            lines += [f"## {ROW_BYTES[size]:,} bytes a row, one row a call", "", known["when"], ""]
+            lines += section(known["figures"])
     lines.append(
         "Every row that a writer of ours counted was in the replay; one sampled batch in 16 was checked, and no row "
         "was mixed. Of the others every batch was checked, and every row looked for at the end."
     )
     keep("writers", lines)
-    return table
+
+
+def section(figures: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Medians of {figures['rounds']}. With CPU time: rows per two seconds of it, what two free cores do in one.",
+        "",
+        "| writers | 1000 rows/s written | sampled | together, part of C's right before, 1000 rows/s |",
+        "| --- | --- | --- | --- |",
+    ]
+    for case, result in figures["own"].items():
+        lines.append(
+            f"| {case} | {result['written'] / 1e3:,.0f} | {result['sampled'] / 1e3:,.0f} "
+            f"| {result['part']:.0%} of {result['carried'] / 1e3:,.0f} |"
+        )
+    lines += [
+        "",
+        "Four writer processes and a sampler on other designs (wall time):",
+        "",
+        "| | 1000 rows/s offered | stored | sampled | lost | mixed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, other in figures["others"].items():
+        if isinstance(other, str):
+            lines.append(f"| {name} | {other} | | | | |")
+        else:
+            rates = " | ".join(f"{other[key] / 1e3:,.2f}" for key in ("offered", "written", "sampled"))
+            lines.append(f"| {name} | {rates} | {other['lost']:.1%} | {other['mixed']:.3%} |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":
