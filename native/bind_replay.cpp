@@ -6,7 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind_replay_ring.hpp"
-#include "replay_checksum.hpp"
 
 namespace jurybox {
 namespace {
@@ -194,36 +193,6 @@ void finish_run(PyRing& self, std::uint64_t first, std::uint64_t n, bool commit)
     if (ring.limited()) announce(ring.control->rows);
 }
 
-// Whole slots with their sequence words, for saving: what is not whole, or keeps changing, gets the word 0. `links`: the
-// rows' links as well, sixteen bytes each.
-std::size_t snapshot(PyRing& self, std::uint64_t first, Bytes out, std::uint64_t newest, std::optional<Bytes> links) {
-    Ring& ring = self.ring;
-    const std::size_t n = out.shape(0) / ring.slot_bytes;
-    if (first + n > ring.capacity) throw std::out_of_range("the slots end behind the ring");
-    if (links && (ring.links == nullptr || links->shape(0) < 16 * n)) throw std::out_of_range("there are no links, or there is no room for them");
-    const nb::gil_scoped_release without;
-    std::size_t rows = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        auto* to = reinterpret_cast<std::byte*>(out.data()) + i * ring.slot_bytes;
-        const std::size_t at = first + i;
-        std::uint64_t kept = 0;
-        const std::uint64_t seen = ring.sequence(at).load(std::memory_order_acquire);
-        if (is_whole(seen) && ticket_of(seen) < newest) {
-            copy_out(to + 8, ring.slot(at) + 8, ring.slot_bytes - 8);
-            if (links) {
-                const std::uint64_t words[2] = {ring.links[at].before.load(std::memory_order_relaxed), ring.links[at].after.load(std::memory_order_relaxed)};
-                std::memcpy(links->data() + 16 * i, words, 16);
-            }
-            if (ring.still(at, seen)) kept = seen;
-        }
-        // An absent row is zeroes: nothing of a torn one goes into a file.
-        if (kept == 0) std::memset(to, 0, ring.slot_bytes);
-        std::memcpy(to, &kept, 8);
-        rows += kept != 0;
-    }
-    return rows;
-}
-
 // Oldest rows first, in the order they came, taken out of the ring: the reading side of `block` and `drop_newest`.
 std::uint64_t discard(PyRing& self, std::uint64_t n) {
     Ring& ring = self.ring;
@@ -243,17 +212,6 @@ std::uint64_t discard(PyRing& self, std::uint64_t n) {
 }  // namespace
 
 void bind_replay(nb::module_& m) {
-    m.def("crc32c", [](nb::handle data) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-        std::uint32_t sum = 0;
-        {
-            const nb::gil_scoped_release without;
-            sum = crc32c(view.buf, static_cast<std::size_t>(view.len));
-        }
-        PyBuffer_Release(&view);
-        return sum;
-    }, nb::arg("data"), "CRC-32C of a contiguous buffer.");
     m.def("replay_control_bytes", [] { return sizeof(Control); });
     m.def("replay_tree_words", &SumTree::words, nb::arg("leaves"));
     m.def("replay_format", &format_control, nb::arg("control"), nb::arg("capacity"), nb::arg("slot_bytes"), nb::arg("full"), nb::arg("samples_per_insert"),
@@ -334,7 +292,6 @@ void bind_replay(nb::module_& m) {
         .def("update_priorities", &update_priorities, nb::arg("indices"), nb::arg("errors"), nb::arg("mark"))
         .def("reserve_run", &reserve_run, nb::arg("rows"))
         .def("finish_run", &finish_run, nb::arg("first"), nb::arg("rows"), nb::arg("commit"))
-        .def("snapshot", &snapshot, nb::arg("first"), nb::arg("out"), nb::arg("newest"), nb::arg("links") = nb::none())
         .def("discard", &discard, nb::arg("rows"))
         .def("end_episode", [](PyRing& r) {
             if (r.ring.links != nullptr) Writer(r.ring).end(r.stream);

@@ -9,4 +9,5 @@ NB_MODULE(native, m) {
     jurybox::bind_doorbell(m);
     jurybox::bind_weights(m);
     jurybox::bind_replay(m);
+    jurybox::bind_replay_pieces(m);
 }

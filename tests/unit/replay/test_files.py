@@ -4,12 +4,14 @@ import os
 import threading
 from pathlib import Path
 
+import lz4.block
 import numpy as np
 import pytest
 
 from jurybox.protocol.errors import Refused, SharedMemoryError
 from jurybox.training.replay import Damaged, Episodes, Field, Replay, Windows
 from jurybox.training.replay import save as saving
+from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, Kind, record_head
 
 FIELDS = {"x": Field((600,)), "p": Field((40,), "float32", stored="sparse", nonzero=5), "n": Field((), "int64")}
 
@@ -58,6 +60,32 @@ def test_a_loaded_replay_goes_on_where_the_saved_one_stood(make, loaded, tmp_pat
     add(again, rows, 7)
     assert set(content(again)) == set(range(max(0, rows + 7 - 100), rows + 7))
     assert list(tmp_path.iterdir()) == [tmp_path / "buffer.jbr"]
+
+
+def test_chunks_are_blocks_as_lz4_itself_has_them(make, loaded, tmp_path, small_chunks) -> None:
+    replay = make(100, FIELDS)
+    add(replay, 0, 130)
+    path = tmp_path / "a"
+    replay.save(path)
+    archive = Archive(path, recover=False)
+    file = path.read_bytes()
+    out = bytearray(file[: archive.records[0].offset - RECORD_BYTES])
+    slots = replay.parts[0].slots
+    for record in archive.records:
+        payload = file[record.offset : record.offset + record.stored_bytes]
+        if record.kind is Kind.ROWS:
+            assert CODECS[record.codec] == "lz4" and record.stored_bytes < record.raw_bytes / 4
+            raw = lz4.block.decompress(payload, uncompressed_size=record.raw_bytes)
+            assert raw == slots[record.first : record.first + record.rows].tobytes()
+            payload = lz4.block.compress(raw, store_size=False, mode="high_compression")
+        out += record_head(
+            record.kind, payload, part=record.part, codec=record.codec,
+            first=record.first, rows=record.rows, raw_bytes=record.raw_bytes,
+        )  # fmt: skip
+        out += payload
+    archive.close()
+    (tmp_path / "b").write_bytes(out)
+    assert content(loaded(tmp_path / "b")) == content(replay)
 
 
 def test_priorities_and_anchor_come_back(make, loaded, tmp_path) -> None:

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
+from jurybox.protocol.errors import SharedMemoryError
+from jurybox.protocol.segment import Segment
 from jurybox.training.replay.errors import Damaged
 from jurybox.training.replay.layout import Layout
 
@@ -39,6 +41,8 @@ _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 _READ_AHEAD = 64 << 20
 CODECS = ("none", "lz4", "zstd")
+_NATIVE = 2  # so many of them, from the first on, are the native core's
+_DAMAGED, _NO_ROOM, _UNREADABLE = 1, 2, 3  # what it says of a piece
 
 
 class Kind(IntEnum):
@@ -62,6 +66,11 @@ class Record:
     checksum: int
     number: int = 0
     offset: int = 0
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native core reads its codec."""
+        return self.codec < _NATIVE
 
     @property
     def name(self) -> str:
@@ -247,25 +256,51 @@ class Archive:
             first, self._asked = max(self._asked, behind), behind + _READ_AHEAD
             os.posix_fadvise(self._fd, first, self._asked - first, os.POSIX_FADV_WILLNEED)
 
-    def read_into(self, record: Record, target: npt.NDArray[np.uint8]) -> bool:
-        """Fill `target` with the record's bytes; False where they do not match their checksum.
+    def bring(
+        self, records: list[Record], targets: list[int], memory: npt.NDArray[np.uint8], bare: Segment | None
+    ) -> list[Record]:
+        """Put records' bytes at `targets` in `memory`, without the interpreter's lock; gives those that are damaged.
 
-        What was not compressed is read straight to where it belongs: no copy, and no page fault of the file's mapping.
-        (Not when recovering: then what lies there may be whole rows of an earlier save, and is to stay.)
+        When recovering, a damaged record leaves what lies there: that may be whole rows of an earlier save.
+
+        Args:
+            records: one or more, all of them `is_native` or none.
+            bare: the segment, where its pages are yet to be had.
+
+        Raises:
+            SharedMemoryError: there is no room.
+            OSError: the file cannot be read.
         """
-        if record.codec != 0 or self._recover:
+        pieces = [
+            (r.codec, r.offset, r.stored_bytes, r.raw_bytes, r.checksum, target)
+            for r, target in zip(records, targets, strict=True)
+        ]
+        damaged: list[Record] = []
+        if records[0].is_native:
+            found = self._bring(np.array(pieces, np.uint64), memory, bare)
+            if _UNREADABLE in found:
+                raise OSError(f"{self.path}: {records[found.index(_UNREADABLE)].name} cannot be read from the disk")
+            return [record for record, outcome in zip(records, found, strict=True) if outcome == _DAMAGED]
+        for record, target in zip(records, targets, strict=True):
+            if bare is not None:
+                bare.allocate(target, record.raw_bytes)
             payload = self.payload(record)
             if payload is None:
-                return False
-            target[:] = np.frombuffer(payload, np.uint8)
-            return True
-        done, view = 0, target.data
-        while done < len(view):
-            read = os.preadv(self._fd, [view[done:]], record.offset + done)
-            if read == 0:
-                break
-            done += read
-        return done == len(view) and native.crc32c(view) == record.checksum
+                damaged.append(record)
+            else:
+                memory[target : target + record.raw_bytes] = np.frombuffer(payload, np.uint8)
+        return damaged
+
+    def _bring(self, pieces: npt.NDArray[np.uint64], memory: npt.NDArray[np.uint8], bare: Segment | None) -> list[int]:
+        file = np.frombuffer(self.data, np.uint8)
+        fresh = None if bare is None else bare.fd
+        found = native.replay_bring(self._fd, file, pieces, memory, fresh, self._recover)
+        del file  # an error's frames hold no view of the file, which could then not be closed
+        if _NO_ROOM in found:
+            if bare is not None:
+                bare.allocate(0, bare.size)  # says what is missing
+            raise SharedMemoryError(f"there is no memory for the rows of {self.path}; make room or load fewer")
+        return found
 
     def payload(self, record: Record) -> Any:
         """The record's bytes, decompressed; None where they do not match their checksum."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jurybox.training.replay.replay import Replay
 
 _ENDED = np.uint64(2**64 - 1)
+_BATCH_BYTES = 8 << 20
 _TIMEOUT = 10.0  # as `create` and `attach` have it
 _HIGHEST_UNLESS_SAID = 1 << 24  # 1.0
 
@@ -104,10 +106,8 @@ def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None)
             saves[-1].append(record)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
         for records in saves:
-            for record, whole in zip(
-                records, pool.map(lambda r: _place(replay, archive, r, bare), records), strict=True
-            ):
-                if not whole:
+            for damaged in pool.map(lambda batch: _place(replay, archive, batch, bare), _batches(records)):
+                for record in damaged:
                     archive.damaged(record, recover)
     if bare is not None:
         bare.allocate(0, bare.size)
@@ -116,32 +116,53 @@ def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None)
         _settle(part, counters[number] if counters is not None else None, bool(archive.lost))
 
 
-def _place(replay: Replay, archive: Archive, record: Record, bare: Segment | None) -> bool:
+def _batches(records: list[Record]) -> Iterator[list[Record]]:
+    """Neighbouring records that are read in one way: enough of them that a thread works long without the interpreter."""
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        if batch and (size + record.raw_bytes > _BATCH_BYTES or record.is_native != batch[0].is_native):
+            yield batch
+            batch, size = [], 0
+        batch.append(record)
+        size += record.raw_bytes
+    if batch:
+        yield batch
+
+
+def _place(replay: Replay, archive: Archive, records: list[Record], bare: Segment | None) -> list[Record]:
+    """Put records where they belong; gives those that are damaged."""
+    archive.read_ahead(records[-1])
+    targets = [_target(replay, record) for record in records]
+    fitting = [(record, at) for record, at in zip(records, targets, strict=True) if at is not None]
+    damaged = [record for record, at in zip(records, targets, strict=True) if at is None]
+    if fitting:
+        damaged += archive.bring(
+            [record for record, _ in fitting], [at for _, at in fitting], replay.parts[0].memory, bare
+        )
+    return damaged
+
+
+def _target(replay: Replay, record: Record) -> int | None:
+    """The byte of the replay's memory at which a record belongs; None: it does not fit this replay."""
     if record.part >= len(replay.parts):
-        return False
-    part = replay.parts[record.part]
-    target: np.ndarray[Any, Any] | None
+        return None
+    place = replay.layout.parts[record.part]
     match record.kind:
         case Kind.ROWS:
-            target = part.slots
+            begin, size = place.slots, replay.layout.slot.size
         case Kind.LINKS:
-            target = part.links
+            begin, size = place.links, 16
         case _:
-            target = None if part.leaves is None else part.leaves.view(np.uint8).reshape(-1, 8)
+            begin, size = place.tree, 8  # the leaves come first in it
     if (
-        target is None
-        or record.first + record.rows > part.capacity
-        or record.raw_bytes != record.rows * target.shape[1]
+        begin == 0
+        or record.first + record.rows > place.capacity
+        or record.raw_bytes != record.rows * size
+        or (record.codec == 0 and record.raw_bytes != record.stored_bytes)
     ):
-        return False
-    archive.read_ahead(record)
-    if bare is not None and record.kind is Kind.ROWS:
-        size = replay.layout.slot.size
-        at = replay.layout.parts[record.part].slots + record.first * size
-        bare.allocate(at, record.rows * size)
-        bare.populate(at, record.rows * size)
-    rows = target[record.first : record.first + record.rows]
-    return archive.read_into(record, rows.reshape(-1))
+        return None
+    return begin + record.first * size
 
 
 def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:

@@ -24,6 +24,7 @@ class Part:
 
     Attributes:
         ring: what adds and samples.
+        memory: all bytes of the replay's memory.
         mark: added to the indices of its rows, so that they can be told from another part's.
     """
 
@@ -34,6 +35,7 @@ class Part:
             return segment.array(np.uint8, (size,), offset)
 
         capacity = place.capacity
+        self.memory = block(0, segment.size)
         self.mark = mark
         self.layout = layout
         self.capacity = capacity

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from jurybox import native
 from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.training.replay.errors import NotEnoughRows
 from jurybox.training.replay.options import Windows
@@ -119,7 +120,7 @@ class Resident:
         slot = first % host
         staged = self._staging[:n].numpy()
         links = None if self._links is None else self._links.reshape(-1)
-        self._part.ring.snapshot(slot, staged.reshape(-1), newest, links)
+        native.replay_snapshot(self._part.ring, slot, staged.reshape(-1), newest, links)
         tickets = np.arange(first, first + n)
         whole = staged[:, :8].copy().view(np.uint64)[:, 0] == (2 * tickets + 2).astype(np.uint64)
         now = time.monotonic()

@@ -16,15 +16,16 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from jurybox import native
 from jurybox.protocol.errors import Refused
-from jurybox.training.replay.archive import CODECS, Kind, Saved, compressor, head_of, record_head
+from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, compressor, head_of, record_head
 from jurybox.training.replay.part import Part
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # A chunk stays in a core's second-level cache between its copy, its compression and its checksum.
 CHUNK_BYTES = 512 << 10
+# Chunks that a thread packs and writes at once, without the interpreter in between.
+_CHUNKS_A_BATCH = 16
 # So much may wait to be written back before the disk is set to work: fsync then finds little left to do.
 _WRITEBACK_BYTES = 32 << 20
 # Chunks that came out no smaller are a sign to stop trying; every so many are tried again.
@@ -52,20 +55,22 @@ class _Output:
         self._flusher = threading.Thread(target=self._flush, name="replay-writeback", daemon=True)
         self._flusher.start()
 
-    def write(self, head: bytes, payload: Any) -> None:
-        view = memoryview(payload).cast("B")
-        size = len(head) + view.nbytes
+    def write(self, *records: Any) -> None:
+        views = [memoryview(record).cast("B") for record in records]
+        size = sum(view.nbytes for view in views)
         with self._lock:
             at, self.at = self.at, self.at + size
             self._unsynced += size
             due = self._unsynced >= _WRITEBACK_BYTES
             if due:
                 self._unsynced = 0
-        done = os.pwritev(self.fd, [head, view], at)
-        if done < len(head):
-            raise OSError(f"only {done} of {size} bytes could be written")
-        while done < size:
-            done += os.pwrite(self.fd, view[done - len(head) :], at + done)
+        while views:
+            done = os.pwritev(self.fd, views, at)
+            at += done
+            while views and done >= views[0].nbytes:
+                done -= views.pop(0).nbytes
+            if views:
+                views[0] = views[0][done:]
         if due:
             self._work.set()
 
@@ -84,7 +89,7 @@ class _Output:
             if self._closing.is_set():
                 return
             try:
-                os.fdatasync(self.fd)
+                native.start_writing(self.fd)
             except OSError as error:
                 self._error = error
                 return
@@ -113,6 +118,7 @@ class _Compressor:
 @dataclass(frozen=True, slots=True)
 class _Job:
     output: _Output
+    codec: str
     compress: _Compressor
     pool: ThreadPoolExecutor
 
@@ -172,7 +178,7 @@ def _write(replay: Replay, fd: int, at: int, codec: str, *, before: Saved | None
     try:
         counters = []
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-save") as pool:
-            job = _Job(output, _Compressor(codec), pool)
+            job = _Job(output, codec, _Compressor(codec), pool)
             for number, part in enumerate(replay.parts):
                 newest = part.ring.reserved
                 counters.append({"reserved": newest, "tail": part.ring.tail, "top_priority": part.ring.top_priority})
@@ -199,11 +205,22 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
         stale |= (links != last_links).any(axis=1)
     local = threading.local()
 
+    def buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+        if len(getattr(local, "buffer", ())) < nbytes:
+            local.buffer = np.empty(nbytes, np.uint8)
+        mine: npt.NDArray[np.uint8] = local.buffer[:nbytes]
+        return mine
+
+    def packed(runs: list[tuple[int, int]]) -> int:
+        room = buffer(sum(n for _, n in runs) * size + len(runs) * RECORD_BYTES)
+        table = np.array(runs, np.uint64)
+        nbytes, whole = native.replay_pack(part.ring, table, number, newest, to.codec == "lz4", room, known)
+        to.output.write(room[:nbytes])
+        return whole
+
     def rows(first: int, n: int) -> int:
-        if not hasattr(local, "buffer"):
-            local.buffer = np.empty(max(CHUNK_BYTES, size), np.uint8)
-        raw = local.buffer[: n * size]
-        whole = part.ring.snapshot(first, raw, newest)
+        raw = buffer(n * size)
+        whole = native.replay_snapshot(part.ring, first, raw, newest)
         known[first : first + n] = raw.reshape(n, size)[:, :8].view(np.uint64)[:, 0]
         codec, payload = to.compress(raw.data)
         to.output.write(
@@ -222,8 +239,12 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
 
     jobs: list[Future[int]] = []
     oldest = max(0, newest - part.capacity) % part.capacity
-    for first, n in _runs(stale, oldest, max(1, CHUNK_BYTES // size)):
-        jobs.append(to.pool.submit(rows, first, n))
+    chunks = _runs(stale, oldest, max(1, CHUNK_BYTES // size))
+    if to.codec == "zstd":
+        jobs.extend(to.pool.submit(rows, first, n) for first, n in chunks)
+    else:
+        while batch := list(islice(chunks, _CHUNKS_A_BATCH)):
+            jobs.append(to.pool.submit(packed, batch))
     if links is not None:
         changed = np.ones(part.capacity, bool) if last_links is None else (links != last_links).any(axis=1)
         jobs.extend(

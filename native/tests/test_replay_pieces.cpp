@@ -1,0 +1,192 @@
+// Blocks and records come back as they were, and no damaged one is taken for whole or leads out of its buffer.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "replay_draw.hpp"
+#include "replay_pieces.hpp"
+#include "replay_write.hpp"
+
+using namespace jurybox::replay;
+
+#define CHECK(condition)                                                              \
+    do {                                                                              \
+        if (!(condition)) {                                                           \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                             \
+        }                                                                             \
+    } while (false)
+
+namespace {
+
+using Block = std::vector<std::uint8_t>;
+
+// Bytes as replays have them: runs, repetitions, stray values, noise.
+Block bytes_of(std::size_t n, std::uint64_t seed) {
+    Block block(n);
+    for (std::size_t i = 0; i < n;) {
+        const std::uint64_t random = mixed(seed, i);
+        const std::size_t run = std::min<std::size_t>(n - i, 1 + (random >> 8) % (seed % 3 == 0 ? 5 : 400));
+        for (std::size_t k = 0; k < run; ++k)
+            block[i + k] = static_cast<std::uint8_t>(random % 4 == 0 ? mixed(seed, i + k) : random % 4 == 1 && i >= 7 ? block[i + k - 7] : random >> 4 & 1);
+        i += run;
+    }
+    return block;
+}
+
+// Every buffer is as long as it must be and no longer, so that the address sanitizer sees a step too far.
+void test_blocks_come_back() {
+    for (std::size_t n = 1; n < 700; ++n) {
+        for (std::uint64_t seed = 0; seed < 12; ++seed) {
+            const Block in = bytes_of(n, seed * 1000 + n);
+            Block out(n + n / 255 + 16), back(n);
+            const std::size_t bytes = lz4::compress(in.data(), n, out.data(), out.size());
+            CHECK(bytes != 0);
+            const Block exact(out.begin(), out.begin() + static_cast<std::ptrdiff_t>(bytes));
+            CHECK(lz4::decompress(exact.data(), bytes, back.data(), n));
+            CHECK(back == in);
+            Block longer(n + 1);
+            CHECK(!lz4::decompress(exact.data(), bytes, longer.data(), n + 1));
+            CHECK(!lz4::decompress(exact.data(), bytes - 1, back.data(), n));
+            for (std::size_t room = 0; room < bytes; room += 1 + bytes / 7) {
+                Block tight(room);
+                CHECK(lz4::compress(in.data(), n, tight.data(), room) == 0);
+            }
+        }
+    }
+    const Block large = bytes_of(300'000, 5);
+    Block out(large.size()), back(large.size());
+    const std::size_t bytes = lz4::compress(large.data(), large.size(), out.data(), out.size());
+    CHECK(bytes != 0 && bytes < large.size());
+    CHECK(lz4::decompress(out.data(), bytes, back.data(), back.size()) && back == large);
+}
+
+void test_noise_is_given_up() {
+    Block noise(200'000), out(noise.size());
+    for (std::size_t i = 0; i < noise.size(); ++i) noise[i] = static_cast<std::uint8_t>(mixed(1, i));
+    CHECK(lz4::compress(noise.data(), noise.size(), out.data(), out.size()) == 0);
+}
+
+void test_garbage_stays_inside_its_buffers() {
+    for (std::uint64_t seed = 0; seed < 20'000; ++seed) {
+        Block in = bytes_of(40 + seed % 300, seed);
+        Block block(in.size() + 16 + in.size() / 255);
+        block.resize(lz4::compress(in.data(), in.size(), block.data(), block.size()));
+        for (std::uint64_t k = 0; k < 1 + seed % 4; ++k) block[mixed(seed, k) % block.size()] ^= static_cast<std::uint8_t>(1 + mixed(seed, 100 + k) % 255);
+        if (seed % 5 == 0)
+            for (auto& byte : block) byte = static_cast<std::uint8_t>(mixed(seed, static_cast<std::uint64_t>(byte) + 7));
+        Block exact(block), back(in.size());
+        (void)lz4::decompress(exact.data(), exact.size(), back.data(), back.size());
+    }
+}
+
+// A ring of one float32 vector over the heap.
+struct HeapRing {
+    static constexpr std::size_t kElements = 30;
+    Ring ring;
+    std::unique_ptr<Control> control = std::make_unique<Control>();
+    std::vector<std::uint64_t> memory;
+
+    explicit HeapRing(std::uint64_t capacity) {
+        ring.control = control.get();
+        ring.fields.push_back(Field{8, kElements * 4, kElements * 4, kElements});
+        ring.slot_bytes = 8 + kElements * 4;
+        ring.capacity = capacity;
+        memory.resize(capacity * ring.slot_bytes / 8);
+        ring.slots = reinterpret_cast<std::byte*>(memory.data());
+    }
+    void write(float stamp) {
+        const std::vector<float> row(kElements, stamp);
+        Source source;
+        source.data = reinterpret_cast<const std::byte*>(row.data());
+        CHECK(Writer(ring).write(ring.reserve(1), &source, 0, nullptr, 0, false) == Written::yes);
+    }
+};
+
+// The pieces of packed records, as the reader of a file finds them.
+std::vector<Piece> pieces_of(const Block& file, std::size_t slot_bytes) {
+    std::vector<Piece> pieces;
+    for (std::size_t at = 0; at < file.size();) {
+        RecordHead head;
+        std::memcpy(&head, file.data() + at, sizeof head);
+        CHECK(head.own_checksum == crc32c(&head, offsetof(RecordHead, own_checksum)));
+        pieces.push_back(Piece{head.codec, at + sizeof head, head.stored_bytes, head.raw_bytes, head.checksum, head.first * slot_bytes});
+        at += sizeof head + head.stored_bytes;
+    }
+    return pieces;
+}
+
+void test_records_come_back_beside_a_writer(bool compressed) {
+    constexpr std::uint64_t kSlots = 64;
+    HeapRing from(kSlots), to(kSlots);
+    for (std::uint64_t i = 0; i < kSlots; ++i) from.write(static_cast<float>(i));
+    const std::uint64_t newest = from.ring.reserved();
+    std::thread writer([&] {
+        for (int i = 0; i < 20; ++i) from.write(static_cast<float>(1000 + i));
+    });
+    const std::uint64_t runs[] = {20, 44, 0, 13, 13, 7};
+    Block file(3 * sizeof(RecordHead) + kSlots * from.ring.slot_bytes);
+    std::vector<std::uint64_t> sequences(kSlots);
+    const Packed packed = pack(from.ring, runs, 3, 0, newest, compressed, reinterpret_cast<std::byte*>(file.data()), sequences.data());
+    writer.join();
+    file.resize(packed.bytes);
+    CHECK(packed.rows >= kSlots - 20 && packed.rows <= kSlots);
+
+    std::FILE* kept = std::tmpfile();
+    CHECK(kept != nullptr && std::fwrite(file.data(), 1, file.size(), kept) == file.size() && std::fflush(kept) == 0);
+    const std::vector<Piece> pieces = pieces_of(file, from.ring.slot_bytes);
+    CHECK(pieces.size() == 3);
+    for (const Piece& piece : pieces) CHECK(bring(fileno(kept), file.data(), piece, to.ring.slots + piece.target, false) == Brought::whole);
+    std::size_t rows = 0;
+    for (std::uint64_t i = 0; i < kSlots; ++i) {
+        const std::uint64_t word = to.ring.sequence(i).load();
+        CHECK(word == sequences[i]);
+        if (word == 0) continue;
+        CHECK(word == whole(i));
+        float values[HeapRing::kElements];
+        std::memcpy(values, to.ring.slot(i) + 8, sizeof values);
+        for (float value : values) CHECK(value == static_cast<float>(i));
+        ++rows;
+    }
+    CHECK(rows == packed.rows);
+
+    // One wrong byte: noticed, and with `keep` what was there stays.
+    Block broken = file;
+    broken[pieces[1].offset + pieces[1].stored_bytes / 2] ^= 4;
+    std::rewind(kept);
+    CHECK(std::fwrite(broken.data(), 1, broken.size(), kept) == broken.size() && std::fflush(kept) == 0);
+    const std::vector<std::uint64_t> before = to.memory;
+    CHECK(bring(fileno(kept), broken.data(), pieces[1], to.ring.slots + pieces[1].target, true) == Brought::damaged);
+    CHECK(to.memory == before);
+    CHECK(bring(fileno(kept), broken.data(), pieces[1], to.ring.slots + pieces[1].target, false) == Brought::damaged);
+    std::fclose(kept);
+}
+
+void test_pages_are_had_before_they_are_touched() {
+    std::FILE* file = std::tmpfile();
+    CHECK(file != nullptr && ftruncate(fileno(file), 1 << 20) == 0);
+    void* memory = mmap(nullptr, 2 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+    CHECK(memory != MAP_FAILED);
+    auto* at = static_cast<std::byte*>(memory);
+    CHECK(populate(fileno(file), at, 5000, 100'000) == Brought::whole);
+    at[5000] = at[104'999] = std::byte{1};
+    CHECK(populate(fileno(file), at, (1 << 20) - 100, 8192) == Brought::no_room);  // behind the file's end
+    munmap(memory, 2 << 20);
+    std::fclose(file);
+}
+
+}  // namespace
+
+int main() {
+    test_blocks_come_back();
+    test_noise_is_given_up();
+    test_garbage_stays_inside_its_buffers();
+    test_records_come_back_beside_a_writer(true);
+    test_records_come_back_beside_a_writer(false);
+    test_pages_are_had_before_they_are_touched();
+    std::puts("replay pieces: ok");
+    return 0;
+}
