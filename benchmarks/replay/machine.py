@@ -59,7 +59,9 @@ def storage(shared: Path, folder: Path, size: int, memory: int = 0) -> dict[str,
 def remember(part: str, figures: Any) -> None:
     """Keep what a part measured, with date and machine, beside what others did before."""
     known = remembered()
-    known[part] = {"when": f"{time.strftime('%Y-%m-%d %H:%M')}, {description()}; {CLOCKS[CLOCK]}", "figures": figures}
+    # The load says whether the machine was ours alone: two threads of ours make it 2 at most.
+    when = f"{time.strftime('%Y-%m-%d %H:%M')}, {description()}, load average {os.getloadavg()[0]:.0f} at the end"
+    known[part] = {"when": f"{when}; {CLOCKS[CLOCK]}", "figures": figures}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "figures.json").write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
