@@ -117,7 +117,7 @@ def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None)
 
 
 def _batches(records: list[Record]) -> Iterator[list[Record]]:
-    """Neighbouring records that are read in one way: enough of them that a thread works long without the interpreter."""
+    """Neighbouring records, read in one way: enough that a thread works long without the interpreter."""
     batch: list[Record] = []
     size = 0
     for record in records:
