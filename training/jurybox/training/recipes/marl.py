@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.training.recipes.marl_roles import make_network
+from jurybox.training.recipes.marl_networks import ON_POLICY, Algorithm, make_network
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.runtime.errors import RunError
@@ -28,11 +28,46 @@ from jurybox.training.runtime.plan import (
 )
 
 _ROLES = "jurybox.training.recipes.marl_roles"
+_LEARNERS = "jurybox.training.recipes.marl_learners"
 TREASURE = "jurybox.training.environments.treasure:TreasureHunt"
 
 
 class ConfigError(RunError):
     """Settings that don't go together, or a file that cannot be read; the message says which."""
+
+
+class OnPolicy(BaseModel):
+    """What PPO needs beside what all algorithms have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout: int = Field(256, ge=2, description="Turns between two updates.")
+    epochs: int = Field(4, ge=1, description="Passes over a rollout, in parts of batch_size.")
+    clip: float = Field(0.2, gt=0)
+    entropy: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    max_stale: int = Field(
+        1, ge=0, description="Updates that the policy of a transition may be old."
+    )
+
+
+# What agents may have of their own.
+OWN = frozenset(
+    {
+        "algorithm",
+        "publish_interval",
+        "buffer_capacity",
+        "batch_size",
+        "learning_rate",
+        "discount",
+        "n_step",
+        "target_interval",
+        "frames",
+        "hidden",
+        "epsilon",
+        "ppo",
+    }
+)
 
 
 class MarlTraining(BaseModel):
@@ -44,7 +79,9 @@ class MarlTraining(BaseModel):
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
-    algorithm: Literal["dqn", "iqn"] = "dqn"
+    algorithm: Algorithm = "dqn"
+    ppo: OnPolicy = OnPolicy()
+    own: dict[str, dict[str, Any]] = Field({}, description="By agent, settings that differ from the others'.")
     steps: int = Field(200_000, ge=1, description="Turns of the world.")
     seconds: float | None = Field(None, gt=0, description="Stop after so many.")
     seed: int = Field(0, ge=0)
@@ -76,12 +113,30 @@ class MarlTraining(BaseModel):
     log_interval: int = Field(100, ge=1, description="Turns between two rows of metrics.")
     log_dir: Path = Path("marl-out")
 
+    @field_validator("share", mode="before")
+    @classmethod
+    def _groups(cls, value: Any) -> Any:
+        # ["a", "b"] is one group.
+        return (tuple(value),) if value and all(isinstance(each, str) for each in value) else value
+
     @model_validator(mode="after")
-    def _agents_exist(self) -> MarlTraining:
+    def _agree(self) -> MarlTraining:
         named = [agent for group in self.share for agent in group]
         if len(named) != len(set(named)):
             raise ValueError(f"share names an agent twice: {named}")
+        for agent, changes in self.own.items():
+            if strange := changes.keys() - OWN:
+                raise ValueError(f"own.{agent}: {min(strange)} is not an agent's; expected some of {sorted(OWN)}")
+            if (self.of([agent]).algorithm == ON_POLICY) != (self.algorithm == ON_POLICY):
+                raise ValueError(f"own.{agent}: {ON_POLICY} has a pace of its own: all learners have it or none")
         return self
+
+    def of(self, agents: Sequence[str]) -> MarlTraining:
+        """The settings of the learner of these agents."""
+        changes: dict[str, Any] = {}
+        for agent in agents:
+            changes |= self.own.get(agent, {})
+        return MarlTraining(**{**self.model_dump(), "own": {}, **changes}) if changes else self
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> MarlTraining:
@@ -109,59 +164,65 @@ def plan(settings: MarlTraining) -> Plan:
     """The run that these settings ask for.
 
     Raises:
-        ConfigError: the environment's agents see or do different things, or `share` names others.
+        ConfigError: the environment's agents see or do different things, or `share` or `own` names others.
     """
     env = load(settings.environment)(**settings.world_settings)
-    agents, groups = list(env.possible_agents), {agent: agent for agent in env.possible_agents}
-    for shared in settings.share:
-        for agent in shared:
-            if agent not in groups:
-                raise ConfigError(f"share names {agent!r}; the agents are {', '.join(agents)}")
-            groups[agent] = "+".join(shared)
+    agents = list(env.possible_agents)
     seen, does = env.observation_space(agents[0]), env.action_space(agents[0])
     if any(env.observation_space(agent) != seen or env.action_space(agent) != does for agent in agents):
         raise ConfigError(f"the agents of {settings.environment} see or do different things: one network fits none")
     env.close()
-    network: dict[str, Any] = {
-        "algorithm": settings.algorithm,
-        "shape": (settings.frames, *seen.shape),
-        "actions": int(does.n),
-        "hidden": settings.hidden,
+    groups = _groups(settings, agents)
+    of_group = {name: settings.of(name.split("+")) for name in dict.fromkeys(groups.values())}
+    networks: dict[str, dict[str, Any]] = {
+        name: {
+            "algorithm": own.algorithm,
+            "shape": (own.frames, *seen.shape),
+            "actions": int(does.n),
+            "hidden": own.hidden,
+        }
+        for name, own in of_group.items()
     }
-    names = list(dict.fromkeys(groups.values()))
-    layout = WeightsLayout.of(make_network(**network, seed=0).state_dict())
     fields = {
         "observation": ReplayField(seen.shape, "uint8", stored="bits" if int(seen.high.max()) == 1 else None),
         "action": ReplayField((), "int32"),
         "reward": ReplayField((), "float32"),
         "terminated": ReplayField((), "bool"),
     }
-    played = {"environment": (settings.environment, settings.world_settings), "groups": groups, "network": network}
+    on_policy = settings.algorithm == ON_POLICY
+    if on_policy:
+        fields |= {
+            "log_probability": ReplayField((), "float32"),
+            "version": ReplayField((), "int64"),
+            "agent": ReplayField((), "int32"),
+            "moment": ReplayField((), "int64"),
+        }
+    names = tuple(of_group)
+    played = {"environment": (settings.environment, settings.world_settings), "groups": groups, "networks": networks}
     return Plan(
         roles=(
-            RoleSpec(
-                "actor",
-                Kind.ACTOR,
-                f"{_ROLES}:TurnTaker",
-                played,
-                writes=tuple(names),
-                reads=tuple(names),
-                restarts=False,
-            ),
-            *(_learner(settings, number, name, network) for number, name in enumerate(names)),
+            RoleSpec("actor", Kind.ACTOR, f"{_ROLES}:TurnTaker", played, writes=names, reads=names, restarts=False),
+            *(_learner(own, number, name, networks[name]) for number, (name, own) in enumerate(of_group.items())),
             RoleSpec(
                 "evaluator",
                 Kind.EVALUATOR,
-                f"{_ROLES}:GreedyEvaluator",
+                f"{_ROLES}:PlayingEvaluator",
                 {**played, "episodes": settings.evaluate_episodes, "epsilon": settings.epsilon[1]},
-                reads=tuple(names),
+                reads=names,
                 evaluate_every=settings.evaluate_interval,
                 nice=settings.learner_nice,
             ),
         ),
-        replays=tuple(ReplaySpec(name, settings.buffer_capacity, fields, episodes=Episodes()) for name in names),
-        channels=tuple(ChannelSpec(name, layout, settings.publish_mode) for name in names),
-        pace=Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
+        replays=tuple(
+            ReplaySpec(name, own.buffer_capacity, fields, episodes=Episodes()) for name, own in of_group.items()
+        ),
+        channels=tuple(
+            ChannelSpec(name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), settings.publish_mode)
+            for name, network in networks.items()
+        ),
+        pace=Pace(settings.ppo.rollout, 1, 0, settings.max_ahead)
+        if on_policy
+        else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
         budget=Budget(settings.steps, settings.seconds),
         patience=Patience(actor=settings.actor_timeout, learner=settings.learner_timeout),
         seed=settings.seed,
@@ -172,15 +233,44 @@ def plan(settings: MarlTraining) -> Plan:
     )
 
 
+def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
+    """By agent, the name of its replay and channel: its own, or those of a group joined by "+"."""
+    groups = {agent: agent for agent in agents}
+    for shared in settings.share:
+        groups |= {agent: "+".join(shared) for agent in shared}
+    if strange := (groups.keys() | settings.own.keys()) - set(agents):
+        raise ConfigError(f"share or own names {min(strange)!r}; the agents are {', '.join(agents)}")
+    return groups
+
+
 def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[str, Any]) -> RoleSpec:
     devices = torch.cuda.device_count() if settings.device_per_agent else 0
-    return RoleSpec(
-        f"learner-{group}",
-        Kind.LEARNER,
-        f"{_ROLES}:GroupLearner",
-        {
-            "group": group,
-            "network": network,
+    made: dict[str, Any] = {"group": group, "network": network}
+    if settings.algorithm == ON_POLICY:
+        rollout = settings.ppo.rollout * len(group.split("+"))
+        if settings.buffer_capacity < 2 * rollout:
+            raise ConfigError(
+                f"buffer_capacity {settings.buffer_capacity} is too small for {group}: two rollouts of all its agents "
+                f"have {2 * rollout} transitions"
+            )
+        made |= {
+            "settings": {
+                "learning_rate": settings.learning_rate,
+                "gamma": settings.discount,
+                "minibatch": settings.batch_size,
+                "epochs": settings.ppo.epochs,
+                "clip": settings.ppo.clip,
+                "entropy": settings.ppo.entropy,
+                "gae_lambda": settings.ppo.gae_lambda,
+                # It would be measured from the policies that acted: a rollout that is one update old would end at once.
+                "target_kl": None,
+            },
+            "rollout": rollout,
+            "max_stale": settings.ppo.max_stale,
+        }
+        make, publish_every = f"{_LEARNERS}:OnPolicyLearner", min(1, settings.publish_interval)
+    else:
+        made |= {
             "settings": {
                 "learning_rate": settings.learning_rate,
                 "discount": settings.discount,
@@ -191,9 +281,15 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
             "first": settings.learning_starts,
             "epsilon": settings.epsilon,
             "device": f"cuda:{number % devices}" if devices else "cpu",
-        },
+        }
+        make, publish_every = f"{_LEARNERS}:ReplayLearner", settings.publish_interval
+    return RoleSpec(
+        f"learner-{group}",
+        Kind.LEARNER,
+        make,
+        made,
         samples=(group,),
         publishes=group,
-        publish_every=settings.publish_interval,
+        publish_every=publish_every,
         nice=settings.learner_nice,
     )

@@ -1,4 +1,4 @@
-"""The roles of a multi-agent training: one actor with the world, a learner for each group of agents, an evaluator.
+"""Who acts in a multi-agent training: one actor with the world, and an evaluator.
 
 An agent's observations are stacked, its transitions go to its group's replay, its policy comes from its group's
 channel. Nothing else is shared.
@@ -6,74 +6,18 @@ channel. Nothing else is shared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pettingzoo import AECEnv
 
-from jurybox.client.weights_reader import WeightsReader
-from jurybox.training.algorithms.dqn import DQN, QNetwork, ValueLearner, ValueNetwork, ValueSettings
-from jurybox.training.algorithms.iqn import IQN, QuantileNetwork
-from jurybox.training.replay import Windows
+from jurybox.training.recipes.marl_networks import ON_POLICY
+from jurybox.training.recipes.marl_policies import Observation, Seen, policies
 from jurybox.training.runtime.plan import load
-from jurybox.training.runtime.roles import Actor, Evaluator, Learner
+from jurybox.training.runtime.roles import Actor, Evaluator
 from jurybox.training.runtime.seat import Seat
-from jurybox.training.torch_weights import TorchWeights
-
-Observation = npt.NDArray[np.uint8]
-NETWORKS: dict[str, type[QNetwork] | type[QuantileNetwork]] = {"dqn": QNetwork, "iqn": QuantileNetwork}
-_LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQN, "iqn": IQN}
-
-
-def make_network(algorithm: str, shape: Sequence[int], actions: int, hidden: Sequence[int], seed: int) -> ValueNetwork:
-    """A network for stacked observations of `shape` (stack, ...); the same one for the same seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return NETWORKS[algorithm](int(np.prod(shape)), actions, tuple(hidden))
-
-
-class Policy:
-    """A group's policy as an actor sees it: published weights, epsilon-greedy."""
-
-    def __init__(self, seat: Seat, channel: str, network: ValueNetwork) -> None:
-        self._network = network.requires_grad_(False)
-        self._weights = TorchWeights(seat.reader(channel), network)
-        seat.follow(channel, self._weights)
-
-    @property
-    def epsilon(self) -> float:
-        """Published beside the weights."""
-        return float(self._weights.extra.get("epsilon", 0.0))
-
-    def greedy(self, stacked: Observation) -> int:
-        """The best action for one stack of frames."""
-        with torch.inference_mode():
-            return int(self._network.values(torch.from_numpy(stacked)[None])[0].argmax())
-
-
-def _policies(seat: Seat, groups: Mapping[str, str], network: Mapping[str, Any]) -> dict[str, Policy]:
-    """A policy for each agent; those of one group have the same."""
-    of_group = {group: Policy(seat, group, make_network(**network, seed=0)) for group in dict.fromkeys(groups.values())}
-    return {agent: of_group[group] for agent, group in groups.items()}
-
-
-class Seen:
-    """The last frames of one agent: (stack, ...) uint8, the newest last, zeroes before the first."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.frames: Observation = np.zeros(shape, np.uint8)
-
-    def clear(self) -> None:
-        self.frames[:] = 0
-
-    def add(self, frame: Observation) -> Observation:
-        """Take in the newest frame; gives all of them."""
-        self.frames[:-1] = self.frames[1:]
-        self.frames[-1] = frame
-        return self.frames
 
 
 class TurnTaker(Actor):
@@ -84,7 +28,7 @@ class TurnTaker(Actor):
     Args:
         environment: "package.module:Class" of a PettingZoo AEC environment, and its keyword arguments.
         groups: by agent, the name of its replay and channel.
-        network: algorithm, shape (stack, ...), actions, hidden.
+        networks: by group: algorithm, shape (stack, ...), actions, hidden.
     """
 
     def __init__(
@@ -93,28 +37,28 @@ class TurnTaker(Actor):
         *,
         environment: tuple[str, Mapping[str, Any]],
         groups: Mapping[str, str],
-        network: Mapping[str, Any],
+        networks: Mapping[str, Mapping[str, Any]],
     ) -> None:
         super().__init__(seat)
         torch.set_num_threads(seat.spec.threads)
         make, settings = environment
         self.env: AECEnv = load(make)(**settings)
         self.random = np.random.default_rng(seat.seed)
-        policies = {
-            group: Policy(seat, group, make_network(**network, seed=0)) for group in dict.fromkeys(groups.values())
-        }
-        self._policies = {agent: policies[group] for agent, group in groups.items()}
+        self._policies = policies(seat, groups, networks)
         self._rows = {agent: seat.replay(group).stream() for agent, group in groups.items()}
-        self._seen = {agent: Seen(network["shape"]) for agent in groups}
-        self._actions = int(network["actions"])
-        self._pending: dict[str, tuple[Observation, int]] = {}
+        self._seen = {agent: Seen(networks[group]["shape"]) for agent, group in groups.items()}
+        self._numbers = {agent: number for number, agent in enumerate(groups)}
+        self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
+        self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
         self._turns = 0
+        self._moment = 0
         self.env.agents = []
 
     def step(self) -> int:
         if not self.env.agents:
             self._begin()
+        self._moment += 1
         for _ in range(len(self.env.agents)):
             self._one(self.env.agent_selection)
         self._turns += 1
@@ -130,10 +74,11 @@ class TurnTaker(Actor):
             rows.end()
         self._pending.clear()
         self.env.agents = []
-        return {"random": self.random.bit_generator.state}
+        return {"random": self.random.bit_generator.state, "moment": self._moment}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.random.bit_generator.state = state["random"]
+        self._moment = int(state["moment"])
 
     def close(self) -> None:
         self.env.close()
@@ -141,6 +86,7 @@ class TurnTaker(Actor):
     def _begin(self) -> None:
         self.env.reset(seed=int(self.random.integers(2**31)))
         self._turns = 0
+        self._moment += 1  # so that no two episodes look like one
         for agent, seen in self._seen.items():
             seen.clear()
             self._totals[agent] = 0.0
@@ -152,19 +98,17 @@ class TurnTaker(Actor):
         observation, reward, terminated, truncated, _ = self.env.last()
         if agent in self._pending:
             # What an action brought is known when the agent's turn comes again.
-            before, action = self._pending.pop(agent)
-            self._rows[agent].add(observation=before, action=action, reward=reward, terminated=terminated)
+            before, action, chosen = self._pending.pop(agent)
+            self._rows[agent].add(observation=before, action=action, reward=reward, terminated=terminated, **chosen)
             self._totals[agent] += float(reward)
         if terminated or truncated:
             self._rows[agent].end(0, observation=observation)
             self.env.step(None)
             return
-        frames = self._seen[agent].add(observation)
-        policy = self._policies[agent]
-        # Both are drawn every time, so that what epsilon is does not move what is drawn later.
-        explores, anything = self.random.random() < policy.epsilon, int(self.random.integers(self._actions))
-        action = anything if explores else policy.greedy(frames)
-        self._pending[agent] = (observation, action)
+        action, chosen = self._policies[agent].act(self._seen[agent].add(observation), self.random)
+        if agent in self._on_policy:
+            chosen = {**chosen, "agent": self._numbers[agent], "moment": self._moment}
+        self._pending[agent] = (observation, action, chosen)
         self.env.step(action)
 
     def _end(self) -> None:
@@ -172,77 +116,12 @@ class TurnTaker(Actor):
         self.seat.episode(total=float(np.mean(list(self._totals.values()))), length=self._turns, **each)
 
 
-class GroupLearner(Learner):
-    """DQN or IQN on its group's replay; publishes the network, and epsilon with it.
+class PlayingEvaluator(Evaluator):
+    """Plays whole episodes with the newest policies; the same episodes every time.
 
     Args:
-        group: name of its replay and channel.
-        network: as the actor's.
-        settings: of `ValueSettings`.
-        batch_size: rows of a step. first: rows before the first step.
-        epsilon: at first, at last, and the number of learner steps in between, linear.
-        device: "cpu", "cuda:0", ...
+        episodes: how many. epsilon: of policies that compare values; others draw their actions as they do in training.
     """
-
-    def __init__(
-        self,
-        seat: Seat,
-        *,
-        group: str,
-        network: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        batch_size: int,
-        first: int,
-        epsilon: tuple[float, float, int],
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
-        self._group, self._first, self._epsilon = group, first, epsilon
-        self._replay = seat.replay(group)
-        self._seed = int(np.random.SeedSequence([seat.plan.seed, seat.number]).generate_state(1)[0])
-        values = ValueSettings(**{**settings, "hidden": tuple(network["hidden"])})
-        self.learner = _LEARNERS[network["algorithm"]](
-            make_network(**network, seed=self._seed), values, device, self._seed
-        )
-        windows = Windows(
-            n_step=values.n_step,
-            gamma=values.discount,
-            next="observation",  # type: ignore[arg-type]
-            stack=network["shape"][0],
-            stacked="observation",  # type: ignore[arg-type]
-        )
-        self._batch = self._replay.batch(batch_size, windows)
-
-    @property
-    def epsilon(self) -> float:
-        """For the steps made so far."""
-        high, low, steps = self._epsilon
-        return max(low, high - (high - low) * self.seat.own_steps / max(1, steps))
-
-    def ready(self) -> bool:
-        return self._replay.added >= self._first
-
-    def step(self) -> None:
-        self._replay.seed(self._seed + self.seat.own_steps)
-        loss = self.learner.update(self._replay.sample(self._batch.n, self._batch))
-        self.seat.metrics(**{f"loss_{self._group}": loss, "epsilon": self.epsilon})
-
-    def publication(self) -> tuple[Any, dict[str, Any] | None]:
-        return self.learner.network, {"epsilon": self.epsilon, "learner_steps": self.seat.own_steps}
-
-    def adopt(self, published: WeightsReader) -> None:
-        self.learner.adopt(published.read().state)
-
-    def save(self) -> dict[str, Any]:
-        return self.learner.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.learner.restore(state)
-
-
-class GreedyEvaluator(Evaluator):
-    """Plays whole episodes without exploring; the same episodes every time."""
 
     def __init__(
         self,
@@ -250,7 +129,7 @@ class GreedyEvaluator(Evaluator):
         *,
         environment: tuple[str, Mapping[str, Any]],
         groups: Mapping[str, str],
-        network: Mapping[str, Any],
+        networks: Mapping[str, Mapping[str, Any]],
         episodes: int,
         epsilon: float,
     ) -> None:
@@ -258,39 +137,32 @@ class GreedyEvaluator(Evaluator):
         torch.set_num_threads(seat.spec.threads)
         make, settings = environment
         self._env: AECEnv = load(make)(**settings)
-        policies = {
-            group: Policy(seat, group, make_network(**network, seed=0)) for group in dict.fromkeys(groups.values())
-        }
-        self._policies = {agent: policies[group] for agent, group in groups.items()}
-        self._shape, self._episodes, self._epsilon = network["shape"], episodes, epsilon
+        self._policies = policies(seat, groups, networks, epsilon)
+        self._shapes = {agent: networks[group]["shape"] for agent, group in groups.items()}
+        self._actions = {agent: int(networks[group]["actions"]) for agent, group in groups.items()}
+        self._episodes = episodes
         self._random_play: dict[str, float] | None = None
 
     def evaluate(self) -> Mapping[str, float]:
         if self._random_play is None:
-            self._random_play = self._play(1.0)
-        learned = self._play(self._epsilon)
+            self._random_play = self._play(lambda agent, seen, random: int(random.integers(self._actions[agent])))
+        learned = self._play(lambda agent, seen, random: self._policies[agent].play(seen, random))
         numbers = {f"return_{agent}": total for agent, total in learned.items()}
         numbers |= {f"random_{agent}": total for agent, total in self._random_play.items()}
         return {"return": float(np.mean(list(learned.values()))), **numbers}
 
-    def _play(self, epsilon: float) -> dict[str, float]:
+    def _play(self, choose: Callable[[str, Observation, np.random.Generator], int]) -> dict[str, float]:
         """Mean returns over the episodes, by agent."""
         random = np.random.default_rng(self.seat.plan.seed)
         totals = dict.fromkeys(self._policies, 0.0)
         for _ in range(self._episodes):
             self._env.reset(seed=int(random.integers(2**31)))
-            seen = {agent: Seen(self._shape) for agent in self._policies}
+            seen = {agent: Seen(shape) for agent, shape in self._shapes.items()}
             for agent in self._env.agent_iter():
                 observation, reward, terminated, truncated, _ = self._env.last()
                 totals[agent] += float(reward) / self._episodes
-                if terminated or truncated:
-                    self._env.step(None)
-                    continue
-                frames = seen[agent].add(observation)
-                explores = random.random() < epsilon
-                count = int(self._env.action_space(agent).n)
-                action = int(random.integers(count)) if explores else self._policies[agent].greedy(frames)
-                self._env.step(action)
+                over = terminated or truncated
+                self._env.step(None if over else choose(agent, seen[agent].add(observation), random))
             self.seat.alive()
         return totals
 

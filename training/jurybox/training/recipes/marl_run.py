@@ -79,13 +79,19 @@ def _columns(planned: Plan) -> tuple[str, ...]:
     names = sorted({agent for group in agents for agent in group.split("+")})
     return (
         *COLUMNS,
-        "epsilon",
-        *(f"loss_{group}" for group in agents),
+        *("epsilon",) * any("epsilon" in role.settings for role in planned.roles if role.kind is Kind.LEARNER),
+        *(f"{what}_{group}" for what in _learner_columns(planned) for group in agents),
         *(f"return_{name}" for name in names),
         "eval_return",
         *(f"eval_return_{name}" for name in names),
         *(f"eval_random_{name}" for name in names),
     )
+
+
+def _learner_columns(planned: Plan) -> tuple[str, ...]:
+    """What each learner reports of itself."""
+    on_policy = any("rollout" in role.settings for role in planned.roles)
+    return ("loss", "entropy", "stale", "missed", "skipped") if on_policy else ("loss",)
 
 
 def report(

@@ -1,0 +1,133 @@
+"""One multi-agent training measured while it goes on, or its actor alone."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.training.recipes.marl_networks import make_network
+from jurybox.training.runtime.board import Word
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.plan import Kind
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.turns import Rules, take_seat
+
+_NEVER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was seen in the window.
+
+    Attributes:
+        turns: of the actor, a second. learner_steps: of every learner, a second.
+        processes_mb: memory of all the run's processes, shared pages counted once (Pss).
+        shared_mb: of it, what replays and weights channels were made with.
+        lag: publications that the actor was behind at the end.
+    """
+
+    turns: float
+    learner_steps: tuple[float, ...] = ()
+    processes_mb: float = 0.0
+    shared_mb: float = 0.0
+    lag: int = 0
+
+
+class _Nothing:
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+
+def settings(agents: int, **changes: Any) -> MarlTraining:
+    """A training whose actor always asks the network, and never ends by itself."""
+    world: dict[str, Any] = {"turns": 100}
+    if agents > 8:
+        world |= {"height": 41, "width": 41}
+    values: dict[str, Any] = {"agents": agents, "steps": _NEVER, "epsilon": (0.05, 0.05, 1), "world": world}
+    return MarlTraining(**(values | changes))
+
+
+def alone(agents: int, seconds: float) -> Measured:
+    """The actor in this process, with published weights and no learner anywhere."""
+    asked = settings(agents)
+    planned = plan(asked)
+    with Commons.create(planned) as commons:
+        for number in planned.of_kind(Kind.LEARNER):
+            spec = planned.roles[number]
+            with commons.publisher(spec.publishes or "") as publisher:
+                publisher.publish(make_network(**spec.settings["network"], seed=number), {"epsilon": 0.05})
+        (actor,) = planned.of_kind(Kind.ACTOR)
+        turn = take_seat(Seat(planned, actor, commons, lambda message: None), Rules(planned, commons.board, None), None)
+        try:
+            _for(turn, seconds / 4)
+            return Measured(_for(turn, seconds))
+        finally:
+            turn.close()
+
+
+def _for(turn: Any, seconds: float) -> float:
+    """Turns a second, taken as a process of a run takes them."""
+    began, count = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        if turn.may():
+            turn.take()
+            turn.seat.alive()
+            turn.seat.report()
+            count += 1
+    return count / (time.monotonic() - began)
+
+
+def training(asked: MarlTraining, seconds: float) -> Measured:
+    """The whole run in its processes: `seconds` long, from a while after every learner's first step."""
+    planned, signals = plan(asked), Signals()
+    learners = planned.of_kind(Kind.LEARNER)
+    seen: list[tuple[float, int, list[int]]] = []
+    found: list[Measured] = []
+    settle = 3.0
+    learning_since: list[float] = []
+
+    def watch(commons: Commons) -> None:
+        board, now = commons.board, time.monotonic()
+        steps = [board.words[number][Word.LEARNER_STEPS] for number in learners]
+        if not learning_since:
+            if min(steps) > 0:
+                learning_since.append(now)
+            return
+        if now - learning_since[0] < settle or found:
+            return
+        if not seen:
+            seen.append((now, board.env_steps, steps))
+            return
+        began, turns, before = seen[0]
+        if now - began < seconds:
+            return
+        span = now - began
+        (actor,) = planned.of_kind(Kind.ACTOR)
+        pids = [board.words[number][Word.PID] for number in range(len(planned.roles))]
+        own = [psutil.Process(), *(psutil.Process(pid) for pid in pids)]
+        shared = sum(commons.replay(each.name).nbytes for each in planned.replays)
+        shared += sum(len(commons.channel(each.name).segment.buffer) for each in planned.channels)
+        found.append(
+            Measured(
+                (board.env_steps - turns) / span,
+                tuple((after - step) / span for after, step in zip(steps, before, strict=True)),
+                sum(process.memory_full_info().pss for process in own) / 2**20,
+                shared / 2**20,
+                board.words[actor][Word.LAG],
+            )
+        )
+        signals.ask()
+
+    with tempfile.TemporaryDirectory(prefix="marl-bench-") as folder:
+        outcome = run(planned, Path(folder), _Nothing(), signals=signals, watch=watch)
+    if not found:
+        raise RuntimeError(f"the run ended before it was measured: {outcome.text}")
+    return found[0]

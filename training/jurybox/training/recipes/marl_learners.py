@@ -1,0 +1,242 @@
+"""Who learns in a multi-agent training: DQN or IQN from a replay, PPO from what was played by its own policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.training.algorithms.dqn import DQN, ValueLearner, ValueNetwork, ValueSettings
+from jurybox.training.algorithms.iqn import IQN
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
+from jurybox.training.recipes.marl_networks import make_network
+from jurybox.training.replay import Windows
+from jurybox.training.runtime.roles import Learner
+from jurybox.training.runtime.seat import Seat
+
+_LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQN, "iqn": IQN}
+
+
+def _seed(seat: Seat) -> int:
+    """The same for every life of a learner, and another for each learner."""
+    return int(np.random.SeedSequence([seat.plan.seed, seat.number]).generate_state(1)[0])
+
+
+class ReplayLearner(Learner):
+    """DQN or IQN on its group's replay; publishes the network, and epsilon with it.
+
+    Args:
+        group: name of its replay and channel.
+        network: as the actor's.
+        settings: of `ValueSettings`.
+        batch_size: rows of a step. first: rows before the first step.
+        epsilon: at first, at last, and the number of learner steps in between, linear.
+        device: "cpu", "cuda:0", ...
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        *,
+        group: str,
+        network: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        batch_size: int,
+        first: int,
+        epsilon: tuple[float, float, int],
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(seat)
+        torch.set_num_threads(seat.spec.threads)
+        self._group, self._first, self._epsilon = group, first, epsilon
+        self._replay = seat.replay(group)
+        self._seed = _seed(seat)
+        values = ValueSettings(**{**settings, "hidden": tuple(network["hidden"])})
+        made = make_network(**network, seed=self._seed)
+        assert isinstance(made, ValueNetwork)
+        self.learner = _LEARNERS[network["algorithm"]](made, values, device, self._seed)
+        windows = Windows(
+            n_step=values.n_step,
+            gamma=values.discount,
+            next=("observation",),
+            stack=network["shape"][0],
+            stacked=("observation",),
+        )
+        self._batch = self._replay.batch(batch_size, windows)
+
+    @property
+    def epsilon(self) -> float:
+        """For the steps made so far."""
+        high, low, steps = self._epsilon
+        return max(low, high - (high - low) * self.seat.own_steps / max(1, steps))
+
+    def ready(self) -> bool:
+        return self._replay.added >= self._first
+
+    def step(self) -> None:
+        self._replay.seed(self._seed + self.seat.own_steps)
+        loss = self.learner.update(self._replay.sample(self._batch.n, self._batch))
+        self.seat.metrics(**{f"loss_{self._group}": loss, "epsilon": self.epsilon})
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        return self.learner.network, {"epsilon": self.epsilon, "learner_steps": self.seat.own_steps}
+
+    def adopt(self, published: WeightsReader) -> None:
+        self.learner.adopt(published.read().state)
+
+    def save(self) -> dict[str, Any]:
+        return self.learner.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.learner.restore(state)
+
+
+class OnPolicyLearner(Learner):
+    """PPO on what its group's agents did since the last update, in the order in which they did it.
+
+    A step takes the transitions that came since the one before it. Those of a policy that is more than `max_stale`
+    publications' updates old are dropped, and counted as stale; those that the ring overwrote before they were taken
+    are counted as missed. A step that finds less than half a rollout learns nothing and leaves it for the next one:
+    the run's counters go on, so nobody waits for transitions that were dropped. The probabilities of the loss's ratio
+    are those with which was acted, so what is one update old is corrected for, as far as the clipping lets it.
+
+    Args:
+        group: name of its replay and channel.
+        network: as the actor's.
+        settings: of `PPOSettings`.
+        rollout: transitions that a step expects.
+        max_stale: updates.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        *,
+        group: str,
+        network: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        rollout: int,
+        max_stale: int,
+    ) -> None:
+        super().__init__(seat)
+        torch.set_num_threads(seat.spec.threads)
+        self._group, self._least, self._max_stale = group, max(2, rollout // 2), max_stale
+        inputs = int(np.prod(network["shape"]))
+        asked = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
+        self.learner = PPO(inputs, int(network["actions"]), asked, _seed(seat))
+        self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
+        # The rows in this process's memory, in order.
+        self._resident = seat.replay(group).resident("cpu")
+        self._looked_at = 0  # rows before this one have been
+        self._held = self._open = torch.empty(0, dtype=torch.int64)
+        self.updates = self._published = self._oldest_use = 0
+        self.stale = 0
+
+    def step(self) -> None:
+        counted = {f"stale_{self._group}": self.stale, f"missed_{self._group}": self._resident.missed}
+        rows = self._fresh()
+        if rows is None:
+            self.seat.metrics(**counted, **{f"skipped_{self._group}": 1.0})
+            return
+        told = self.learner.update(self._rollout(rows))
+        self.updates += 1
+        self.seat.metrics(
+            **counted,
+            **{
+                f"skipped_{self._group}": 0.0,
+                f"loss_{self._group}": told.get("policy_loss", 0.0),
+                f"entropy_{self._group}": told.get("entropy", 0.0),
+            },
+        )
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        self._published = self.updates
+        return self.learner.network, {"updates": self.updates, "learner_steps": self.seat.own_steps}
+
+    def adopt(self, published: WeightsReader) -> None:
+        found = published.read()
+        self.learner.network.load_state_dict({name: torch.from_numpy(array) for name, array in found.state.items()})
+        # Whoever died may have learned from all that was done before its last publication.
+        self.updates = self._published = self._oldest_use = int(found.extra["updates"])
+
+    def save(self) -> dict[str, Any]:
+        self._forget()
+        state = self.learner.state()
+        optimiser = {str(number): dict(values) for number, values in state["optimiser"]["state"].items()}
+        return {
+            **state,
+            "network": dict(state["network"]),
+            "optimiser": optimiser,
+            "updates": [self.updates, self._published],
+            "stale": self.stale,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        whole = self.learner.state()["optimiser"]
+        whole["state"] = {int(number): _tensors(values) for number, values in state["optimiser"].items()}
+        self.learner.restore(
+            {
+                **state,
+                "network": _tensors(state["network"]),
+                "optimiser": whole,
+                "random": torch.from_numpy(state["random"]),
+            }
+        )
+        self.updates, self._published = state["updates"]
+        self.stale = int(state["stale"])
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with the rows that come from now on: the episodes that are going on end with a checkpoint."""
+        self._resident.refresh()
+        self._looked_at = self._resident.taken
+        self._held = self._open = torch.empty(0, dtype=torch.int64)
+
+    def _fresh(self) -> dict[str, torch.Tensor] | None:
+        """The transitions to learn from, agent by agent in order; None while they are too few."""
+        resident = self._resident
+        resident.refresh()
+        taken, oldest = resident.taken, resident.taken - len(resident)
+        new = torch.arange(max(self._looked_at, oldest), taken)
+        self._looked_at = taken
+        again = torch.cat((self._held, self._open))
+        candidates = torch.cat((again[again >= oldest], new))
+        fits = resident.rows.fits(candidates, self._windows, taken)
+        # The newest of each agent wait for what comes next; one that still has no successor was cut off.
+        self._open = candidates[~fits & (candidates >= (int(new[0]) if len(new) else taken))]
+        candidates = candidates[fits]
+        rows = resident.rows.columns(candidates, self._windows, taken)
+        usable = rows["version"] >= max(self._published - self._max_stale, self._oldest_use)
+        self.stale += int((~usable).sum())
+        self._held = candidates[usable]
+        if len(self._held) < self._least:
+            return None
+        order = torch.argsort(rows["agent"][usable].long() * (taken + 1) + self._held)
+        self._held = torch.empty(0, dtype=torch.int64)
+        return {name: column[usable][order] for name, column in rows.items()}
+
+    def _rollout(self, rows: Mapping[str, torch.Tensor]) -> Rollout:
+        """One long column; it is cut wherever the next row is no continuation."""
+        seen, after = (rows[name].flatten(1).float().numpy() for name in ("observation", "next_observation"))
+        moment, agent = rows["moment"].numpy(), rows["agent"].numpy()
+        over = np.ones(len(moment), np.bool_)
+        over[:-1] = (moment[1:] != moment[:-1] + 1) | (agent[1:] != agent[:-1])
+        terminated = rows["terminated"].numpy().astype(np.bool_)
+        return Rollout(
+            observations=seen[:, None],
+            actions=rows["action"].numpy().astype(np.int64)[:, None],
+            log_probs=rows["log_probability"].numpy()[:, None],
+            values=self.learner.values(seen)[:, None],
+            rewards=rows["reward"].numpy()[:, None],
+            terminated=terminated[:, None],
+            over=over[:, None],
+            final_values=self.learner.values(after)[:, None],
+            last_values=np.zeros(1, np.float32),
+        )
+
+
+def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in arrays.items()}

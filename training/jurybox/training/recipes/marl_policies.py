@@ -1,0 +1,133 @@
+"""Published policies as whoever acts sees them: frames in, actions and what is kept of the choice out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from jurybox.training.algorithms.actor_critic import ActorCritic
+from jurybox.training.algorithms.dqn import ValueNetwork
+from jurybox.training.recipes.marl_networks import make_network
+from jurybox.training.runtime.seat import Seat
+from jurybox.training.torch_weights import TorchWeights
+
+Observation = npt.NDArray[np.uint8]
+
+
+class Policy(ABC):
+    """A group's policy, kept at its newest publication.
+
+    Args:
+        channel: that it is published on.
+        network: as `make_network` makes it.
+    """
+
+    def __init__(self, seat: Seat, channel: str, network: nn.Module) -> None:
+        self._weights = TorchWeights(seat.reader(channel), network.requires_grad_(False))
+        seat.follow(channel, self._weights)
+
+    @abstractmethod
+    def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
+        """An action as in training, and what the replay keeps of the choice."""
+
+    @abstractmethod
+    def play(self, stacked: Observation, random: np.random.Generator) -> int:
+        """An action as in an evaluation."""
+
+
+class ValuePolicy(Policy):
+    """The best action, or with probability epsilon any.
+
+    Args:
+        epsilon: of evaluations; that of training is published beside the weights.
+        actions: how many there are.
+    """
+
+    def __init__(self, seat: Seat, channel: str, network: ValueNetwork, *, epsilon: float, actions: int) -> None:
+        super().__init__(seat, channel, network)
+        self._network, self._epsilon, self._actions = network, epsilon, actions
+
+    def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
+        return self._choose(stacked, random, float(self._weights.extra.get("epsilon", 0.0))), {}
+
+    def play(self, stacked: Observation, random: np.random.Generator) -> int:
+        return self._choose(stacked, random, self._epsilon)
+
+    def _choose(self, stacked: Observation, random: np.random.Generator, epsilon: float) -> int:
+        # Both are drawn every time, so that what epsilon is does not move what is drawn later.
+        explores, anything = random.random() < epsilon, int(random.integers(self._actions))
+        if explores:
+            return anything
+        with torch.inference_mode():
+            return int(self._network.values(torch.from_numpy(stacked)[None])[0].argmax())
+
+
+class SampledPolicy(Policy):
+    """An action drawn from the policy's distribution.
+
+    The replay keeps the logarithm of its probability, and after how many of its learner's updates the policy was
+    published: what an on-policy learner needs to know of whoever acted.
+    """
+
+    def __init__(self, seat: Seat, channel: str, network: ActorCritic) -> None:
+        super().__init__(seat, channel, network)
+        self._network = network
+
+    def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
+        action, log_probability = self._draw(stacked, random)
+        return action, {"log_probability": log_probability, "version": self._weights.extra["updates"]}
+
+    def play(self, stacked: Observation, random: np.random.Generator) -> int:
+        return self._draw(stacked, random)[0]
+
+    def _draw(self, stacked: Observation, random: np.random.Generator) -> tuple[int, float]:
+        with torch.inference_mode():
+            logits = self._network.actor(torch.from_numpy(stacked).flatten()[None].float())[0]
+            log_probabilities = torch.log_softmax(logits, 0).double().numpy()
+        reached = np.cumsum(np.exp(log_probabilities)) > random.random()
+        action = int(reached.argmax()) if reached.any() else len(reached) - 1
+        return action, float(log_probabilities[action])
+
+
+def policies(
+    seat: Seat, groups: Mapping[str, str], networks: Mapping[str, Mapping[str, Any]], epsilon: float = 0.0
+) -> dict[str, Policy]:
+    """A policy for each agent; agents of one group have the same.
+
+    Args:
+        groups: by agent, the name of its channel.
+        networks: by group, the arguments of `make_network`.
+        epsilon: of evaluations.
+    """
+    of_group: dict[str, Policy] = {}
+    for group in dict.fromkeys(groups.values()):
+        network = make_network(**networks[group], seed=0)
+        if isinstance(network, ActorCritic):
+            of_group[group] = SampledPolicy(seat, group, network)
+        else:
+            assert isinstance(network, ValueNetwork)
+            actions = int(networks[group]["actions"])
+            of_group[group] = ValuePolicy(seat, group, network, epsilon=epsilon, actions=actions)
+    return {agent: of_group[group] for agent, group in groups.items()}
+
+
+class Seen:
+    """The last frames of one agent: (stack, ...) uint8, the newest last, zeroes before the first."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.frames: Observation = np.zeros(shape, np.uint8)
+
+    def clear(self) -> None:
+        self.frames[:] = 0
+
+    def add(self, frame: Observation) -> Observation:
+        """Take in the newest frame; gives all of them."""
+        self.frames[:-1] = self.frames[1:]
+        self.frames[-1] = frame
+        return self.frames
