@@ -143,3 +143,19 @@ def test_the_same_seed_makes_the_same_network_whatever_torch_drew_before() -> No
     torch.rand(3)
     right = PPO(2, 5, SETTINGS, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(left.network.parameters(), right.network.parameters(), strict=True))
+
+
+def test_a_last_minibatch_of_one_row_leaves_the_network_finite() -> None:
+    learner = PPO(2, 5, replace(SETTINGS, minibatch=64), seed=1)
+    random = np.random.default_rng(0)
+    rows = 65
+    learner.update(
+        rollout(
+            t=rows,
+            observations=random.random((rows, 1, 2), np.float32),
+            actions=random.integers(5, size=(rows, 1)),
+            log_probs=np.full((rows, 1), np.log(0.2), np.float32),
+            rewards=random.random((rows, 1), np.float32),
+        )
+    )
+    assert all(bool(each.isfinite().all()) for each in learner.network.parameters())

@@ -221,7 +221,7 @@ class PPO:
         change = log_probs.gather(1, batch["actions"][:, None]).squeeze(1) - batch["log_probs"]
         ratio = change.exp()
         advantages = batch["advantages"]
-        if settings.normalise_advantages:
+        if settings.normalise_advantages and len(advantages) > 1:  # one alone has no deviation
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()

@@ -1,0 +1,146 @@
+"""A sorrel experiment, in processes where its configuration asks for it and as sorrel runs it where not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from jurybox.protocol.weights import WeightsLayout
+from jurybox.training.replay import Field
+from jurybox.training.runlog import RunLog
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.ledger import COLUMNS
+from jurybox.training.runtime.outcome import Outcome
+from jurybox.training.runtime.plan import Budget, ChannelSpec, Kind, Pace, Patience, Plan, ReplaySpec, RoleSpec, load
+from jurybox.training.runtime.run import run
+from jurybox.training.sorrel.models import acting_part, fields_of, is_on_policy, learned
+from jurybox.training.sorrel.roles import put_back
+from jurybox.training.sorrel.settings import Multiprocessing, SorrelError
+
+_ROLES = "jurybox.training.sorrel.roles"
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One that is over.
+
+    Attributes:
+        env: the environment; its models are what was learned.
+        outcome: how the run in processes ended; None where sorrel ran it.
+    """
+
+    env: Any
+    outcome: Outcome | None
+
+
+def run_experiment(
+    make: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    serial: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    **sequential: Any,
+) -> Experiment:
+    """Run the experiment of a sorrel environment.
+
+    With ``config.multiprocessing.enabled`` its turns are taken in an actor process, and every model is trained in a
+    process of its own; `config.experiment` and `config.model.epsilon_decay` mean what they mean to sorrel. Otherwise
+    this is ``env.run_experiment(**sequential)``.
+
+    Args:
+        make: "package.module:callable" that gives the environment: every process makes its own.
+        arguments: of the callable; what JSON holds.
+        serial: the same roles in this process.
+        resume: go on from the newest checkpoint in the log_dir.
+        console: to show how it goes.
+        sequential: for sorrel: animate, logging, logger, output_dir.
+
+    Raises:
+        SorrelError: the settings are wrong, or no agent has anything to learn.
+    """
+    arguments = dict(arguments or {})
+    env = load(make)(**arguments)
+    settings = Multiprocessing.of(env.config)
+    if not settings.enabled:
+        env.run_experiment(**sequential)
+        return Experiment(env, None)
+    planned, folder = plan(env, settings, make, arguments), settings.log_dir
+    found = Checkpoints(folder / "checkpoints").latest() if resume else None
+    names = [channel.name for channel in planned.channels]
+    columns = (*COLUMNS, "epsilon", *(f"{what}_{name}" for what in ("loss", "missed") for name in names))
+    with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
+        outcome = run(planned, folder, log, serial=serial, resume=resume, console=console)
+    last = Checkpoints(folder / "checkpoints").latest()
+    for name, members in learned(env.agents).items():
+        state = last.state(f"learner-{name}") if last else None
+        if state is not None:
+            put_back(env.agents[members[0]].model, state)
+    return Experiment(env, outcome)
+
+
+def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str, Any]) -> Plan:
+    """The run of an environment's experiment in processes."""
+    groups = learned(env.agents)
+    if not groups:
+        raise SorrelError(
+            "no agent of this environment has a model with weights and a memory: there is nothing to learn; "
+            "leave out multiprocessing.enabled"
+        )
+    models = {name: env.agents[members[0]].model for name, members in groups.items()}
+    turns = int(env.config.experiment.max_turns)
+    on_policy = any(is_on_policy(model) for model in models.values())
+    if on_policy and settings.buffer_capacity < 2 * max(len(group) for group in groups.values()) * (turns + 2):
+        raise SorrelError(
+            f"buffer_capacity {settings.buffer_capacity} is too small for models that learn from whole epochs of "
+            f"{turns} turns: two of them have to fit"
+        )
+    names = tuple(groups)
+    made = (make, dict(arguments))
+    fields: dict[str, dict[str, Field]] = {name: fields_of(model.memory) for name, model in models.items()}
+    return Plan(
+        roles=(
+            RoleSpec(
+                "actor",
+                Kind.ACTOR,
+                f"{_ROLES}:SorrelActor",
+                {"make": made, "groups": groups},
+                writes=names,
+                reads=names,
+                restarts=False,
+            ),
+            *(
+                RoleSpec(
+                    f"learner-{name}",
+                    Kind.LEARNER,
+                    f"{_ROLES}:SorrelLearner",
+                    {"make": made, "group": name, "members": members},
+                    samples=(name,),
+                    publishes=name,
+                    publish_every=min(1, settings.publish_interval)
+                    if is_on_policy(models[name])
+                    else settings.publish_interval,
+                    nice=settings.learner_nice,
+                )
+                for name, members in groups.items()
+            ),
+        ),
+        replays=tuple(ReplaySpec(name, settings.buffer_capacity, fields[name]) for name in names),
+        channels=tuple(
+            ChannelSpec(name, WeightsLayout.of(acting_part(models[name]).state_dict()), settings.publish_mode)
+            for name in names
+        ),
+        # sorrel counts epochs from 0 up to and with the last.
+        budget=Budget((int(env.config.experiment.epochs) + 1) * turns),
+        pace=Pace(turns, 1, 0, settings.max_ahead)
+        if on_policy
+        else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
+        patience=Patience(actor=settings.actor_timeout, learner=settings.learner_timeout),
+        seed=settings.seed,
+        max_lag=settings.max_lag,
+        save_every=settings.checkpoint_interval,
+        log_every=settings.log_interval,
+    )

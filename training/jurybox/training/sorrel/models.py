@@ -1,0 +1,164 @@
+"""What the runtime needs to know of a sorrel model: what acts in it, what it remembers, whether it is on-policy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.training.replay import Field
+from jurybox.training.torch_weights import TorchWeights
+
+# Kinds of rows: a transition, or the bounds of an epoch.
+TRANSITION, EPOCH_BEGINS, EPOCH_ENDS = 0, 1, 2
+_EXTRA = "extra_"
+
+
+def learned(agents: Sequence[Any]) -> dict[str, list[int]]:
+    """Groups of agents with one model each, by name; agents whose model has nothing to learn are left out."""
+    groups: dict[int, list[int]] = {}
+    for number, agent in enumerate(agents):
+        if isinstance(agent.model, nn.Module) and hasattr(agent.model.memory, "obs_shape"):
+            groups.setdefault(id(agent.model), []).append(number)
+    return {"+".join(f"agent_{number}" for number in group): group for group in groups.values()}
+
+
+def acting_part(model: Any) -> nn.Module:
+    """The network that actions come from: what sorrel itself makes policy snapshots of."""
+    of_two = getattr(model, "models", None)
+    if isinstance(of_two, Mapping) and isinstance(of_two.get("local"), nn.Module):
+        found: nn.Module = of_two["local"]
+        return found
+    policy = getattr(model, "policy", None)
+    if isinstance(policy, nn.Module):
+        return policy
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def is_on_policy(model: Any) -> bool:
+    """Whether it learns from whole epochs of its own policy (sorrel's RolloutBuffer)."""
+    return hasattr(model.memory, "log_probs")
+
+
+def fields_of(memory: Any) -> dict[str, Field]:
+    """A row for everything that goes into a sorrel buffer."""
+    return {
+        "kind": Field((), "int32"),
+        "epoch": Field((), "int64"),
+        "observation": Field(tuple(int(size) for size in memory.obs_shape), "float32"),
+        "action": Field((), "int64"),
+        "log_probability": Field((), "float32"),
+        "reward": Field((), "float32"),
+        "done": Field((), "float32"),
+        **{f"{_EXTRA}{name}": Field(array.shape[1:], array.dtype.name) for name, array in memory.extra_data.items()},
+    }
+
+
+class Tap:
+    """Writes what goes into a model's memory to a replay too, for the model's learner.
+
+    Args:
+        add: of the replay.
+    """
+
+    def __init__(self, add: Any, model: Any) -> None:
+        self._model = model
+        self._write = add
+        self._nothing = {name: np.zeros(field.shape, field.dtype) for name, field in fields_of(model.memory).items()}
+        self._put_in()
+
+    def mark(self, kind: int, epoch: int) -> None:
+        """An epoch begins or ends."""
+        self._put_in()
+        self._write(**{**self._nothing, "kind": kind, "epoch": epoch})
+
+    def _put_in(self) -> None:
+        memory = self._model.memory
+        if isinstance(getattr(memory.add, "tap", None), Tap):
+            return
+        remember = memory.add
+
+        def add(obs: Any, action: Any, reward: Any, done: Any, **more: Any) -> None:
+            remember(obs, action, reward, done, **more)
+            chosen, log_probability = action if isinstance(action, tuple) else (action, 0.0)
+            row = {
+                **self._nothing,
+                "observation": np.asarray(obs, np.float32).reshape(self._nothing["observation"].shape),
+                "action": int(chosen),
+                "log_probability": float(log_probability),
+                "reward": float(reward),
+                "done": float(done),
+            }
+            self._write(**row, **{f"{_EXTRA}{name}": np.asarray(value) for name, value in more.items()})
+
+        add.tap = self  # type: ignore[attr-defined]
+        memory.add = add
+
+
+def remember(model: Any, row: Mapping[str, Any]) -> None:
+    """Put a transition that a `Tap` wrote into a model's memory, as the agent did."""
+    action = int(row["action"])
+    more = {name.removeprefix(_EXTRA): value for name, value in row.items() if name.startswith(_EXTRA)}
+    chosen = (action, float(row["log_probability"])) if is_on_policy(model) else action
+    model.memory.add(row["observation"], chosen, float(row["reward"]), bool(row["done"]), **more)
+
+
+class ModelWeights:
+    """Keeps an agent's model at what its learner published: weights, and epsilon with them."""
+
+    def __init__(self, reader: WeightsReader, model: Any) -> None:
+        self._model = model
+        self._weights = TorchWeights(reader, acting_part(model))
+
+    @property
+    def version(self) -> int:
+        return self._weights.version
+
+    def refresh(self, timeout: float = 1.0) -> bool:
+        """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
+        if not self._weights.refresh(timeout):
+            return False
+        self._model.epsilon = self._weights.extra["epsilon"]
+        if hasattr(self._model, "_version"):
+            self._model._version += 1  # sorrel's threadsafe models act by a copy that they make for each version
+        return True
+
+
+class Chance:
+    """Random states of its own for code that draws from the global generators of Python, NumPy and torch."""
+
+    def __init__(self, seed: int) -> None:
+        torch_random = torch.Generator().manual_seed(seed)
+        numpy_random = np.random.RandomState(seed % 2**32)
+        self._states: tuple[Any, Any, Any] = (
+            random.Random(seed).getstate(),
+            numpy_random.get_state(),
+            torch_random.get_state(),
+        )
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = _states()
+        _set(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _set(before)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set(states: tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

@@ -1,0 +1,199 @@
+"""The roles of a sorrel experiment in processes: one actor with the environment, a learner for each model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.training.replay import Windows
+from jurybox.training.runtime.plan import load
+from jurybox.training.runtime.roles import Actor, Learner
+from jurybox.training.runtime.seat import Seat
+from jurybox.training.sorrel.models import (
+    EPOCH_BEGINS,
+    EPOCH_ENDS,
+    TRANSITION,
+    Chance,
+    ModelWeights,
+    Tap,
+    acting_part,
+    is_on_policy,
+    remember,
+)
+from jurybox.training.torch_states import optimiser_state, restore_optimiser
+
+Make = tuple[str, Mapping[str, Any]]
+
+
+class SorrelActor(Actor):
+    """One step is one turn of the environment, `take_turn`, between the same calls as in sorrel's `run_experiment`.
+
+    What its agents put into their memories goes to their learners too.
+
+    Args:
+        make: "package.module:callable" that gives the environment, and its keyword arguments.
+        groups: numbers of the agents with one model, by the name of its replay and channel.
+    """
+
+    def __init__(self, seat: Seat, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(seat)
+        torch.set_num_threads(seat.spec.threads)
+        self._chance = Chance(seat.seed)
+        with self._chance():
+            self.env: Any = load(make[0])(**make[1])
+        self._taps = {}
+        for group, members in groups.items():
+            model = self.env.agents[members[0]].model
+            self._taps[group] = Tap(seat.replay(group).add, model)
+            seat.follow(group, ModelWeights(seat.reader(group), model))
+        self._epoch, self._runs = 0, False
+
+    def step(self) -> int:
+        with self._chance():
+            if not self._runs:
+                self._begin()
+            self.env.take_turn(self._epoch)
+            if self.env.turn >= self.env.config.experiment.max_turns or (
+                self.env.world.is_done and self.env.stop_if_done
+            ):
+                self._end()
+        return 1
+
+    def save(self) -> dict[str, Any]:
+        # A world cannot be kept in general: the epoch that is under way begins anew.
+        self._runs = False
+        return {"epoch": self._epoch}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._epoch = int(state["epoch"])
+
+    def _begin(self) -> None:
+        self.env.reset()
+        for tap in self._taps.values():
+            tap.mark(EPOCH_BEGINS, self._epoch)
+        for agent in self.env.agents:
+            self.env._model_start_epoch_action(agent, self._epoch)
+        self._runs = True
+
+    def _end(self) -> None:
+        self.env.world.is_done = True
+        for agent in self.env.agents:
+            self.env._model_end_epoch_action(agent, self._epoch)
+        for tap in self._taps.values():
+            tap.mark(EPOCH_ENDS, self._epoch)
+        self.seat.episode(total=float(self.env.world.total_reward), length=self.env.turn)
+        self._epoch += 1
+        self._runs = False
+
+
+class SorrelLearner(Learner):
+    """One step is one `train_step` of the model, whose memory holds what its agents remembered.
+
+    Models that are off-policy take in all that came; on-policy ones an epoch at a time, and one of which rows were
+    overwritten before they came is left out.
+
+    Args:
+        make: as the actor's; of this environment only the model is used.
+        group: name of the replay and the channel. members: numbers of the agents.
+    """
+
+    def __init__(self, seat: Seat, *, make: Make, group: str, members: Sequence[int]) -> None:
+        super().__init__(seat)
+        torch.set_num_threads(seat.spec.threads)
+        self._group = group
+        seed = int(np.random.SeedSequence([seat.plan.seed, seat.number]).generate_state(1)[0])
+        self._chance = Chance(seed)
+        with self._chance():
+            self._env: Any = load(make[0])(**make[1])
+        self._agents = [self._env.agents[number] for number in members]
+        self.model: Any = self._agents[0].model
+        self._decay = self._env.config.model.get("epsilon_decay", 0.0)
+        self._on_policy = is_on_policy(self.model)
+        # The rows in this process's memory, in order.
+        self._rows = seat.replay(group).resident("cpu")
+        self._taken = 0
+        self._queue: deque[dict[str, Any]] = deque()
+        self._whole, self._complete = True, False
+        # Rows that are there already were somebody's before: they fill the memory, and their epochs have been counted.
+        self._rows.refresh()
+        self._old = self._rows.taken
+
+    def ready(self) -> bool:
+        with self._chance():
+            self._take_in()
+        return self._complete or (not self._on_policy and self._taken > 0)
+
+    def step(self) -> None:
+        with self._chance():
+            loss = float(np.mean(self._env._model_train_step(self._agents[0])))
+        self._complete = False
+        counted = {f"loss_{self._group}": loss, f"missed_{self._group}": float(self._rows.missed)}
+        self.seat.metrics(**counted, epsilon=float(self.model.epsilon))
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        return acting_part(self.model), {"epsilon": float(self.model.epsilon)}
+
+    def adopt(self, published: WeightsReader) -> None:
+        found = published.read()
+        state = {name: torch.from_numpy(array) for name, array in found.state.items()}
+        acting_part(self.model).load_state_dict(state)
+        target = getattr(self.model, "models", {}).get("target")
+        if target is not None:
+            target.load_state_dict(state)
+        self.model.epsilon = found.extra["epsilon"]
+
+    def save(self) -> dict[str, Any]:
+        optimiser = getattr(self.model, "optimizer", None)
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimiser": {} if optimiser is None else optimiser_state(optimiser),
+            "epsilon": float(self.model.epsilon),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        put_back(self.model, state)
+        if state["optimiser"]:
+            restore_optimiser(self.model.optimizer, state["optimiser"])
+
+    def _take_in(self) -> None:
+        missed = self._rows.missed
+        self._rows.refresh()
+        new = torch.arange(max(self._taken, self._rows.taken - len(self._rows)), self._rows.taken)
+        self._taken = self._rows.taken
+        if len(new):
+            if self._rows.missed > missed:
+                self._queue.clear()
+                self._whole = False
+            columns = {name: each.numpy() for name, each in self._rows.rows.columns(new, Windows(), 0).items()}
+            columns["position"] = new.numpy()
+            self._queue.extend({name: column[number] for name, column in columns.items()} for number in range(len(new)))
+        while self._queue and not self._complete:
+            self._one(self._queue.popleft())
+
+    def _one(self, row: Mapping[str, Any]) -> None:
+        kind, epoch, is_old = int(row["kind"]), int(row["epoch"]), int(row["position"]) < self._old
+        if kind == TRANSITION:
+            if self._whole or not self._on_policy:
+                remember(self.model, {name: value for name, value in row.items() if name != "position"})
+        elif kind == EPOCH_BEGINS:
+            self._whole = True
+            for agent in self._agents:
+                self._env._model_start_epoch_action(agent, epoch)
+        elif kind == EPOCH_ENDS and (self._whole or not self._on_policy):
+            for agent in self._agents:
+                self._env._model_end_epoch_action(agent, epoch)
+            if not is_old:
+                for _ in self._agents if self._decay else ():
+                    self.model.epsilon_decay(self._decay)
+            self._complete = self._on_policy and not is_old
+
+
+def put_back(model: Any, state: Mapping[str, Any]) -> None:
+    """Make a model what its learner saved: weights and epsilon."""
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in state["model"].items()})
+    model.epsilon = state["epsilon"]
