@@ -46,9 +46,7 @@ class OnPolicy(BaseModel):
     clip: float = Field(0.2, gt=0)
     entropy: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    max_stale: int = Field(
-        1, ge=0, description="Updates that the policy of a transition may be old."
-    )
+    max_stale: int = Field(1, ge=0, description="Updates that the policy of a transition may be old.")
 
 
 # What agents may have of their own.
@@ -101,7 +99,7 @@ class MarlTraining(BaseModel):
     epsilon: tuple[float, float, int] = Field((1.0, 0.05, 5000), description="First, last, learner steps in between.")
 
     device_per_agent: bool = Field(True, description="Learner i on cuda:(i modulo devices); without CUDA on the CPU.")
-    learner_nice: int = Field(5, ge=0, le=19, description="By how much learners give way to the actor.")
+    learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
     max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
     actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
@@ -224,7 +222,8 @@ def plan(settings: MarlTraining) -> Plan:
         if on_policy
         else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
         budget=Budget(settings.steps, settings.seconds),
-        patience=Patience(actor=settings.actor_timeout, learner=settings.learner_timeout),
+        # One that is killed again and again, every few seconds, is started again and again.
+        patience=Patience(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
         seed=settings.seed,
         max_lag=settings.max_lag,
         save_every=settings.checkpoint_interval,

@@ -83,10 +83,10 @@ class Tap:
         memory = self._model.memory
         if isinstance(getattr(memory.add, "tap", None), Tap):
             return
-        remember = memory.add
+        keep = memory.add
 
         def add(obs: Any, action: Any, reward: Any, done: Any, **more: Any) -> None:
-            remember(obs, action, reward, done, **more)
+            keep(obs, action, reward, done, **more)
             chosen, log_probability = action if isinstance(action, tuple) else (action, 0.0)
             row = {
                 **self._nothing,
@@ -95,8 +95,9 @@ class Tap:
                 "log_probability": float(log_probability),
                 "reward": float(reward),
                 "done": float(done),
+                **{f"{_EXTRA}{name}": np.asarray(value) for name, value in more.items()},
             }
-            self._write(**row, **{f"{_EXTRA}{name}": np.asarray(value) for name, value in more.items()})
+            self._write(**row)
 
         add.tap = self  # type: ignore[attr-defined]
         memory.add = add

@@ -43,9 +43,10 @@ class SorrelActor(Actor):
     def __init__(self, seat: Seat, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
         super().__init__(seat)
         torch.set_num_threads(seat.spec.threads)
-        self._chance = Chance(seat.seed)
-        with self._chance():
+        with Chance(seat.seed)():
             self.env: Any = load(make[0])(**make[1])
+        # Anew: models take their seeds from the operating system where nobody gives them one, and leave that behind.
+        self._chance = Chance(seat.seed)
         self._taps = {}
         for group, members in groups.items():
             model = self.env.agents[members[0]].model
@@ -107,9 +108,9 @@ class SorrelLearner(Learner):
         torch.set_num_threads(seat.spec.threads)
         self._group = group
         seed = int(np.random.SeedSequence([seat.plan.seed, seat.number]).generate_state(1)[0])
-        self._chance = Chance(seed)
-        with self._chance():
+        with Chance(seed)():
             self._env: Any = load(make[0])(**make[1])
+        self._chance = Chance(seed)
         self._agents = [self._env.agents[number] for number in members]
         self.model: Any = self._agents[0].model
         self._decay = self._env.config.model.get("epsilon_decay", 0.0)

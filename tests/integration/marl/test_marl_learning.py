@@ -1,0 +1,70 @@
+"""The longer proofs: what is learned, whatever is published how, and whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+from tests.serving import segments
+
+from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.training.recipes.marl_run import train
+from jurybox.training.runtime.board import State, Word
+from jurybox.training.runtime.plan import Kind
+from jurybox.training.runtime.run import run
+
+LEARNING = {
+    "algorithm": "ppo",
+    "steps": 40_000,
+    "learning_rate": 0.001,
+    "max_ahead": 256,
+    "log_interval": 2000,
+    "evaluate_episodes": 30,
+    "logging": False,
+}
+
+
+class Nothing:
+    def scalars(self, step, values): ...
+
+
+def ratios(evaluation):
+    """What each agent collects, as a multiple of what it collects at random."""
+    return [evaluation[f"eval_return_{agent}"] / evaluation[f"eval_random_{agent}"] for agent in ("agent_0", "agent_1")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
+def test_both_agents_collect_three_times_what_random_ones_do(mode, tmp_path):
+    outcome = train(MarlTraining(**LEARNING, publish_mode=mode, log_dir=tmp_path))
+    assert min(ratios(outcome.evaluation)) >= 3
+    assert outcome.restarts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_agent_whose_learner_is_killed_every_twenty_seconds_learns_as_much(tmp_path):
+    before = segments()
+    planned = plan(MarlTraining(**LEARNING, log_dir=tmp_path, checkpoint_interval=2000))
+    victim = planned.of_kind(Kind.LEARNER)[0]
+    killed, last = [], time.monotonic()
+
+    def watch(commons):
+        nonlocal last
+        words = commons.board.words[victim]
+        if time.monotonic() - last < 20 or words[Word.STATE] != State.RUNNING:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(words[Word.PID], signal.SIGKILL)
+            killed.append(victim)
+        last = time.monotonic()
+
+    outcome = run(planned, tmp_path, Nothing(), watch=watch)
+    assert outcome.env_steps == LEARNING["steps"] and not outcome.serial
+    assert killed and outcome.restarts >= len(killed) - 1, "the last one may have died as the run ended"
+    assert min(ratios(outcome.evaluation)) >= 3
+    assert segments() == before

@@ -1,0 +1,168 @@
+"""PPO in a multi-agent training: only what its own recent policy did teaches it, and nothing else is waited for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
+
+from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
+from jurybox.training.recipes.marl_command import settings_of
+from jurybox.training.recipes.marl_run import train
+from jurybox.training.runtime.board import Word
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.plan import Kind
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.turns import Rules, take_seat
+
+PPO = {**SMALL, "algorithm": "ppo", "ppo": {"rollout": 20, "epochs": 2}, "checkpoint_interval": 30}
+
+
+def weights(folder, learner):
+    state = Checkpoints(folder / "checkpoints").latest().state(learner)
+    return state["updates"], state["network"]
+
+
+def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
+    def settings(name, steps):
+        return MarlTraining(**{**PPO, "steps": steps}, log_dir=tmp_path / name, share=["agent_0", "agent_1"])
+
+    train(settings("whole", 90), serial=True)
+    train(settings("halves", 60), serial=True)
+    train(settings("halves", 90), serial=True, resume=True)
+    (one, whole), (two, halves) = (weights(tmp_path / name, "learner-agent_0+agent_1") for name in ("whole", "halves"))
+    # A checkpoint in the midst of a rollout costs the rest of it: 20 turns, 10 that are let go, and so on.
+    assert one == two and one[0] == one[1] > 0
+    assert all(np.array_equal(whole[name], halves[name]) for name in whole)
+
+
+def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
+    settings = MarlTraining(**PPO, publish_interval=0)
+    run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
+    run(plan(settings), tmp_path / "parallel", Nothing())
+    one, two = (rows(tmp_path / name, "agent_1") for name in ("serial", "parallel"))
+    assert len(one["action"]) >= 56 and len(set(one["action"].tolist())) > 2
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture
+def seats():
+    """A run's shared memory, its learner's turn, and a writer of the actor's transitions."""
+    settings = MarlTraining(**{**PPO, "agents": 1, "buffer_capacity": 64})
+    planned = plan(settings)
+    said = []
+    with Commons.create(planned) as commons:
+        (number,) = planned.of_kind(Kind.LEARNER)
+        seat = Seat(planned, number, commons, said.append)
+        turn = take_seat(seat, Rules(planned, commons.board, None), None)
+        stream, random, moment = commons.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
+
+        def act(count, version):
+            for _ in range(count):
+                stream.add(
+                    observation=random.integers(2, size=(5, 5, 5), dtype=np.uint8),
+                    action=int(random.integers(5)),
+                    reward=float(random.random()),
+                    terminated=False,
+                    log_probability=float(np.log(0.2)),
+                    version=version,
+                    agent=0,
+                    moment=next(moment),
+                )
+
+        yield turn, act
+        turn.close()
+
+
+def test_transitions_of_an_old_policy_are_dropped_and_counted(seats):
+    turn, act = seats
+    learner = turn.role
+    act(21, version=0)
+    turn.take()
+    assert (learner.updates, learner.stale) == (1, 0)
+    act(20, version=1)
+    turn.take()
+    assert (learner.updates, learner.stale) == (2, 0)
+    act(9, version=0)
+    act(20, version=1)  # one update old: allowed
+    turn.take()
+    # The newest transition waits for its successor each time, so one of version 1 is counted with these.
+    assert (learner.updates, learner.stale) == (3, 9)
+
+
+def test_too_few_transitions_wait_for_the_next_step(seats):
+    turn, act = seats
+    learner = turn.role
+    act(6, version=0)
+    before = {name: each.clone() for name, each in learner.learner.network.state_dict().items()}
+    turn.take()
+    assert learner.updates == 0 and turn.seat.words[Word.LEARNER_STEPS] == 1, "a step without an update counts"
+    assert all(before[name].equal(each) for name, each in learner.learner.network.state_dict().items())
+    act(6, version=0)
+    turn.take()
+    assert learner.updates == 1 and learner.stale == 0, "the first six were kept"
+
+
+def test_what_the_ring_overwrote_is_counted(seats):
+    turn, act = seats
+    act(100, version=0)
+    turn.take()
+    assert turn.role._resident.missed == 36 and turn.role.updates == 1
+
+
+def test_who_comes_after_a_killed_learner_does_not_learn_twice_from_the_same(seats):
+    turn, act = seats
+    act(21, version=0)
+    turn.take()
+    act(11, version=1)
+    seat = turn.seat
+    turn.close()
+    after = take_seat(
+        Seat(seat.plan, seat.number, seat.commons, lambda message: None, life=2),
+        Rules(seat.plan, seat.board, None),
+        None,
+    )
+    try:
+        assert after.role.updates == 1
+        assert all(
+            one.equal(other)
+            for one, other in zip(
+                turn.role.learner.network.parameters(), after.role.learner.network.parameters(), strict=True
+            )
+        )
+        after.take()
+        assert after.role.updates == 2 and after.role.stale == 21, "only what the published policy did"
+    finally:
+        after.close()
+
+
+def test_agents_have_settings_of_their_own(tmp_path):
+    own = {"agent_1": {"algorithm": "iqn", "learning_rate": 0.001, "hidden": [8], "buffer_capacity": 50}}
+    settings = MarlTraining(**SMALL, own=own, log_dir=tmp_path)
+    first, second = (settings.of([agent]) for agent in ("agent_0", "agent_1"))
+    assert (first.algorithm, second.algorithm, second.learning_rate) == ("dqn", "iqn", 0.001)
+    outcome = train(settings, serial=True)
+    assert outcome.learner_steps == 20
+    states = [Checkpoints(tmp_path / "checkpoints").latest().state(f"learner-agent_{number}") for number in (0, 1)]
+    assert "layers.0.weight" in states[0]["network"] and states[1]["network"]["seen.0.weight"].shape[0] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (['own = {agent_0 = {algorithm = "ppo"}}'], "pace of its own"),
+        (["own = {agent_0 = {steps = 3}}"], "steps is not an agent's"),
+        (["own = {agent_0 = {batch_size = 0}}"], "batch_size"),
+    ],
+)
+def test_a_wrong_setting_of_an_agent_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_of(None, changes, {})
+
+
+def test_a_ring_without_room_for_two_rollouts_is_refused():
+    with pytest.raises(ConfigError, match="two rollouts"):
+        plan(MarlTraining(**PPO, buffer_capacity=79, share=["agent_0", "agent_1"]))
+    assert plan(MarlTraining(**PPO, buffer_capacity=80, share=["agent_0", "agent_1"]))

@@ -1,0 +1,124 @@
+"""Sorrel's environments, agents and models, unchanged, under the runtime. Needs sorrel: see docs/marl.md."""
+
+from __future__ import annotations
+
+import csv
+import os
+
+import numpy as np
+import pytest
+import torch
+from tests.serving import segments
+
+pytest.importorskip("sorrel", reason="sorrel is not installed here (it needs Python 3.12): docs/marl.md says how")
+
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.sorrel import run_experiment
+from jurybox.training.sorrel.models import TRANSITION, Chance
+from jurybox.training.sorrel.settings import SorrelError
+
+WORLDS = "tests.integration.marl.sorrel_worlds"
+TURNS, EPOCHS = 12, 5
+
+
+def asked(folder, **more):
+    settings = {"enabled": True, "log_dir": str(folder), "learning_starts": 20, "log_interval": 20, **more}
+    return {"multiprocessing": settings, "turns": TURNS, "epochs": EPOCHS}
+
+
+def remembered(folder, group):
+    """What an agent put into its memory over the whole run, in order."""
+    checkpoint = Checkpoints(folder / "checkpoints").latest()
+    replay = Replay.load(checkpoint.folder / f"replay-{group}.jbr", f"look-{os.getpid()}")
+    try:
+        part = replay.parts[0]
+        names = ("observation", "action", "reward", "extra_positions")
+        kept = part.field_rows("kind", 0, len(replay)) == TRANSITION
+        return [part.field_rows(name, 0, len(replay))[kept].copy() for name in names]
+    finally:
+        replay.unlink()
+        replay.close()
+
+
+def metrics(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def test_processes_walk_the_way_that_sorrel_itself_walks_when_nothing_is_published(tmp_path, monkeypatch):
+    before = segments()
+    runs = {}
+    for name, serial in (("serial", True), ("parallel", False)):
+        arguments = asked(tmp_path / name, publish_interval=0)
+        run_experiment(f"{WORLDS}:hunt", arguments, serial=serial)
+        runs[name] = remembered(tmp_path / name, "agent_1")
+    assert len(runs["serial"][1]) == (EPOCHS + 1) * TURNS and len(set(runs["serial"][1].tolist())) > 1
+    assert all(np.array_equal(one, two) for one, two in zip(*runs.values(), strict=True))
+    assert segments() == before
+
+    # Sorrel's own loop, with the actor's seed, and models that stay as they are.
+    from tests.integration.marl.sorrel_worlds import Hunt, hunt
+
+    from jurybox.training.sorrel.experiment import Multiprocessing, plan
+
+    monkeypatch.setattr(Hunt, "_model_train_step", lambda self, agent: np.array(0.0))
+    seed = int(np.random.SeedSequence([0, 0, 1]).generate_state(1, np.uint64)[0] >> 1)
+    with Chance(seed)():
+        env = hunt(multiprocessing={}, turns=TURNS, epochs=EPOCHS)
+    assert plan(env, Multiprocessing(), f"{WORLDS}:hunt", {}).roles[0].name == "actor"
+    added = []
+    memory = env.agents[1].model.memory
+    original = memory.add
+    memory.add = lambda obs, action, reward, done, **more: (
+        added.append((np.array(obs, np.float32).reshape(-1), int(action), float(reward))),
+        original(obs, action, reward, done, **more),
+    )
+    with Chance(seed)():
+        env.run_experiment(animate=False, logging=False, output_dir=tmp_path / "sorrel")
+    observations, actions, rewards, _ = runs["serial"]
+    assert [action for _, action, _ in added] == actions.tolist()
+    assert np.array_equal([observation for observation, _, _ in added], observations)
+    assert np.array_equal(np.array([reward for _, _, reward in added], np.float32), rewards)
+
+
+def test_models_learn_in_processes_of_their_own_and_come_back(tmp_path):
+    arguments = {**asked(tmp_path, publish_interval=2, max_ahead=8), "epsilon_decay": 0.1}
+    experiment = run_experiment(f"{WORLDS}:hunt", arguments)
+    turns = (EPOCHS + 1) * TURNS
+    assert experiment.outcome.env_steps == turns and experiment.outcome.restarts == 0
+    assert experiment.outcome.learner_steps == 2 * ((turns - 20) // 4)
+    fresh = run_experiment(f"{WORLDS}:hunt", {**arguments, "multiprocessing": {}, "epochs": -1}).env
+    for one, other in zip(experiment.env.agents, fresh.agents, strict=True):
+        before, after = (each.model.state_dict()["qnetwork_local.head1.weight"] for each in (other, one))
+        assert not torch.equal(before, after)
+        assert one.model.epsilon == pytest.approx(0.4 * 0.9 ** (EPOCHS + 1))
+    rows = metrics(tmp_path)
+    assert any(row.get("loss_agent_0", 0) > 0 for row in rows)
+
+
+def test_without_being_asked_sorrel_runs_it_itself(tmp_path):
+    arguments = {"multiprocessing": {"enabled": False}, "turns": TURNS, "epochs": 1}
+    experiment = run_experiment(
+        f"{WORLDS}:hunt", arguments, animate=False, logging=False, output_dir=tmp_path / "sorrel"
+    )
+    assert experiment.outcome is None and experiment.env.agents[0].model.memory.size == 2 * (TURNS + 1)
+    assert (tmp_path / "sorrel").is_dir() and not (tmp_path / "checkpoints").exists()
+
+
+def test_agents_with_one_model_have_one_learner_and_a_threadsafe_copy_acts_by_new_weights(tmp_path):
+    experiment = run_experiment(f"{WORLDS}:safe_hunt", asked(tmp_path, publish_interval=1), serial=True)
+    assert set(experiment.outcome.busy) == {"actor", "learner-agent_0+agent_1"}
+    assert experiment.outcome.learner_steps > 0
+
+
+def test_an_on_policy_model_learns_from_whole_epochs_and_others_need_not_learn(tmp_path):
+    experiment = run_experiment(f"{WORLDS}:on_policy_hunt", asked(tmp_path, max_ahead=0))
+    assert set(experiment.outcome.busy) == {"actor", "learner-agent_0"}
+    assert experiment.outcome.learner_steps == EPOCHS + 1, "one for each epoch, as sorrel does it"
+    assert any("loss_agent_0" in row for row in metrics(tmp_path))
+
+
+def test_a_wrong_setting_is_named(tmp_path):
+    with pytest.raises(SorrelError, match="publish_every"):
+        run_experiment(f"{WORLDS}:hunt", asked(tmp_path, publish_every=3))
