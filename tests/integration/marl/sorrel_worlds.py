@@ -87,7 +87,9 @@ class OnPolicyHunt(TreasurehuntEnv):
         )
         second.model = RandomModel(second.observation_spec.input_size, 4, memory_size=64)
         second.model.memory.n_frames = 2
-        self.agents = [OnPolicyAgent(first.observation_spec, first.action_spec, model), second]
+        learner = OnPolicyAgent(first.observation_spec, first.action_spec, model)
+        learner.kind = first.kind  # what the others see it as
+        self.agents = [learner, second]
 
 
 class SafeHunt(SafeTreasurehuntEnv):

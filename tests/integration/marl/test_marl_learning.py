@@ -18,7 +18,7 @@ from jurybox.training.runtime.run import run
 
 LEARNING = {
     "algorithm": "ppo",
-    "steps": 40_000,
+    "steps": 60_000,
     "learning_rate": 0.001,
     "max_ahead": 256,
     "log_interval": 2000,

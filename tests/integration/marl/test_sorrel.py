@@ -18,6 +18,7 @@ from jurybox.training.sorrel import run_experiment
 from jurybox.training.sorrel.models import TRANSITION, Chance
 from jurybox.training.sorrel.settings import SorrelError
 
+pytestmark = pytest.mark.timeout(600)  # importing sorrel takes each process seconds
 WORLDS = "tests.integration.marl.sorrel_worlds"
 TURNS, EPOCHS = 12, 5
 
