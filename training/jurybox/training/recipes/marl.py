@@ -78,7 +78,7 @@ class MarlTraining(BaseModel):
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
     algorithm: Algorithm = "dqn"
-    ppo: OnPolicy = OnPolicy()
+    ppo: OnPolicy = OnPolicy.model_validate({})
     own: dict[str, dict[str, Any]] = Field({}, description="By agent, settings that differ from the others'.")
     steps: int = Field(200_000, ge=1, description="Turns of the world.")
     seconds: float | None = Field(None, gt=0, description="Stop after so many.")

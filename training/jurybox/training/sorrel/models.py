@@ -112,20 +112,22 @@ def remember(model: Any, row: Mapping[str, Any]) -> None:
 
 
 class ModelWeights:
-    """Keeps an agent's model at what its learner published: weights, and epsilon with them."""
+    """Keeps an agent's model at what its learner published: weights, and epsilon with them.
+
+    Attributes:
+        version: of the weights in the model; 0 before the first.
+    """
 
     def __init__(self, reader: WeightsReader, model: Any) -> None:
         self._model = model
         self._weights = TorchWeights(reader, acting_part(model))
-
-    @property
-    def version(self) -> int:
-        return self._weights.version
+        self.version = 0
 
     def refresh(self, timeout: float = 1.0) -> bool:
         """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
         if not self._weights.refresh(timeout):
             return False
+        self.version = self._weights.version
         self._model.epsilon = self._weights.extra["epsilon"]
         if hasattr(self._model, "_version"):
             self._model._version += 1  # sorrel's threadsafe models act by a copy that they make for each version
