@@ -14,7 +14,7 @@ from pathlib import Path
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
 
-START = 60.0
+START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
 
 
 class RunningServer:
@@ -26,7 +26,7 @@ class RunningServer:
         self.log = log
 
     def connect(self, **options: object) -> Server:
-        return connect(self.address, **{"timeout": 20.0, **options})
+        return connect(self.address, **{"timeout": 60.0, **options})
 
     def listening(self, door: str) -> str:
         """Where "http", "grpc" or "tcp" really listens, "host:port"."""

@@ -49,7 +49,7 @@ def connecting(request, door):
         return lambda: server.connect(door=door)
     server = request.getfixturevalue("gateway_server" if door == "grpc" else "server")
     where = f"{door}://{server.listening(door)}"
-    return lambda: connect(where, timeout=20.0)
+    return lambda: connect(where, timeout=60.0)
 
 
 @pytest.fixture
