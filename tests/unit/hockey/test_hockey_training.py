@@ -1,4 +1,4 @@
-"""The serial training: what it writes, what it learns from, and going on exactly where it was."""
+"""The training in one process: what it writes, what it learns from, and going on exactly where it was."""
 
 from __future__ import annotations
 
@@ -8,117 +8,134 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.protocol.segment import directory
-from jurybox.training.algorithms.league import League, LeagueSettings
-from jurybox.training.algorithms.td3 import TD3Settings
-from jurybox.training.environments.hockey import HockeyGame
-from jurybox.training.recipes import hockey_checkpoint
+from jurybox.training.algorithms.acting import NumpyActor
+from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.environments.hockey import HockeyGame, make_opponent
 from jurybox.training.recipes.checkpoints import CheckpointError
-from jurybox.training.recipes.hockey_collector import Collector, make_replay, shaped
+from jurybox.training.recipes.hockey import plan
+from jurybox.training.recipes.hockey_actor import name_of, number_of
+from jurybox.training.recipes.hockey_collector import Collector, fields, shaped
+from jurybox.training.recipes.hockey_command import settings_of
 from jurybox.training.recipes.hockey_evaluation import evaluate
-from jurybox.training.recipes.hockey_opponents import Opponents
-from jurybox.training.recipes.hockey_serial import COLUMNS, SerialHockey
-from jurybox.training.recipes.hockey_settings import HockeyTraining, Shaping
-from jurybox.training.replay import Windows
-from jurybox.training.runlog import RunLog
-
-LEARNER = TD3Settings(hidden_actor=(16, 16), hidden_critic=(16, 16))
-
-
-def settings(**changes) -> HockeyTraining:
-    options = {
-        "games": 2,
-        "warmup": 300,
-        "ratio": 0.1,
-        "batch": 16,
-        "capacity": 5000,
-        "learner": LEARNER,
-        "league": LeagueSettings(pool=2, least_games=2),
-        "snapshot_every": 4,
-        "evaluate_every": 10**9,
-        "evaluation_games": 2,
-        "checkpoint_every": 10**9,
-        **changes,
-    }
-    return HockeyTraining(**options)
+from jurybox.training.recipes.hockey_opponents import Pool
+from jurybox.training.recipes.hockey_run import train
+from jurybox.training.recipes.hockey_settings import Shaping
+from jurybox.training.replay import Episodes, Replay, Windows
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.errors import ConfigError, NothingToResume
+from jurybox.training.runtime.run import run
 
 
-def tensors(training: SerialHockey) -> list[torch.Tensor]:
-    learner = training.learner
-    networks = (learner.actor, learner.critic, learner.target_actor, learner.target_critic)
-    moments = [
-        value
-        for optimizer in ("actor_optimizer", "critic_optimizer")
-        for state in learner.state_dict()[optimizer]["state"].values()
-        for value in state.values()
-    ]
-    return [*(p.detach().clone() for network in networks for p in network.parameters()), *(m.clone() for m in moments)]
+def same(one, two, where=""):
+    """Two trees, bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for name in one:
+            same(one[name], two[name], f"{where}.{name}")
+    elif isinstance(one, list):
+        assert len(one) == len(two), where
+        for number, pair in enumerate(zip(one, two, strict=True)):
+            same(*pair, f"{where}[{number}]")
+    elif isinstance(one, np.ndarray):
+        assert np.array_equal(one, two, equal_nan=True), where
+    else:
+        assert one == two, where
 
 
 @pytest.mark.parametrize("prioritized", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_that_goes_on_computes_bit_for_bit_what_it_would_have(tmp_path: Path, prioritized: bool) -> None:
-    s = settings(prioritized=prioritized)
-    with RunLog(tmp_path / "straight", COLUMNS) as log, SerialHockey(s, log) as straight:
-        for _ in range(10):
-            straight.round()
-        expected, steps = tensors(straight), straight.env_steps
-        table = straight.league.matrix.table(straight.league.players)
-        rows = len(straight.replay)
-    with RunLog(tmp_path / "halves", COLUMNS) as log, SerialHockey(s, log) as first:
-        for _ in range(5):
-            first.round()
-        first.save("last")
-    with RunLog(tmp_path / "halves", COLUMNS, resume_at=first.env_steps) as log:
-        checkpoint = hockey_checkpoint.read(tmp_path / "halves" / "checkpoints")
-        with SerialHockey(s, log, resume=checkpoint) as second:
-            assert second.learner.updates > 0 and second.league.pool
-            for _ in range(5):
-                second.round()
-            assert second.env_steps == steps and second.episodes == 20 and len(second.replay) == rows
-            for a, b in zip(expected, tensors(second), strict=True):
-                assert torch.equal(a, b)
-            np.testing.assert_array_equal(table, second.league.matrix.table(second.league.players))
+def test_a_serial_run_that_goes_on_computes_bit_for_bit_what_it_would_have(tmp_path: Path, prioritized: bool) -> None:
+    s = {"prioritized": prioritized, "checkpoint_every": 1500, "workers": 2}
+    run(plan(settings(**s, steps=3000), tmp_path / "whole"), tmp_path / "whole", Nothing(), serial=True)
+    run(plan(settings(**s, steps=1500), tmp_path / "halves"), tmp_path / "halves", Nothing(), serial=True)
+    second = run(
+        plan(settings(**s, steps=3000), tmp_path / "halves"), tmp_path / "halves", Nothing(), serial=True, resume=True
+    )
+    whole, halves = (Checkpoints(tmp_path / name / "checkpoints").latest() for name in ("whole", "halves"))
+    assert second.env_steps == whole.env_steps >= 3000 and second.learner_steps >= 260
+    for role in ("learner", "actor-0", "actor-1"):
+        one, two = whole.state(role), halves.state(role)
+        same(one, two, role)
+    assert one["begun"] > 4 and whole.state("learner")["league"]["pool"], "matches were played, and one joined the pool"
+    assert (whole.folder / "weights-policy.state").read_bytes() == (halves.folder / "weights-policy.state").read_bytes()
 
 
-def test_a_training_leaves_metrics_checkpoints_and_a_summary_and_no_shared_memory(tmp_path: Path) -> None:
+def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path) -> None:
     before = set(os.listdir(directory()))
-    s = settings(steps=1500, evaluate_every=700, checkpoint_every=1000)
-    with RunLog(tmp_path, COLUMNS) as log, SerialHockey(s, log) as training:
-        training.train()
-        assert training.env_steps >= 1500
-        rows = log.rows()
+    s = settings(steps=1600, evaluate_every=700, matrix_games=1, film_games=1)
+    outcome = train(s, tmp_path, serial=True)
     assert set(os.listdir(directory())) == before
-    assert {"wins_weak", "losses_strong", "critic_loss", "cpu_seconds"} <= set(rows[-1])
-    assert rows[-1]["ties_weak"] + rows[-1]["wins_weak"] + rows[-1]["losses_weak"] == pytest.approx(1)
+    assert outcome.env_steps >= 1600 and outcome.learner_steps >= 100
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert {"seconds", "wins", "critic_loss", "eval_wins_weak", "eval_losses_strong"} <= set(lines[0].split(","))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["env_steps"] == training.env_steps and summary["learner_steps"] == training.learner.updates > 50
-    last = hockey_checkpoint.read(tmp_path / "checkpoints", "last")
-    assert last.counted["env_steps"] == training.env_steps and last.replay is not None
-    best = hockey_checkpoint.read(tmp_path / "checkpoints", "best")
-    assert best.replay == tmp_path / "checkpoints" / "best" / ".." / "last" / "replay.jbr"
+    assert summary["env_steps"] == outcome.env_steps and summary["serial"]
+    shares = [summary["evaluation"][f"eval_{what}_weak"] for what in ("wins", "ties", "losses")]
+    assert sum(shares) == pytest.approx(1)
+    report = (tmp_path / "report.html").read_text()
+    assert "data:image/gif;base64," in report and "learned against strong" in report and "Games won" in report
+    assert (tmp_path / "checkpoints" / "best" / "learner.state").exists()
+    with pytest.raises(CheckpointError, match="batch"):
+        train(settings(steps=1700, batch=8), tmp_path, serial=True, resume=True)
 
 
-def test_a_time_budget_ends_a_training(tmp_path: Path) -> None:
-    now = iter(range(1000))
-    with (
-        RunLog(tmp_path, COLUMNS) as log,
-        SerialHockey(settings(seconds=3.0), log, clock=lambda: float(next(now))) as training,
-    ):
-        training.train()
-    assert 0 < training.episodes < 20
+def test_nothing_to_resume_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(NothingToResume, match="without --resume"):
+        train(settings(), tmp_path, serial=True, resume=True)
+
+
+class Still:
+    """`Policies` that stand still, against one bot."""
+
+    def __init__(self, odds=None):
+        self.asked, self._odds = {}, odds or {"anchor:weak": 1.0}
+
+    def ask(self, half, seen, opponents, theirs):
+        assert len(seen) == len(opponents) == len(theirs)
+        self.asked[half] = len(seen)
+
+    def actions(self, half):
+        return np.zeros((self.asked.pop(half), 4), np.float32)
+
+    def player(self, name):
+        return make_opponent(name.removeprefix("anchor:"))
+
+    def odds(self):
+        return self._odds
+
+
+def played(replay, s, games, steps, **more):
+    collector = Collector([HockeyGame() for _ in range(games)], replay, s, Still(), **more)
+    made, results = 0, []
+    while made < steps:
+        step, over = collector.step(warm=True)
+        made += step
+        results += over
+    return collector, made, results
+
+
+def make_replay(name):
+    return Replay.create(f"{name}-{os.getpid()}", 20_000, fields(18, 4), episodes=Episodes(), seed=0)
+
+
+def test_one_half_is_asked_before_the_other_steps() -> None:
+    with make_replay("halves") as replay:
+        policies = Still()
+        collector = Collector([HockeyGame() for _ in range(5)], replay, settings(), policies)
+        for number in range(6):
+            made, _ = collector.step(warm=True)
+            assert made == (3, 2)[number % 2]
+            assert policies.asked == {0: 3, 1: 2}, "both halves' actions are under way between two steps"
 
 
 def test_rows_hold_what_both_players_saw_did_and_got() -> None:
-    s = settings(shaping=Shaping(touch=0.5))
-    seen: list[np.ndarray] = []
-    with make_replay(f"both-{os.getpid()}", s, 18, 4) as replay:
-        collector = Collector([HockeyGame(), HockeyGame()], replay, s, seen.append)
-        results = collector.round(0, None, League(s.league), Opponents())
-        steps = sum(result.steps for result in results)
-        assert len(seen[0]) == 2 * steps
-        batch = replay.sample(500, windows=Windows(n_step=1, next="observation"))
+    with make_replay("both") as replay:
+        _, steps, results = played(replay, settings(shaping={"touch": 0.5}), 4, 3000)
+        ties = sum(result.winner == 0 for result in results)
+        assert replay.added == 2 * (steps + ties), "a game cut short keeps its last observation as well"
+        batch = replay.sample(1000, windows=Windows(n_step=1, next="observation"))
         own, following = batch["observation"], batch["next_observation"]
         moved = following[:, :2] - own[:, :2]
         np.testing.assert_allclose(moved, following[:, 3:5] / 50, atol=0.12)  # by the turning body's offset at most
@@ -128,13 +145,34 @@ def test_rows_hold_what_both_players_saw_did_and_got() -> None:
 
 
 def test_rows_of_the_learner_alone_where_that_is_asked_for() -> None:
-    s = settings(both_sides=False)
-    with make_replay(f"own-{os.getpid()}", s, 18, 4) as replay:
-        collector = Collector([HockeyGame()], replay, s, lambda rows: None)
-        (result,) = collector.round(0, None, League(s.league), Opponents())
-        rows = replay.added
-    # A game cut short keeps its last observation as well.
-    assert rows == result.steps + (result.winner == 0)
+    with make_replay("own") as replay:
+        _, steps, results = played(replay, settings(both_sides=False), 2, 1000)
+        assert replay.added == steps + sum(result.winner == 0 for result in results)
+
+
+def test_matches_that_are_abandoned_are_begun_anew_with_other_chances() -> None:
+    with make_replay("anew") as replay:
+        collector, _, _ = played(replay, settings(), 2, 20)
+        before, rows = collector.begun, replay.added
+        collector.abandon()
+        collector.step(warm=True)
+        assert collector.begun == before + 2
+        batch = replay.sample(500, windows=Windows(n_step=1, next="observation"))
+        # The last row of a game that was left has no next one, so it is not handed out; none is led into another game.
+        assert np.abs(batch["next_observation"][:, :2] - batch["observation"][:, :2]).max() < 0.5 and rows > 30
+
+
+def test_collectors_share_one_ladder_of_noise_and_play_different_games() -> None:
+    s = settings(noise=(0.1, 0.8))
+    with make_replay("ladder") as replay:
+        made = [
+            Collector([HockeyGame() for _ in range(2)], replay, s, Still(), number=number, workers=2)
+            for number in (0, 1)
+        ]
+        ladder = sorted(deviation for collector in made for deviation in collector.noise)
+        np.testing.assert_allclose(ladder, [0.1, 0.2, 0.4, 0.8])
+        one, two = (collector.match(0, warm=False) for collector in made)
+        assert one.seed != two.seed and not np.array_equal(one.noise, two.noise)
 
 
 def test_the_reward_is_the_environments_own_unless_told_otherwise() -> None:
@@ -158,32 +196,46 @@ def test_an_evaluation_plays_the_same_games_each_time() -> None:
     assert one != evaluate([HockeyGame()], policy, "weak", 6, seed=1)
 
 
-def test_a_pools_member_plays_as_the_learner_did(tmp_path: Path) -> None:
-    with RunLog(tmp_path, COLUMNS) as log, SerialHockey(settings(), log) as training:
-        for _ in range(8):
-            training.round()
-        name = training.league.pool[-1]
-        row = np.random.default_rng(0).normal(size=18).astype(np.float32)
-        before = training.opponents.player(name).act(row).copy()
-        for _ in range(2):
-            training.round()
-        if name in training.league.pool:
-            np.testing.assert_array_equal(training.opponents.player(name).act(row), before)
-        assert set(training.opponents.actors) == set(training.league.pool)
+def test_a_pools_member_plays_as_it_did_and_is_named_where_it_is_not(tmp_path: Path) -> None:
+    state = {name: value.numpy() for name, value in TD3(18, 4).acting().state_dict().items()}
+    Pool(tmp_path).keep("pool:17", NumpyActor(state))
+    row = np.random.default_rng(0).normal(size=(1, 18)).astype(np.float32)
+    elsewhere = Pool(tmp_path)
+    np.testing.assert_array_equal(elsewhere.actor("pool:17")(row), NumpyActor(state)(row))
+    assert elsewhere.names() == ["pool:17"]
+    for name in ("pool:123456", "pool:../x", "nobody"):
         with pytest.raises(KeyError, match="nobody plays"):
-            training.opponents.player("pool:123456")
+            elsewhere.actor(name)
 
 
-def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="without --resume"):
-        hockey_checkpoint.read(tmp_path)
+def test_opponents_have_numbers_and_names() -> None:
+    anchors = ("anchor:weak", "anchor:strong")
+    for name in (*anchors, "pool:1", "pool:123"):
+        assert name_of(number_of(name, anchors), anchors) == name
 
 
-def test_a_checkpoint_that_was_half_written_leaves_the_one_before(tmp_path: Path) -> None:
-    hockey_checkpoint.save(tmp_path, "last", counted={"env_steps": 1}, tensors={}, replay=None)
-    with pytest.raises(TypeError):
-        hockey_checkpoint.save(tmp_path, "last", counted={"env_steps": object()}, tensors={}, replay=None)
-    assert hockey_checkpoint.read(tmp_path).counted["env_steps"] == 1
-    # A crash between the two renames: the old one is found under the name it had for a moment.
-    (tmp_path / "last").rename(tmp_path / ".old-last")
-    assert hockey_checkpoint.read(tmp_path).counted["env_steps"] == 1
+def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
+    config = tmp_path / "hockey.toml"
+    config.write_text("batch = 32\nworkers = 3\n[learner]\ntau = 0.01\nactor_rate = 0.1\n")
+    s = settings_of(config, ["learner.actor_rate = 0.2", "noise = [0.1, 0.3]"], {"workers": 2, "seed": None})
+    assert (s.batch, s.workers, s.noise) == (32, 2, (0.1, 0.3))
+    assert (s.learner.tau, s.learner.actor_rate, s.learner.policy_delay) == (0.01, 0.2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["batches = 3"], "batches"),
+        (["batch = 0"], "batch"),
+        (["learner.taus = 1"], "taus"),
+        (["batch"], "NAME=VALUE"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_of(None, changes, {})
+
+
+def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.at_all"):
+        plan(settings(environment="nowhere.at_all:Env"), tmp_path)

@@ -130,6 +130,67 @@ def train_marl(
     _until_interrupted(work, None, told="stopping; --resume goes on from here")
 
 
+@train.command("hockey")
+def train_hockey(
+    out: Out = Path("hockey-out"),
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Settings, as TOML.", exists=True, dir_okay=False)
+    ] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Collecting processes.")] = None,
+    envs_per_worker: Annotated[int | None, typer.Option(min=2, help="Games of each, stepped in two halves.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Env steps in all.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many.")] = None,
+    target: Annotated[float | None, typer.Option(help="Stop at so many points (wins - losses).")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Everything random comes from it.")] = None,
+    serial: Annotated[bool, typer.Option("--serial", help="The same algorithm in one process.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    on_failure: Annotated[str | None, typer.Option(help="end or serial, when a process fails too often.")] = None,
+    env: Annotated[str | None, typer.Option(help="module:Class made like the original.")] = None,
+    mode: Annotated[int | None, typer.Option(min=0, max=2, help="0 whole games, 1 shooting, 2 defence.")] = None,
+    policy: Annotated[str | None, typer.Option(help="local: collectors act; served: a policy server.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Learner steps for each env step.")] = None,
+    warmup: Annotated[int | None, typer.Option(min=1, help="Env steps at random, without learning.")] = None,
+    weight_sync_interval: Annotated[
+        int | None, typer.Option(min=1, help="A collector's steps between looks for new weights.")
+    ] = None,
+    max_lag: Annotated[int | None, typer.Option(min=0, help="Staler than so many publications: sync at once.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=0, help="Env steps between evaluations.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=0, help="Env steps between checkpoints.")] = None,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+) -> None:
+    """Teach a policy to play hockey against bots and its past selves, collecting and learning at the same time."""
+    given = {
+        "workers": workers,
+        "envs_per_worker": envs_per_worker,
+        "steps": steps,
+        "minutes": minutes,
+        "target": target,
+        "seed": seed,
+        "on_failure": on_failure,
+        "environment": env,
+        "mode": mode,
+        "policy": policy,
+        "ratio": ratio,
+        "warmup": warmup,
+        "weight_sync_interval": weight_sync_interval,
+        "max_lag": max_lag,
+        "evaluate_every": evaluate_every,
+        "checkpoint_every": checkpoint_every,
+    }
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes.hockey_command import settings_of, train_hockey
+
+        settings = settings_of(config, change or [], given)
+        return train_hockey(settings, out, console, serial=serial, resume=resume, mlflow=mlflow, wandb=wandb)
+
+    _until_interrupted(work, out, told="stopping; --resume goes on from here")
+
+
 @train.command("workflow")
 def train_workflow(
     out: Out,

@@ -87,6 +87,15 @@ class WinMatrix:
         won, tied, _ = self.shares(player, opponent)
         return won + 0.5 * tied
 
+    def counts(self, player: str, opponent: str) -> list[float]:
+        """Decayed wins, ties and losses."""
+        return [float(count) for count in self._counts(player, opponent)]
+
+    def put(self, player: str, opponent: str, counts: Sequence[float]) -> None:
+        """Set what `counts` tells, from both sides."""
+        self._games[player, opponent] = np.array(counts, np.float64)
+        self._games[opponent, player] = np.array(counts, np.float64)[::-1].copy()
+
     def copy_row(self, source: str, target: str) -> None:
         """`target` begins with the results of `source`."""
         for (player, opponent), counts in list(self._games.items()):
@@ -167,6 +176,13 @@ class League:
         share: npt.NDArray[np.float64] = weights / total
         return share
 
+    def odds(self) -> dict[str, float]:
+        """Every opponent's chance to be the next one; what others need who choose in this league's stead."""
+        share = self.settings.anchor_share if self.pool else 1.0
+        anchors = dict.fromkeys(self.anchors, share / len(self.anchors))
+        pool = zip(self.pool, ((1.0 - share) * self.chances()).tolist(), strict=True)
+        return {**anchors, **dict(pool)}
+
     def record(self, opponent: str, outcome: int) -> None:
         """The learner won (1), tied (0) or lost (-1). A member that has left meanwhile is passed over."""
         if opponent in self.pool or opponent in self.anchors:
@@ -175,6 +191,17 @@ class League:
     @property
     def players(self) -> tuple[str, ...]:
         return (LEARNER, *self.anchors, *self.pool)
+
+    def row(self) -> dict[str, list[float]]:
+        """The learner's own (decayed) wins, ties and losses against each opponent: all that choosing depends on."""
+        return {name: self.matrix.counts(LEARNER, name) for name in (*self.anchors, *self.pool)}
+
+    def take_over(self, row: Mapping[str, Sequence[float]]) -> None:
+        """Go on from another league's `row`: its pool is this one's from now on."""
+        self.pool = [name for name in row if name not in self.anchors]
+        for name, counts in row.items():
+            if name in self.players:
+                self.matrix.put(LEARNER, name, counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON holds it."""

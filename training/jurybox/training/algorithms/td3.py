@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,35 +16,9 @@ from torch import Tensor
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.algorithms.networks import Actor, Policy, TwinCritic
 from jurybox.training.algorithms.normaliser import Normaliser
+from jurybox.training.algorithms.td3_settings import CLIP, TD3Settings
 
-_CLIP = 5.0  # deviations; beyond them an observation tells no more
-
-
-@dataclass(frozen=True, slots=True)
-class TD3Settings:
-    """What the learner can be told.
-
-    Attributes:
-        hidden_actor, hidden_critic: units of the layers.
-        actor_rate, critic_rate: learning rates of Adam.
-        tau: how far target networks move towards the others in a step.
-        policy_delay: critic steps for each step of actor and targets.
-        target_noise, target_clip: deviation and bound of the noise on target actions (smoothing).
-        pre_tanh_penalty: weight of the squared size, beyond 1, of what enters the actor's last tanh; keeps actions
-            from being stuck at their bounds, where they have no gradient. 0 is plain TD3.
-        reward_scale: rewards are multiplied by it.
-    """
-
-    hidden_actor: tuple[int, ...] = (128, 128)
-    hidden_critic: tuple[int, ...] = (128, 128)
-    actor_rate: float = 5e-4
-    critic_rate: float = 1e-3
-    tau: float = 0.005
-    policy_delay: int = 2
-    target_noise: float = 0.2
-    target_clip: float = 0.5
-    pre_tanh_penalty: float = 0.001
-    reward_scale: float = 0.1
+__all__ = ["TD3", "TD3Settings", "Update"]
 
 
 class Update(NamedTuple):
@@ -88,7 +61,7 @@ class TD3:
             torch.manual_seed(seed)
             self.actor = Actor(observation_size, action_size, s.hidden_actor).to(self.device)
             self.critic = TwinCritic(observation_size, action_size, s.hidden_critic).to(self.device)
-        self.policy = Policy(self.actor, observation_size, clip=_CLIP).to(self.device)
+        self.policy = Policy(self.actor, observation_size, clip=CLIP).to(self.device)
         self.target_actor = deepcopy(self.actor).requires_grad_(False)
         self.target_critic = deepcopy(self.critic).requires_grad_(False)
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -157,7 +130,7 @@ class TD3:
     def numpy_actor(self) -> NumpyActor:
         """A copy of the policy as it is now, for acting on this host without torch."""
         state = self.acting().state_dict()
-        return NumpyActor({name: value.detach().cpu().numpy().copy() for name, value in state.items()}, clip=_CLIP)
+        return NumpyActor({name: value.detach().cpu().numpy().copy() for name, value in state.items()}, clip=CLIP)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it: networks, optimisers, statistics, counters, random state; what weights_only=True loads."""

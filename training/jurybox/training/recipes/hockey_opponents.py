@@ -1,15 +1,90 @@
-"""Who plays under a league's names where everything is in one process: bots for anchors, kept weights for the pool."""
+"""Who acts in a collector: the newest published policy, bots for anchors, kept weights for the pool; in its process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.client.weights_reader import WeightsReader
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
+from jurybox.training.runtime.state_files import read_state, write_state
+
+Rows = npt.NDArray[np.float32]
+
+
+class PublishedActor:
+    """Keeps a `NumpyActor` at the newest publication; a role follows it.
+
+    Attributes:
+        version: of its weights; 0 before the first.
+        actor: None before the first.
+        odds: of the next opponent, as the learner's league had them at that publication.
+    """
+
+    def __init__(self, reader: WeightsReader) -> None:
+        self.version = 0
+        self.actor: NumpyActor | None = None
+        self.odds: dict[str, float] = {}
+        self._reader = reader
+        self._spare, self._state = reader.buffers(), reader.buffers()
+
+    def refresh(self, timeout: float = 1.0) -> bool:
+        """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
+        if not self._reader.newer_than(self.version):
+            return False
+        state, self.version, extra = self._reader.read(out=self._spare, timeout=timeout)
+        self._spare, self._state = self._state, state
+        self.actor = NumpyActor(state)
+        self.odds = extra["odds"]
+        return True
+
+    def __call__(self, rows: Rows) -> Rows:
+        """Actions (n, a) for observations (n, o)."""
+        assert self.actor is not None, "the driver refreshes what a role follows before its first step"
+        return self.actor(rows)
+
+
+class Pool:
+    """Weights of past selves: a file for each, written once by the learner, read by whoever plays against one.
+
+    Files stay when their member has left: a checkpoint may name them, and a report may look back.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._actors: dict[str, NumpyActor] = {}
+
+    def keep(self, name: str, actor: NumpyActor) -> None:
+        """`actor` plays under `name` ("pool:17") from now on."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_state(self._path(name), {"state": actor.state})
+
+    def names(self) -> list[str]:
+        """All that ever were, oldest first."""
+        return [f"pool:{int(path.stem)}" for path in sorted(self._folder.glob("*.weights"))]
+
+    def actor(self, name: str) -> NumpyActor:
+        """The policy of that name.
+
+        Raises:
+            KeyError: nobody plays under that name.
+        """
+        if name not in self._actors:
+            path = self._path(name)
+            if not path.exists():
+                raise KeyError(f"nobody plays as {name!r}: expected anchor:NAME or one of {', '.join(self.names())}")
+            self._actors[name] = NumpyActor(read_state(path)["state"])
+        return self._actors[name]
+
+    def _path(self, name: str) -> Path:
+        kind, _, version = name.partition(":")
+        if kind != "pool" or not version.isdigit():
+            raise KeyError(f"nobody plays as {name!r}: expected anchor:NAME or pool:VERSION")
+        return self._folder / f"{int(version):012d}.weights"
 
 
 class PastSelf:
@@ -21,39 +96,30 @@ class PastSelf:
     def reset(self, seed: int) -> None:
         """Nothing to forget: the policy has no memory."""
 
-    def act(self, observation: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        action: npt.NDArray[np.float32] = self._actor(observation[None])[0]
+    def act(self, observation: Rows) -> Rows:
+        action: Rows = self._actor(observation[None])[0]
         return action
 
 
-class Opponents:
-    """The opponents of one league, by name."""
+class LocalPolicies:
+    """Everybody acts in this process: `Policies` for a collector."""
 
-    def __init__(self, action_size: int = 4) -> None:
-        self._action_size = action_size
-        self.actors: dict[str, NumpyActor] = {}
+    def __init__(self, published: PublishedActor, pool: Pool, action_size: int) -> None:
+        self._published, self._pool, self._action_size = published, pool, action_size
+        self._seen: dict[int, Rows] = {}
 
-    def keep(self, name: str, actor: NumpyActor, instead_of: str | None = None) -> None:
-        """`actor` plays under `name` from now on."""
-        self.actors[name] = actor
-        if instead_of is not None:
-            self.actors.pop(instead_of, None)
+    def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
+        """Remember what there is to compute; nobody else would compute it meanwhile."""
+        self._seen[half] = seen
+
+    def actions(self, half: int) -> Rows:
+        return self._published(self._seen.pop(half))
 
     def player(self, name: str) -> Opponent:
-        """A player of its own for one game at a time.
-
-        Raises:
-            KeyError: nobody plays under that name.
-        """
         kind, _, which = name.partition(":")
         if kind == "anchor":
             return make_opponent(which, action_size=self._action_size)
-        if name not in self.actors:
-            raise KeyError(f"nobody plays as {name!r}: expected anchor:NAME or one of {', '.join(self.actors)}")
-        return PastSelf(self.actors[name])
+        return PastSelf(self._pool.actor(name))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: actor.state for name, actor in self.actors.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.actors = {name: NumpyActor(kept) for name, kept in state.items()}
+    def odds(self) -> Mapping[str, float]:
+        return self._published.odds

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jurybox.training.algorithms.league import LeagueSettings
-from jurybox.training.algorithms.td3 import TD3Settings
+from jurybox.training.algorithms.td3_settings import TD3Settings
+from jurybox.training.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,64 +30,86 @@ class Shaping:
     direction: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class HockeyTraining:
-    """Settings of one training.
+class HockeyTraining(BaseModel):
+    """Settings of one training; a TOML file and the command line hold the same names."""
 
-    Attributes:
-        seed: everything random comes from it.
-        steps: env steps in all (steps of games, whoever plays), rounded up to whole rounds.
-        environment: ``module:Class`` of another environment made like the original; None: this package's own.
-        games: played side by side; a round is one episode of each.
-        warmup: env steps with random actions and without learning.
-        ratio: learner steps for each env step.
-        batch, n_step, discount: of the learner's samples.
-        capacity: rows of the replay.
-        prioritized, alpha, beta: see `jurybox.training.replay`.
-        both_sides: keep what opponents saw and did as well: the learner is off-policy, and learns from theirs too.
-        mirror: hand half of each sample to the learner as in a looking-glass (left is right): the game is symmetric.
-        noise: deviation of the exploration noise in the first and in the last of the games, those between in equal
-            ratios (a ladder as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018): some
-            games show what the policy does, others what it does not do any more.
-        noise_colour: see `coloured_noise`.
-        learner, league, shaping: see there.
-        snapshot_every: episodes between two snapshots for the pool.
-        evaluate_every, evaluation_games: env steps between two evaluations, and games of one against each anchor.
-        checkpoint_every: env steps between two checkpoints.
-        seconds: stop after so many seconds of training; None: train all steps.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = 0
-    steps: int = 1_000_000
-    environment: str | None = None
-    games: int = 8
-    warmup: int = 10_000
-    ratio: float = 0.5
-    batch: int = 128
-    n_step: int = 8
-    discount: float = 0.99
-    capacity: int = 1_000_000
+    seed: int = Field(0, ge=0, description="Everything random comes from it.")
+    steps: int = Field(1_000_000, ge=1, description="Env steps in all: steps of games, whoever plays.")
+    minutes: float | None = Field(None, gt=0, description="Stop after so many.")
+    target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation's points reach it.")
+
+    environment: str | None = Field(None, description="module:Class made like the original; none: this package's own.")
+    mode: Literal[0, 1, 2] = Field(0, description="0 whole games, 1 shooting, 2 defence.")
+    workers: int = Field(1, ge=1, description="Collecting processes.")
+    envs_per_worker: int = Field(8, ge=2, description="Games of each; one half steps while the other is computed.")
+    policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
+
+    warmup: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
+    ratio: float = Field(0.5, gt=0, description="Learner steps for each env step.")
+    max_ahead: int = Field(2000, ge=0, description="Env steps that collectors may be ahead of the learner.")
+    publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
+    weight_sync_interval: int = Field(10, ge=1, description="A collector's steps between two looks for new weights.")
+    max_lag: int | None = Field(20, ge=0, description="Publications that a collector may be behind; then it syncs.")
+
+    batch: int = Field(128, ge=2)
+    n_step: int = Field(8, ge=1)
+    discount: float = Field(0.99, ge=0, le=1)
+    capacity: int = Field(1_000_000, ge=1, description="Rows of the replay.")
     prioritized: bool = True
-    alpha: float = 0.6
-    beta: float = 0.4
-    both_sides: bool = True
-    mirror: bool = True
-    noise: tuple[float, float] = (0.05, 0.5)
-    noise_colour: float = 1.0
-    learner: TD3Settings = field(default_factory=TD3Settings)
-    league: LeagueSettings = field(default_factory=lambda: LeagueSettings(anchor_share=0.75))
-    shaping: Shaping = field(default_factory=Shaping)
-    snapshot_every: int = 500
-    evaluate_every: int = 50_000
-    evaluation_games: int = 100
-    checkpoint_every: int = 200_000
-    seconds: float | None = None
+    alpha: float = Field(0.6, ge=0, le=1, description="How much priorities count.")
+    beta: float = Field(0.4, ge=0, le=1, description="How much importance weights do.")
+    both_sides: bool = Field(True, description="Keep what opponents saw and did: the learner is off-policy.")
+    mirror: bool = Field(True, description="Half of each sample as in a looking-glass: the game is symmetric.")
+    # A ladder over all games, as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018: some show
+    # what the policy does, others what it does not do any more.
+    noise: tuple[float, float] = Field((0.05, 0.5), description="Exploration in the first and in the last game.")
+    noise_colour: float = Field(1.0, ge=0, description="0 white, 1 pink.")
+    device: str = Field("cpu", description="Where the learner computes.")
+
+    learner: TD3Settings = TD3Settings()
+    league: LeagueSettings = LeagueSettings(anchor_share=0.75)
+    shaping: Shaping = Shaping()
+    snapshot_every: int = Field(500, ge=1, description="Episodes between two snapshots for the pool.")
+    evaluate_every: int = Field(50_000, ge=0, description="Env steps between two evaluations; 0: one at the end.")
+    evaluation_games: int = Field(100, ge=1, description="Of an evaluation, against each anchor.")
+    matrix_games: int = Field(20, ge=0, description="Of each pair in the report's win matrix; 0: no matrix.")
+    film_games: int = Field(2, ge=0, description="In the report's moving picture; 0: none.")
+    checkpoint_every: int = Field(100_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
+    log_every: int = Field(5000, ge=1, description="Env steps between two rows of metrics.")
+    on_failure: Literal["end", "serial"] = Field("end", description="When a process has failed too often.")
+
+    @classmethod
+    def read(cls, path: Path | None, changes: Mapping[str, Any]) -> HockeyTraining:
+        """Settings of a TOML file (if there is one) with `changes`, which win.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is unknown or out of its bounds.
+        """
+        try:
+            said = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
+            return cls(**_merged(said, changes))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        except ValidationError as error:
+            told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ConfigError(f"settings of the hockey training: {told}") from error
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for reports and trackers: parts as ``learner.NAME``."""
         flat: dict[str, Any] = {}
-        for name, value in asdict(self).items():
+        for name, value in self.model_dump(mode="json").items():
             flat |= (
                 {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
             )
         return flat
+
+
+def _merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables within them joined too: ``learner.actor_rate = 0.001`` changes that one alone."""
+    merged = dict(said)
+    for name, value in changes.items():
+        before = merged.get(name)
+        merged[name] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jurybox.client import Server, ServerGone, connect
 from jurybox.training.recipes import interrupts
@@ -42,14 +45,14 @@ class LocalServer:
     It runs in a session of its own, so that Ctrl-C in the terminal reaches it when its owner says so and not before.
 
     Args:
-        models: what goes under [models.NAME] of its configuration.
+        models: what goes under [models.NAME] of its configuration: strings, numbers, lists and dicts of them.
         log: file that its log goes to.
         http: whether it also serves HTTP, on a free port of this host.
         threads: that torch may use in the engine.
     """
 
     def __init__(
-        self, models: dict[str, dict[str, str | int]], log: Path, *, http: bool = True, threads: int = 1
+        self, models: Mapping[str, Mapping[str, Any]], log: Path, *, http: bool = True, threads: int = 1
     ) -> None:
         self._models = models
         self._log = log
@@ -138,12 +141,14 @@ class LocalServer:
             "drain_timeout = 2.0",
         ]
         for name, settings in self._models.items():
-            values = (
-                f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
-                for key, value in settings.items()
-            )
-            lines += [f'[models."{name}"]', *values]
+            lines += [f'[models."{name}"]', *(f"{key} = {_as_toml(value)}" for key, value in settings.items())]
         return "\n".join(lines) + "\n"
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_as_toml(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value)  # for strings, numbers and lists TOML has it the same way
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

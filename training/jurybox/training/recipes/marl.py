@@ -14,7 +14,7 @@ from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.recipes.marl_networks import ON_POLICY, Algorithm, make_network
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
-from jurybox.training.runtime.errors import RunError
+from jurybox.training.runtime.errors import ConfigError
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -30,10 +30,6 @@ from jurybox.training.runtime.plan import (
 _ROLES = "jurybox.training.recipes.marl_roles"
 _LEARNERS = "jurybox.training.recipes.marl_learners"
 TREASURE = "jurybox.training.environments.treasure:TreasureHunt"
-
-
-class ConfigError(RunError):
-    """Settings that don't go together, or a file that cannot be read; the message says which."""
 
 
 class OnPolicy(BaseModel):

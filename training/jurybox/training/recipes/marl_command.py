@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jurybox.training.recipes.marl import ConfigError, MarlTraining
+from jurybox.training.recipes.marl import MarlTraining
 from jurybox.training.recipes.marl_run import train
+from jurybox.training.recipes.run_command import changes_of, conclude
 from jurybox.training.recipes.trackers import require, trackers
-from jurybox.training.runtime.outcome import End
 from jurybox.training.runtime.stopping import Signals
-
-
-class RunFailed(RuntimeError):
-    """The run could not go on; the message is its reason."""
 
 
 def settings_of(config: Path | None, changes: Sequence[str], given: Mapping[str, Any]) -> MarlTraining:
@@ -29,13 +23,7 @@ def settings_of(config: Path | None, changes: Sequence[str], given: Mapping[str,
     Raises:
         ConfigError: something in it is unknown, out of its bounds or unreadable.
     """
-    changed: dict[str, Any] = {}
-    for change in changes:
-        try:
-            changed |= tomllib.loads(change)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"--set {change!r}: expected NAME=VALUE with a value as in TOML ({error})") from error
-    return MarlTraining.read(config, {**changed, **{name: value for name, value in given.items() if value is not None}})
+    return MarlTraining.read(config, changes_of(changes, given))
 
 
 def train_agents(
@@ -60,9 +48,6 @@ def train_agents(
             "marl", settings.log_dir, settings.model_dump(mode="json"), mlflow=mlflow, wandb=wandb
         ),
     )
-    if outcome.end is End.SIGNAL:
-        signal.raise_signal(signals.first)  # to whoever handled signals before the run
-    if outcome.end is End.FAILED:
-        raise RunFailed(outcome.text)
+    conclude(outcome, signals)
     report = settings.log_dir / "report.html"
     return f"{outcome.text}: {outcome.env_steps:,} turns in {outcome.seconds:.0f} s\n\nreport: {report}"

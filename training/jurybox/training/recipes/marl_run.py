@@ -12,15 +12,14 @@ from rich.console import Console
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.report.timeline import timeline
-from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
-from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runlog import Tracker
 from jurybox.training.runtime.ledger import COLUMNS
 from jurybox.training.runtime.outcome import Outcome
 from jurybox.training.runtime.plan import Kind, Plan
-from jurybox.training.runtime.run import run
 from jurybox.training.runtime.stopping import Signals
 from jurybox.training.runtime.timeline import Timeline
 
@@ -45,33 +44,18 @@ def train(
         NothingToResume: there is no checkpoint to go on from.
     """
     planned, folder = plan(settings), settings.log_dir
-    found = Checkpoints(folder / "checkpoints").latest() if resume else None
-    with RunLog(folder, _columns(planned), resume_at=found.env_steps if found else None) as log:
-        write_atomically(folder / "settings.json", settings.model_dump_json(indent=2) + "\n")
-        log.add_trackers(trackers())
-        outcome = run(planned, folder, log, serial=serial, resume=resume, console=console, signals=signals)
-        log.summarise(
-            Summary(
-                env_steps=outcome.env_steps,
-                learner_steps=outcome.learner_steps,
-                episodes=outcome.episodes,
-                seconds=outcome.seconds,
-                return_mean=outcome.return_mean,
-                return_std=outcome.return_std,
-                seed=settings.seed,
-                version=build_version(),
-            )
-        )
-        log.extend_summary(
-            end=outcome.text,
-            restarts=outcome.restarts,
-            busy=outcome.busy,
-            serial=outcome.serial,
-            evaluation=outcome.evaluation,
-        )
-        write_atomically(folder / "report.html", report(planned, settings, outcome, log.rows(), folder, command))
-        log.finish([folder / "report.html"])
-    return outcome
+    return recorded_run(
+        planned,
+        folder,
+        _columns(planned),
+        settings.model_dump(mode="json"),
+        lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
+        serial=serial,
+        resume=resume,
+        console=console,
+        signals=signals,
+        trackers=trackers,
+    )
 
 
 def _columns(planned: Plan) -> tuple[str, ...]:

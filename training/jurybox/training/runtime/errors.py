@@ -17,3 +17,7 @@ class NothingToResume(RunError):
 
 class NotRunning(RunError):
     """No run is going on in that folder."""
+
+
+class ConfigError(RunError):
+    """Settings that don't go together, or a file that cannot be read; the message says which."""

@@ -55,56 +55,88 @@ class Result:
 Watch = Callable[[int, npt.NDArray[np.float32], npt.NDArray[np.float32], Turn], None]
 
 
+class Table:
+    """Games side by side, each with the match that is played in it.
+
+    Attributes:
+        games: they stay their owner's to close.
+        seen: (games, 2, o) what both players of each game see now.
+        matches: by number of the game, the match that is going on there.
+    """
+
+    def __init__(self, games: Sequence[Game]) -> None:
+        self.games = games
+        self.seen = np.zeros((len(games), 2, games[0].observation_size), np.float32)
+        self.matches: dict[int, Match] = {}
+        self._actions = np.zeros((len(games), 2, games[0].action_size), np.float32)
+        self._steps, self._touches, self._scores = [0] * len(games), [0] * len(games), [0.0] * len(games)
+
+    def begin(self, slot: int, match: Match) -> None:
+        """Play `match` in game `slot` from here on."""
+        self.seen[slot] = self.games[slot].reset(match.seed, first=match.first)
+        match.player.reset(match.seed)
+        self._steps[slot], self._touches[slot], self._scores[slot] = 0, 0, 0.0
+        self.matches[slot] = match
+
+    def step(
+        self, slots: Sequence[int], chosen: npt.NDArray[np.float32], watch: Watch | None = None
+    ) -> list[tuple[int, Result]]:
+        """One step of some games.
+
+        Args:
+            slots: which; in all of them a match is going on.
+            chosen: (len(slots), a), the learner's actions without noise.
+            watch: is told of every step: number of the game, observations before it (2, o), actions (2, a), what came.
+
+        Returns:
+            (number of the game, result) of the matches that are over now.
+        """
+        over = []
+        seen, actions = self.seen, self._actions
+        for row, slot in enumerate(slots):
+            match = self.matches[slot]
+            action = chosen[row] if match.noise is None else chosen[row] + match.noise[self._steps[slot]]
+            np.minimum(np.maximum(action, -1.0), 1.0, out=actions[slot, 0])
+            actions[slot, 1] = match.player.act(seen[slot, 1])
+            turn = self.games[slot].step(actions[slot])
+            if watch is not None:
+                watch(slot, seen[slot], actions[slot], turn)
+            seen[slot] = turn.observations
+            self._steps[slot] += 1
+            self._scores[slot] += turn.rewards[0]
+            info = turn.infos[0]
+            self._touches[slot] += info["reward_touch_puck"] > 0
+            if turn.terminated or turn.truncated:
+                del self.matches[slot]
+                steps, score, touches = self._steps[slot], self._scores[slot], self._touches[slot]
+                over.append((slot, Result(match.opponent, info["winner"], steps, score, touches)))
+        return over
+
+
 def play(games: Sequence[Game], matches: Iterable[Match], policy: Policy, watch: Watch | None = None) -> list[Result]:
     """Play all matches, as many at a time as there are games; a game that ends takes the next match.
 
     Args:
         policy: actions (n, action) for observations (n, observation).
-        watch: is told of every step: number of the game, observations before it (2, o), actions (2, a), what came.
+        watch: see `Table.step`.
 
     Returns:
         Results in the order of the matches.
     """
-    waiting = iter(matches)
-    current: dict[int, tuple[int, Match]] = {}
-    size = games[0].observation_size
-    seen = np.zeros((len(games), 2, size), np.float32)
-    actions = np.zeros((len(games), 2, games[0].action_size), np.float32)
-    steps, touches, scores = [0] * len(games), [0] * len(games), [0.0] * len(games)
+    table, waiting = Table(games), enumerate(matches)
+    numbers: dict[int, int] = {}
     results: dict[int, Result] = {}
-    begun = 0
 
     def begin(slot: int) -> None:
-        nonlocal begun
-        match = next(waiting, None)
-        if match is None:
-            current.pop(slot, None)
-            return
-        seen[slot] = games[slot].reset(match.seed, first=match.first)
-        match.player.reset(match.seed)
-        steps[slot], touches[slot], scores[slot] = 0, 0, 0.0
-        current[slot] = (begun, match)
-        begun += 1
+        number, match = next(waiting, (0, None))
+        if match is not None:
+            numbers[slot] = number
+            table.begin(slot, match)
 
     for slot in range(len(games)):
         begin(slot)
-    while current:
-        slots = list(current)
-        chosen = policy(seen[slots, 0])
-        for row, slot in enumerate(slots):
-            number, match = current[slot]
-            action = chosen[row] if match.noise is None else chosen[row] + match.noise[steps[slot]]
-            np.minimum(np.maximum(action, -1.0), 1.0, out=actions[slot, 0])
-            actions[slot, 1] = match.player.act(seen[slot, 1])
-            turn = games[slot].step(actions[slot])
-            if watch is not None:
-                watch(slot, seen[slot], actions[slot], turn)
-            seen[slot] = turn.observations
-            steps[slot] += 1
-            scores[slot] += turn.rewards[0]
-            info = turn.infos[0]
-            touches[slot] += info["reward_touch_puck"] > 0
-            if turn.terminated or turn.truncated:
-                results[number] = Result(match.opponent, info["winner"], steps[slot], scores[slot], touches[slot])
-                begin(slot)
-    return [results[number] for number in range(begun)]
+    while slots := list(table.matches):
+        for slot, result in table.step(slots, policy(table.seen[slots, 0]), watch):
+            results[numbers[slot]] = result
+            begin(slot)
+    return [results[number] for number in sorted(results)]

@@ -1,0 +1,141 @@
+"""`jurybox train hockey` in processes: the command as a user runs it, its policy served, its roles killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.serving import segments
+from tests.unit.hockey.hockey_runs import Nothing, settings
+
+from jurybox.training.recipes.hockey import plan
+from jurybox.training.recipes.hockey_evaluation import evaluate
+from jurybox.training.recipes.hockey_report import learned
+from jurybox.training.recipes.hockey_run import train
+from jurybox.training.runtime.board import Word
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.timeline import Timeline
+
+# fmt: off
+SMALL = [
+    "--set", "batch = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
+    "--set", "evaluation_games = 2", "--set", "matrix_games = 0", "--set", "film_games = 0",
+    "--set", "snapshot_every = 3", "--set", "log_every = 500", "--set", "league.anchor_share = 0.2",
+]
+# fmt: on
+
+
+def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "jurybox.training.cli", "train", "hockey", "--out", str(folder), *SMALL, *more]
+    return subprocess.run(line, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> None:
+    before = segments()
+    done = command(tmp_path, "--workers", "2", "--envs-per-worker", "4", "--steps", "4000", "--warmup", "400")
+    assert done.returncode == 0, done.stderr
+    assert "report:" in done.stdout and "against weak:" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    # Two collectors may look at the budget in the same moment.
+    assert 4000 <= summary["env_steps"] <= 4004 and summary["learner_steps"] == (4000 - 400) // 2
+    assert summary["restarts"] == 0 and summary["episodes"] > 10 and not summary["serial"]
+    lanes = [lane.role for lane in Timeline.read(tmp_path / "timeline.json").lanes]
+    assert lanes == ["actor-0", "actor-1", "learner", "evaluator"]
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert any(row["critic_loss"] for row in rows) and rows[-1]["eval_wins_strong"]
+    assert float(max(row["pool"] for row in rows if row["pool"])) >= 1, "past selves joined"
+    assert "Who worked when" in (tmp_path / "report.html").read_text()
+    assert segments() == before
+
+
+def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
+    before = segments()
+    s = settings(steps=3000, policy="served", snapshot_every=3, league={"pool": 3, "anchor_share": 0.1})
+    outcome = train(s, tmp_path)
+    assert outcome.end is End.STEPS and outcome.restarts == 0
+    assert outcome.learner_steps >= 250
+    assert len(list((tmp_path / "pool").glob("*.weights"))) >= 2
+    assert segments() == before
+
+
+def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, object]:
+    """Run hockey, and kill one of its processes at random so many times, each so many seconds after the last."""
+    chance, kills, seen, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
+
+    def watch(commons):
+        now, steps = time.monotonic(), commons.board.env_steps
+        if now - seen[0] < seconds or steps < seen[1] + 200:
+            return
+        if len(kills) == times:
+            signals.ask()
+            return
+        victim = chance.randrange(len(commons.board.words))
+        pid = commons.board.words[victim][Word.PID]
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        kills.append(victim)
+        seen[:] = [now, steps]
+
+    s = settings(steps=10**9, workers=2, evaluate_every=3000, checkpoint_every=5000, snapshot_every=50)
+    planned = plan(s, folder)
+    patient = Patience(failures=1000, back_off=(0.0, 0.1))
+    object.__setattr__(planned, "patience", patient)
+    outcome = run(planned, folder, Nothing(), watch=watch, signals=signals)
+    return len(kills), outcome
+
+
+def check(folder: Path, kills: int, outcome) -> None:
+    assert outcome.end is End.SIGNAL
+    assert outcome.restarts == kills, "each death was noticed once"
+    assert outcome.learner_steps <= max(0, outcome.env_steps - 300) // 10, "no step was learned from twice"
+
+
+def test_a_hockey_run_goes_on_whoever_of_it_is_killed(tmp_path) -> None:
+    before = segments()
+    kills, outcome = kill_at_random(tmp_path, times=4, seconds=0.5)
+    assert kills == 4
+    check(tmp_path, kills, outcome)
+    assert segments() == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hockey_run_goes_on_for_five_minutes_of_killing(tmp_path) -> None:
+    before = segments()
+    kills, outcome = kill_at_random(tmp_path, times=30, seconds=10.0)
+    assert kills == 30
+    check(tmp_path, kills, outcome)
+    assert segments() == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ten_minutes_of_training_clearly_beat_random_play(tmp_path) -> None:
+    import numpy as np
+
+    from jurybox.training.environments.hockey import HockeyGame
+    from jurybox.training.recipes.hockey_settings import HockeyTraining
+
+    rng = np.random.default_rng(0)
+    games = [HockeyGame() for _ in range(8)]
+    chance = evaluate(games, lambda rows: rng.uniform(-1, 1, (len(rows), 4)).astype(np.float32), "weak", 200)
+    train(HockeyTraining(minutes=10, steps=10**8, matrix_games=0, film_games=0), tmp_path)
+    best = evaluate(games, learned(tmp_path), "weak", 200)
+    assert chance.points < -0.1
+    assert best.points > chance.points + 0.2
+    assert best.losses < chance.losses - 0.1
+    assert best.score > chance.score + 3

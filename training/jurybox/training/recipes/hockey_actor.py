@@ -1,0 +1,126 @@
+"""The roles of a hockey training that play: collectors and the evaluator. No torch: their processes start quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jurybox.training.algorithms.league import League
+from jurybox.training.environments.hockey.factory import make_game
+from jurybox.training.recipes.hockey_collector import Collector, Policies
+from jurybox.training.recipes.hockey_evaluation import Standing, evaluate
+from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
+from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.runtime.board import Word
+from jurybox.training.runtime.roles import Actor, Evaluator
+from jurybox.training.runtime.seat import Seat
+
+ROWS, RESULTS, CHANNEL = "rows", "results", "policy"
+
+
+def number_of(opponent: str, anchors: tuple[str, ...]) -> int:
+    """A league's name as a number for a row: -1, -2, ... for anchors, the version for the pool."""
+    return -1 - anchors.index(opponent) if opponent in anchors else int(opponent.removeprefix("pool:"))
+
+
+def name_of(number: int, anchors: tuple[str, ...]) -> str:
+    """The name that `number_of` made a number of."""
+    return anchors[-1 - number] if number < 0 else f"pool:{number}"
+
+
+class HockeyActor(Actor):
+    """One step is one step of half the games.
+
+    Args:
+        settings: of `HockeyTraining`.
+        pool: folder of past selves.
+        address: of the policy server, where there is one.
+    """
+
+    def __init__(self, seat: Seat, *, settings: Mapping[str, Any], pool: str, address: str | None = None) -> None:
+        super().__init__(seat)
+        self._settings = s = HockeyTraining(**settings)
+        self._anchors = League(s.league).anchors
+        self._results = seat.replay(RESULTS)
+        with ExitStack() as undo:
+            games = [make_game(s.environment, s.mode) for _ in range(s.envs_per_worker)]
+            for game in games:
+                undo.callback(game.close)
+            published = PublishedActor(seat.reader(CHANNEL))
+            seat.follow(CHANNEL, published)
+            past = Pool(Path(pool))
+            policies: Policies = LocalPolicies(published, past, games[0].action_size)
+            if address is not None:
+                from jurybox.training.recipes.hockey_served import ServedPolicies
+
+                policies = undo.enter_context(ServedPolicies(address, len(games), policies, past, s.max_lag))
+            self.collector = Collector(
+                games,
+                seat.replay(ROWS),
+                s,
+                policies,
+                number=seat.number,
+                workers=s.workers,
+                # A life leaves at most one match unfinished in each of its games.
+                begun=seat.words[Word.EPISODES] + (seat.life - 1) * len(games),
+            )
+            self._resources = undo.pop_all()
+
+    def step(self) -> int:
+        made, results = self.collector.step(warm=self.seat.env_steps < self._settings.warmup)
+        for result in results:
+            self._results.add(opponent=number_of(result.opponent, self._anchors), winner=result.winner)
+            self.seat.episode(
+                total=result.score,
+                length=result.steps,
+                wins=result.winner > 0,
+                losses=result.winner < 0,
+                touches=result.touches,
+            )
+        return made
+
+    def save(self) -> dict[str, Any]:
+        self.collector.abandon()
+        return {"begun": self.collector.begun}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.collector.begun = int(state["begun"])
+
+    def close(self) -> None:
+        self._resources.close()
+
+
+class HockeyEvaluator(Evaluator):
+    """Games without noise against the anchors, the same ones each time; what it calls points marks the best weights."""
+
+    def __init__(self, seat: Seat, *, settings: Mapping[str, Any]) -> None:
+        super().__init__(seat)
+        self._settings = s = HockeyTraining(**settings)
+        self._published = PublishedActor(seat.reader(CHANNEL))
+        seat.follow(CHANNEL, self._published)
+        self._games = [make_game(s.environment, s.mode) for _ in range(8)]
+
+    def evaluate(self) -> Mapping[str, float]:
+        s = self._settings
+        standings = {}
+        for who in s.league.anchors:
+            standings[who] = evaluate(self._games, self._published, who, s.evaluation_games, seed=s.seed)
+            self.seat.alive()
+        return {"points": float(np.mean([each.points for each in standings.values()])), **numbers_of(standings)}
+
+    def close(self) -> None:
+        for game in self._games:
+            game.close()
+
+
+def numbers_of(standings: Mapping[str, Standing]) -> dict[str, float]:
+    """Flat: wins_weak, ties_weak, ..."""
+    return {
+        f"{what}_{who}": getattr(standing, what)
+        for who, standing in standings.items()
+        for what in ("wins", "ties", "losses", "score")
+    }

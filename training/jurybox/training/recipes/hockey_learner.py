@@ -1,0 +1,171 @@
+"""The learning role of a hockey training: TD3 on the shared replay, and the league that all collectors play by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.training.algorithms.league import League
+from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.environments.hockey.symmetry import mirrors
+from jurybox.training.recipes.hockey_actor import RESULTS, ROWS, name_of
+from jurybox.training.recipes.hockey_opponents import Pool
+from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.replay import Windows
+from jurybox.training.replay.tail import Tail
+from jurybox.training.runtime.roles import Learner
+from jurybox.training.runtime.seat import Seat
+
+_LOOK = 50  # learner steps between two looks at results, statistics and the pool
+_GLANCE, _FIRST_GLANCE = 256, 8192  # rows that the normaliser sees at a look
+_TELL = 10  # learner steps between two whose losses are reported: reading a tensor's value has its price
+
+
+class HockeyLearner(Learner):
+    """One step is one step of TD3. The league is the learner's; its odds are published beside the weights.
+
+    Args:
+        settings: of `HockeyTraining`.
+        sizes: of an observation and of an action.
+        pool: folder of past selves.
+        address: of the policy server, where there is one.
+    """
+
+    def __init__(
+        self, seat: Seat, *, settings: Mapping[str, Any], sizes: tuple[int, int], pool: str, address: str | None = None
+    ) -> None:
+        super().__init__(seat)
+        torch.set_num_threads(seat.spec.threads)
+        torch.set_flush_denormal(True)
+        self._settings = s = HockeyTraining(**settings)
+        self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
+        self.league = League(s.league)
+        self._pool = Pool(Path(pool))
+        self._replay = seat.replay(ROWS)
+        self._results = Tail(seat.replay(RESULTS))
+        self._snapshot_at = 0
+        self._restored = False
+        windows = Windows(n_step=s.n_step, gamma=s.discount, next=("observation",))
+        self._batch = self._replay.batch(s.batch, windows, pinned=s.device != "cpu")
+        self._tensors = self._batch.torch()
+        self._weights = None if self._batch.weights is None else torch.from_numpy(self._batch.weights)
+        self._mirrors = mirrors(*sizes) if s.mirror else None
+        self._resources = ExitStack()
+        self._served: Any = None
+        if address is not None:
+            from jurybox.training.recipes.hockey_served import ServedPublications
+
+            self._served = self._resources.enter_context(ServedPublications(address))
+
+    def step(self) -> None:
+        s, own = self._settings, self.seat.own_steps
+        # The sampler's chance comes from where the training is, so there is no state of it to be kept.
+        self._replay.seed(s.seed * 1_000_003 + 2 * own)
+        if own % _LOOK == 0:
+            self._look()
+        self._replay.sample(s.batch, self._batch, beta=s.beta)
+        if self._mirrors is not None:
+            half, (observation, action) = s.batch // 2, self._mirrors
+            self._batch["observation"][:half] *= observation
+            self._batch["next_observation"][:half] *= observation
+            self._batch["action"][:half] *= action
+        update = self.learner.update(self._on_device(), self._weights_on_device())
+        if s.prioritized:
+            self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
+        if own % _TELL == _TELL - 1:
+            self.seat.metrics(**{name: float(value) for name, value in update.metrics.items()})
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        policy = self.learner.acting()
+        if self._served is not None:
+            self._served.publish(policy)
+        return policy, {"odds": self.league.odds(), "row": self.league.row(), "snapshot_at": self._snapshot_at}
+
+    def adopt(self, published: WeightsReader) -> None:
+        state, _, extra = published.read()
+        self.league.take_over(extra["row"])
+        self._snapshot_at = int(extra["snapshot_at"])
+        # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
+        if self._restored:
+            self.learner.actor.load_state_dict(
+                {
+                    name.removeprefix("actor."): torch.from_numpy(value.copy())
+                    for name, value in state.items()
+                    if name.startswith("actor.")
+                }
+            )
+
+    def save(self) -> dict[str, Any]:
+        self._take_results()
+        return {
+            "learner": _plain(self.learner.state_dict()),
+            "league": self.league.state_dict(),
+            "snapshot_at": self._snapshot_at,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.learner.load_state_dict(_as_torch(state["learner"]))
+        self.league = League.from_state_dict(state["league"])
+        self._snapshot_at = int(state["snapshot_at"])
+        self._restored = True
+        if self._served is not None:
+            for name in self.league.pool:
+                self._served.keep(name, self._pool.actor(name).state)
+
+    def close(self) -> None:
+        self._resources.close()
+
+    # ---- inside
+
+    def _look(self) -> None:
+        self._take_results()
+        first = self.learner.normaliser.count == 0
+        glance = self._replay.sample(_FIRST_GLANCE if first else _GLANCE, uniform=True)
+        self.learner.normaliser.see(glance["observation"])
+        self.learner.refresh_normaliser()
+        s, episodes = self._settings, self.seat.board.episodes
+        if s.league.pool and self.seat.own_steps and episodes - self._snapshot_at >= s.snapshot_every:
+            self._snapshot_at = episodes
+            name, _ = self.league.add(self.seat.own_steps)
+            actor = self.learner.numpy_actor()
+            self._pool.keep(name, actor)
+            if self._served is not None:
+                self._served.keep(name, actor.state)
+        self.seat.metrics(pool=len(self.league.pool))
+
+    def _take_results(self) -> None:
+        came = self._results.take()
+        for opponent, winner in zip(came["opponent"].tolist(), came["winner"].tolist(), strict=True):
+            self.league.record(name_of(opponent, self.league.anchors), winner)
+
+    def _on_device(self) -> Mapping[str, torch.Tensor]:
+        if self.learner.device.type == "cpu":
+            return self._tensors
+        return {name: tensor.to(self.learner.device, non_blocking=True) for name, tensor in self._tensors.items()}
+
+    def _weights_on_device(self) -> torch.Tensor | None:
+        return self._weights if self._weights is None else self._weights.to(self.learner.device)
+
+
+def _plain(value: Any) -> Any:
+    """The same tree with names for keys, which is what state files hold."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _as_torch(value: Any) -> Any:
+    """What `_plain` was given, of what a state file gave: tensors for arrays, parameters by their numbers."""
+    if isinstance(value, dict):
+        return {int(name) if name.isdigit() else name: _as_torch(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_torch(inner) for inner in value]
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value

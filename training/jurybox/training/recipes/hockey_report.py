@@ -1,0 +1,196 @@
+"""The report of a hockey training: how it ended, curves, who beats whom, who worked when, a game to look at."""
+
+from __future__ import annotations
+
+import base64
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from jurybox.protocol.wire import build_version
+from jurybox.training.algorithms.acting import NumpyActor
+from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
+from jurybox.training.environments.hockey.factory import make_game
+from jurybox.training.environments.hockey.film import film, save_film
+from jurybox.training.environments.hockey.game import Game
+from jurybox.training.environments.hockey.matches import Match, play
+from jurybox.training.environments.hockey.rink import FPS
+from jurybox.training.recipes.hockey_evaluation import Standing
+from jurybox.training.recipes.hockey_opponents import PastSelf, Pool
+from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.report import charts, page
+from jurybox.training.report.charts import Curve
+from jurybox.training.report.matrix import matrix
+from jurybox.training.report.timeline import timeline
+from jurybox.training.runtime.outcome import Outcome
+from jurybox.training.runtime.state_files import read_state
+from jurybox.training.runtime.timeline import Timeline
+
+_POINTS = 80  # of a curve, at most
+_SNAPSHOTS = 4  # past selves in the win matrix
+_SEED = 2_000_003  # games of the matrix are none of those that were trained or evaluated on
+_STYLES = {"weak": "learned", "strong": "reference"}
+_FILM_WIDTH, _FILM_EVERY = 420, 2
+
+
+def report(
+    settings: HockeyTraining,
+    outcome: Outcome,
+    rows: Sequence[Mapping[str, float]],
+    folder: Path,
+    command: str,
+) -> str:
+    """The report as one HTML document; also writes game.gif."""
+    actor = learned(folder)
+    sections = [
+        "<h1>Jurybox: hockey</h1>",
+        page.section("How it ended", page.paragraph(_headline(outcome)), _standings(settings, outcome)),
+        *_curves(settings, rows),
+    ]
+    if actor is not None and settings.matrix_games:
+        names, opponents, points = win_matrix(settings, actor, Pool(folder / "pool"))
+        drawn = matrix(names, opponents, points, "points of each row's player against each column's")
+        note = (
+            f"Won minus lost, of {settings.matrix_games} games each without noise. The learned policy is the best "
+            "evaluated one; pool: its past selves, by learner steps."
+        )
+        sections.append(page.section("Who beats whom", drawn, note=note))
+    if not outcome.serial:
+        drawn = timeline(Timeline.read(folder / "timeline.json"), "when each process worked, in the last seconds")
+        note = "Filled: at work. Line: waiting. Percentages are of the whole run."
+        sections.append(page.section("Who worked when", drawn, note=note))
+    if actor is not None and settings.film_games and settings.environment is None:
+        sections.append(
+            page.section(
+                "A game", _film(actor, settings.film_games, folder / "game.gif"), note="Left: the learned policy."
+            )
+        )
+    sections.append(
+        page.section(
+            "The run",
+            page.facts(
+                {
+                    "Command": command,
+                    "Seed": settings.seed,
+                    "Env steps": f"{outcome.env_steps:,}",
+                    "Learner steps": f"{outcome.learner_steps:,}",
+                    "Games": f"{outcome.episodes:,} ({outcome.episodes / max(outcome.seconds, 1e-9):.1f}/s)",
+                    "Time": f"{outcome.seconds:.0f} s",
+                    "Restarts": outcome.restarts,
+                    "Forced syncs": outcome.forced_syncs,
+                    "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
+                    "Version": build_version(),
+                }
+            ),
+            page.details("Settings", page.facts(settings.as_dict())),
+        )
+    )
+    return page.page("Jurybox hockey report", sections)
+
+
+def learned(folder: Path) -> NumpyActor | None:
+    """The policy of a run's best checkpoint, or of its newest; None before the first."""
+    checkpoints = folder / "checkpoints"
+    found = [checkpoints / "best", *sorted(checkpoints.glob("step-*"), reverse=True)]
+    paths = (checkpoint / "weights-policy.state" for checkpoint in found)
+    path = next((path for path in paths if path.exists()), None)
+    return None if path is None else NumpyActor(read_state(path)["state"])
+
+
+def win_matrix(
+    settings: HockeyTraining, actor: NumpyActor, pool: Pool
+) -> tuple[list[str], list[str], list[list[Standing | None]]]:
+    """The learned policy and some past selves against each other and the bots: rows, columns, standings."""
+    kept = pool.names()
+    some = [kept[i] for i in np.unique(np.linspace(0, len(kept) - 1, _SNAPSHOTS).round().astype(int))] if kept else []
+    actors = {"learned": actor, **{name: pool.actor(name) for name in reversed(some)}}
+    games = [make_game(settings.environment, settings.mode) for _ in range(8)]
+    rows: list[list[Standing | None]] = []
+    for one in actors.values():
+        row: list[Standing | None] = []
+        for other in actors.values():
+            row.append(None if other is one else _standing(settings, games, one, partial(PastSelf, other)))
+        sizes = games[0].action_size
+        row += [_standing(settings, games, one, partial(make_opponent, bot, 0, sizes)) for bot in BOTS]
+        rows.append(row)
+    for game in games:
+        game.close()
+    return list(actors), [*actors, *BOTS], rows
+
+
+def _standing(
+    settings: HockeyTraining,
+    games: Sequence[Game],
+    actor: NumpyActor,
+    make: Callable[[], Opponent],
+) -> Standing:
+    matches = []
+    for number in range(settings.matrix_games):
+        chance = int(np.random.default_rng((_SEED, number)).integers(2**31))
+        matches.append(Match(chance, number % 2, "", make()))
+    return Standing.of(play(games, matches, actor))
+
+
+def _headline(outcome: Outcome) -> str:
+    return (
+        f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} games, {outcome.env_steps:,} env steps and "
+        f"{outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
+    )
+
+
+def _standings(settings: HockeyTraining, outcome: Outcome) -> str:
+    """The newest evaluation."""
+    rows = []
+    for who in settings.league.anchors:
+        numbers = [outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "ties", "losses")]
+        if None not in numbers:
+            rows.append([f"the {who} bot", *(f"{share:.1%}" for share in numbers)])
+    heading = f"Against ({settings.evaluation_games} games without noise)"
+    return page.table([heading, "Won", "Tied", "Lost"], rows) if rows else ""
+
+
+def _curves(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> list[str]:
+    sections = []
+    for what, told in (("wins", "won"), ("losses", "lost")):
+        lines = []
+        for who in settings.league.anchors:
+            name = f"eval_{what}_{who}"
+            points = [row for row in rows if name in row]
+            if len(points) > 1:
+                xs, ys = [row["env_steps"] for row in points], [100 * row[name] for row in points]
+                lines.append(Curve(who, xs, ys, _STYLES.get(who, "plain")))
+        if lines:
+            title = f"share of games {told} against each bot over env steps"
+            drawn = charts.curves(lines, title, "env steps", f"% of games {told}, without noise")
+            sections.append(page.section(f"Games {told}", drawn))
+    points = [row for row in rows if "return_mean" in row]
+    if len(points) > 1:
+        thinned = points[:: max(1, len(points) // _POINTS)]
+        curve = Curve(
+            "return", [row["env_steps"] for row in thinned], [row["return_mean"] for row in thinned], "learned"
+        )
+        drawn = charts.curves([curve], "mean return over env steps", "env steps", "return while exploring, 100 games")
+        sections.append(page.section("Return", drawn))
+    return sections
+
+
+def _film(actor: NumpyActor, games: int, path: Path) -> str:
+    frames = film(
+        actor,
+        make_opponent("strong"),
+        games=games,
+        names=("learned", "strong"),
+        width=_FILM_WIDTH,
+        every=_FILM_EVERY,
+    )
+    save_film(frames, path, FPS / _FILM_EVERY)
+    height, width = frames[0].shape[:2]
+    source = base64.b64encode(path.read_bytes()).decode()
+    return (
+        f'<img class="film" src="data:image/gif;base64,{source}" width="{width}" height="{height}" '
+        'alt="games of the learned policy against the strong bot">'
+    )

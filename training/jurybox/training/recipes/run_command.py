@@ -1,0 +1,44 @@
+"""What the commands that carry out a plan have in common: their options, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.outcome import End, Outcome
+from jurybox.training.runtime.stopping import Signals
+
+
+class RunFailed(RuntimeError):
+    """The run could not go on; the message is its reason."""
+
+
+def changes_of(changes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``NAME=VALUE`` strings, then of options that were given (not None).
+
+    Raises:
+        ConfigError: a string is of another form.
+    """
+    changed: dict[str, Any] = {}
+    for change in changes:
+        try:
+            changed |= tomllib.loads(change)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--set {change!r}: expected NAME=VALUE with a value as in TOML ({error})") from error
+    return {**changed, **{name: value for name, value in given.items() if value is not None}}
+
+
+def conclude(outcome: Outcome, signals: Signals) -> None:
+    """Raise what a command ends with when its run did not come to an end of its own.
+
+    Raises:
+        RunFailed: a role failed for good.
+        KeyboardInterrupt: it was told to stop, and has, in order.
+    """
+    if outcome.end is End.SIGNAL:
+        signal.raise_signal(signals.first)  # to whoever handled signals before the run
+    if outcome.end is End.FAILED:
+        raise RunFailed(outcome.text)
