@@ -56,7 +56,7 @@ def report(
         drawn = matrix(names, opponents, points, "points of each row's player against each column's")
         note = (
             f"Won minus lost, of {settings.matrix_games} games each without noise. The learned policy is the best "
-            "evaluated one; pool: its past selves, by learner steps."
+            "evaluated one; the others are its past selves, after so many learner steps."
         )
         sections.append(page.section("Who beats whom", drawn, note=note))
     if not outcome.serial:
@@ -107,7 +107,8 @@ def win_matrix(
     """The learned policy and some past selves against each other and the bots: rows, columns, standings."""
     kept = pool.names()
     some = [kept[i] for i in np.unique(np.linspace(0, len(kept) - 1, _SNAPSHOTS).round().astype(int))] if kept else []
-    actors = {"learned": actor, **{name: pool.actor(name) for name in reversed(some)}}
+    past = {f"at {int(name.removeprefix('pool:')) / 1000:.3g}k": pool.actor(name) for name in reversed(some)}
+    actors = {"learned": actor, **past}
     games = [make_game(settings.environment, settings.mode) for _ in range(8)]
     rows: list[list[Standing | None]] = []
     for one in actors.values():
