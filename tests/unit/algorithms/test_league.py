@@ -132,3 +132,17 @@ def test_a_version_joins_once() -> None:
     of.add(1)
     with pytest.raises(ValueError, match="already"):
         of.add(1)
+
+
+def test_the_learners_row_is_all_that_its_successor_needs_to_choose_alike() -> None:
+    of = league(pool=2, least_games=3)
+    for version in (1, 2):
+        of.add(version)
+    play(of, "pool:1", 5, 1)
+    play(of, "pool:2", 2, 4)
+    play(of, "anchor:weak", 1, 1)
+    successor = league(pool=2, least_games=3)
+    successor.take_over(json.loads(json.dumps(of.row())))
+    assert successor.pool == of.pool and successor.odds() == of.odds()
+    assert sum(of.odds().values()) == pytest.approx(1)
+    assert successor.matrix.chance("pool:1", LEARNER) == of.matrix.chance("pool:1", LEARNER)

@@ -126,6 +126,11 @@ class WinMatrix:
         return self._games.get((player, opponent), np.zeros(3))
 
 
+def draw(odds: Mapping[str, float], rng: np.random.Generator) -> str:
+    """One of these names, each as likely as it says."""
+    return list(odds)[int(rng.choice(len(odds), p=list(odds.values())))]
+
+
 class League:
     """Chooses opponents for one learner and remembers how it fared.
 
@@ -162,10 +167,7 @@ class League:
 
     def choose(self, rng: np.random.Generator) -> str:
         """The next opponent's name."""
-        anchor = rng.random() < self.settings.anchor_share
-        if anchor or not self.pool:
-            return self.anchors[int(rng.integers(len(self.anchors)))]
-        return self.pool[int(rng.choice(len(self.pool), p=self.chances()))]
+        return draw(self.odds(), rng)
 
     def chances(self) -> npt.NDArray[np.float64]:
         """(len(pool),) chance of each member of the pool to be chosen, once it is to be one of them."""

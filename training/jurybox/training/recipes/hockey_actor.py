@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,14 @@ class HockeyActor(Actor):
             published = PublishedActor(seat.reader(CHANNEL))
             seat.follow(CHANNEL, published)
             past = Pool(Path(pool))
-            policies: Policies = LocalPolicies(published, past, games[0].action_size)
+            local = LocalPolicies(published, past, games[0].action_size)
+            policies: Policies = local
+            self._held_back: Callable[[], int] = lambda: 0
             if address is not None:
                 from jurybox.training.recipes.hockey_served import ServedPolicies
 
-                policies = undo.enter_context(ServedPolicies(address, len(games), policies, past, s.max_lag))
+                policies = served = undo.enter_context(ServedPolicies(address, len(games), local, past, s.max_lag))
+                self._held_back = lambda: served.held_back
             self.collector = Collector(
                 games,
                 seat.replay(ROWS),
@@ -71,7 +74,9 @@ class HockeyActor(Actor):
             self._resources = undo.pop_all()
 
     def step(self) -> int:
+        held_back = self._held_back()
         made, results = self.collector.step(warm=self.seat.env_steps < self._settings.warmup)
+        self.seat.words[Word.FORCED] += self._held_back() - held_back
         for result in results:
             self._results.add(opponent=number_of(result.opponent, self._anchors), winner=result.winner)
             self.seat.episode(

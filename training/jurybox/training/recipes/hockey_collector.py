@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.training.algorithms.exploration import coloured_noise
+from jurybox.training.algorithms.league import draw
 from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, Turn
 from jurybox.training.environments.hockey.matches import Match, Result, Table
@@ -145,8 +146,7 @@ class Collector:
         """The next match, to be played in game `slot`."""
         rng = np.random.default_rng((self._settings.seed, self._number, self.begun))
         self.begun += 1
-        odds = self._policies.odds()
-        name = str(rng.choice(list(odds), p=list(odds.values())))
+        name = draw(self._policies.odds(), rng)
         actions = self._table.games[slot].action_size
         drawn = coloured_noise(rng, LONGEST, actions, self._settings.noise_colour)
         drawn *= 1.0 if warm else np.float32(self.noise[slot])

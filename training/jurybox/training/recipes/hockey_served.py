@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client import Refused, Ticket, connect
+from jurybox.client import Refused, Server, Ticket, connect
+from jurybox.client.weights_reader import WeightsReader
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
@@ -49,15 +50,21 @@ def policy_server(settings: HockeyTraining, sizes: tuple[int, int], log: Path) -
         server.stop()
 
 
+def _here(connection: Server, name: str) -> WeightsReader:
+    reader = connection.weights(name)
+    if not isinstance(reader, WeightsReader):
+        raise Refused(f"{name} is served on another host: a training that publishes to it runs beside its server")
+    return reader
+
+
 class ServedPublications:
     """The learner's end: what it publishes goes to the server as well. Use it in a ``with``."""
 
     def __init__(self, address: str) -> None:
         with ExitStack() as undo:
             connection = undo.enter_context(connect(address))
-            self._newest = undo.enter_context(connection.publisher(MODEL))
-            self._kept = undo.enter_context(connection.publisher(POOL))
-            self._engines = connection.weights(POOL)
+            self._newest, self._kept = connection.publisher(MODEL), connection.publisher(POOL)  # closed with it
+            self._engines = _here(connection, POOL)
             self._resources = undo.pop_all()
 
     def publish(self, policy: Any) -> None:
@@ -124,7 +131,7 @@ class ServedPolicies:
             connection = undo.enter_context(connect(address))
             self._model = undo.enter_context(connection.model(MODEL, rows=rows))
             self._past = undo.enter_context(connection.model(POOL, rows=rows))
-            self._weights = connection.weights(MODEL)
+            self._weights = _here(connection, MODEL)
             self._resources = undo.pop_all()
 
     @property
