@@ -1,6 +1,7 @@
 """Do collecting and learning overlap? Hockey in processes against the same plan in one process.
 
-    python -m benchmarks.hockey_overlap [--ratios 1/24 1/2] [--rounds 3] [--seconds 10] [--out FILE.md]
+    python -m benchmarks.hockey_overlap [--ratios 1/32 1/2] [--rounds 3] [--seconds 6] [--out FILE.md]
+    python -m benchmarks.hockey_overlap --served    # a policy server computes the actions
 
 Both follow one plan: the same roles, networks and ratio of learner steps to env steps. They take turns, and each counts
 a stretch of time from its 100th learner step on, so that starting and the warm-up are not in it. "Busy" is the part of
@@ -14,12 +15,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.replay.machine import description
-from jurybox.training.recipes.hockey import plan
+from jurybox.training.recipes.hockey import plan, sizes_of
+from jurybox.training.recipes.hockey_served import policy_server
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import page
 from jurybox.training.report.timeline import timeline
@@ -84,7 +87,12 @@ class _Clock:
 
 def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: bool) -> Stretch:
     clock = _Clock(seconds)
-    run(plan(settings, folder), folder, _Nothing(), serial=serial, signals=clock.signals, watch=clock)
+    with ExitStack() as resources:
+        address = None
+        if settings.policy == "served":
+            address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
+        planned = plan(settings, folder, address)
+        run(planned, folder, _Nothing(), serial=serial, signals=clock.signals, watch=clock)
     assert clock.stretch is not None, "it ended before the clock did"
     return clock.stretch
 
@@ -103,6 +111,7 @@ def compare(ratio: Fraction, args: argparse.Namespace) -> tuple[list[str], Timel
         checkpoint_every=0,
         capacity=200_000,
         learner=still,
+        policy="served" if args.served else "local",
     )
     found: dict[bool, list[Stretch]] = {True: [], False: []}
     drawn = None
@@ -146,11 +155,12 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratios", nargs="+", type=Fraction, default=[Fraction(1, 24), Fraction(1, 2)])
+    parser.add_argument("--ratios", nargs="+", type=Fraction, default=[Fraction(1, 32), Fraction(1, 2)])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--envs", type=int, default=8)
+    parser.add_argument("--served", action="store_true", help="ask a policy server instead of acting locally")
     parser.add_argument("--out", type=Path, help="a Markdown file; the timeline is drawn beside it")
     args = parser.parse_args()
     lines = [f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]

@@ -11,13 +11,14 @@ import numpy as np
 from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.board import INTERVALS, Order, State, Subject, Told, Word
+from jurybox.training.runtime.board import AT_REST, INTERVALS, Order, State, Subject, Told, Word
 from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.plan import Plan, RoleSpec
 
 Message = dict[str, Any]
 
 _POLL_SECONDS = 0.001
+_REST_SECONDS = 0.01  # between two looks while waiting at rest: a thousand looks a second take some percent of a core
 _REPORT_SECONDS = 0.5
 _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
@@ -175,9 +176,9 @@ class Seat:
             words[Word.WAITS_SINCE] = began
             words[Word.WAITS_FOR] = code
         end = time.monotonic() + timeout
-        order = self.order
+        order, pause = self.order, _REST_SECONDS if subject in AT_REST else _POLL_SECONDS
         while not (held := holds()) and self.order == order and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
             words[Word.HEARTBEAT] = time.monotonic_ns()
             self.report()
         self._waited(began, time.monotonic_ns(), subject, keeps_waiting=not held and self.order == order)
