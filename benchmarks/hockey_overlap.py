@@ -1,6 +1,6 @@
 """Do collecting and learning overlap? Hockey in processes against the same plan in one process.
 
-    python -m benchmarks.hockey_overlap [--ratios 1/32 1/2] [--rounds 3] [--seconds 6] [--out FILE.md]
+    python -m benchmarks.hockey_overlap [--ratios 1/36 1/2] [--rounds 3] [--seconds 6] [--out FILE.md]
     python -m benchmarks.hockey_overlap --served    # a policy server computes the actions
 
 Both follow one plan: the same roles, networks and ratio of learner steps to env steps. They take turns, and each counts
@@ -11,6 +11,7 @@ that stretch in which a role did not wait, from the counters that the timeline i
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -155,7 +156,7 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratios", nargs="+", type=Fraction, default=[Fraction(1, 32), Fraction(1, 2)])
+    parser.add_argument("--ratios", nargs="+", type=Fraction, default=[Fraction(1, 36), Fraction(1, 2)])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--workers", type=int, default=1)
@@ -173,9 +174,9 @@ def main() -> None:
             name = f"{args.out.stem}-{ratio.numerator}-{ratio.denominator}.html"
             args.out.with_name(name).write_text(page.page(f"Hockey, {ratio} learner steps a step", [picture]))
     if args.out:
-        title = f"# {args.out.stem}\n\n{time.strftime('%Y-%m-%d')}, {description()}, with the machine to itself"
-        told = f"{args.workers} collector of {args.envs} games, {args.rounds} rounds of {args.seconds:g} s each"
-        args.out.write_text("\n".join([f"{title}; {told}.", "", *lines, ""]))
+        title = f"# {args.out.stem}\n\n{time.strftime('%Y-%m-%d')}, {description()}"
+        told = f"{args.workers} collector(s) of {args.envs} games, {args.rounds} rounds of {args.seconds:g} s each"
+        args.out.write_text("\n".join([f"{title}; {told}; nice {os.nice(0)}.", "", *lines, ""]))
 
 
 if __name__ == "__main__":
