@@ -146,7 +146,7 @@ HEADER = (
     "learner steps per env step",
     "serial, episodes/s",
     "in processes, episodes/s",
-    "gain (least to most)",
+    "gain in env steps (least to most)",
     "env steps/s",
     "learner steps/s",
     "learner busy",
