@@ -36,7 +36,7 @@ class HockeyTraining(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int = Field(0, ge=0, description="Everything random comes from it.")
-    steps: int = Field(1_000_000, ge=1, description="Env steps in all: steps of games, whoever plays.")
+    steps: int = Field(40_000_000, ge=1, description="Env steps in all: steps of games, whoever plays.")
     minutes: float | None = Field(None, gt=0, description="Stop after so many.")
     target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation's points reach it.")
 
@@ -47,7 +47,8 @@ class HockeyTraining(BaseModel):
     policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
 
     warmup: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
-    ratio: float = Field(0.5, gt=0, description="Learner steps for each env step.")
+    # A learner step costs about what 39 env steps cost: with one collector, both are busy.
+    ratio: float = Field(1 / 36, gt=0, description="Learner steps for each env step.")
     max_ahead: int = Field(2000, ge=0, description="Env steps that collectors may be ahead of the learner.")
     publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
     weight_sync_interval: int = Field(10, ge=1, description="A collector's steps between two looks for new weights.")
@@ -71,13 +72,13 @@ class HockeyTraining(BaseModel):
     learner: TD3Settings = TD3Settings()
     league: LeagueSettings = LeagueSettings(anchor_share=0.75)
     shaping: Shaping = Shaping()
-    snapshot_every: int = Field(500, ge=1, description="Episodes between two snapshots for the pool.")
-    evaluate_every: int = Field(50_000, ge=0, description="Env steps between two evaluations; 0: one at the end.")
+    snapshot_every: int = Field(2000, ge=1, description="Episodes between two snapshots for the pool.")
+    evaluate_every: int = Field(500_000, ge=0, description="Env steps between two evaluations; 0: one at the end.")
     evaluation_games: int = Field(100, ge=1, description="Of an evaluation, against each anchor.")
     matrix_games: int = Field(20, ge=0, description="Of each pair in the report's win matrix; 0: no matrix.")
     film_games: int = Field(2, ge=0, description="In the report's moving picture; 0: none.")
-    checkpoint_every: int = Field(100_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
-    log_every: int = Field(5000, ge=1, description="Env steps between two rows of metrics.")
+    checkpoint_every: int = Field(1_000_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
+    log_every: int = Field(20_000, ge=1, description="Env steps between two rows of metrics.")
     on_failure: Literal["end", "serial"] = Field("end", description="When a process has failed too often.")
 
     @classmethod
