@@ -88,7 +88,9 @@ def band(xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], sty
 
 def number(value: float) -> str:
     """A short number for an axis."""
-    if value and abs(value) >= 10_000:
+    if abs(value) >= 1_000_000:
+        return f"{value / 1_000_000:g}M"
+    if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
     return f"{round(value, 10):g}"
 

@@ -11,13 +11,13 @@ _MOST = 400  # marks in a lane; more would be narrower than a pixel
 
 
 def timeline(run: Timeline, title: str, seconds: float = 5.0) -> str:
-    """The last seconds in which all roles were there, as SVG; beside each lane its busy share of the whole run.
+    """The last seconds in which everybody was at work, as SVG; beside each lane its busy share of the whole run.
 
     Args:
         title: what it shows, for whoever cannot see it.
         seconds: how much of the end.
     """
-    high = min((lane.intervals[-1][1] for lane in run.lanes if lane.intervals), default=1.0)
+    high = _end(run)
     low = max(0.0, high - seconds)
     bottom = _TOP + _ROW * len(run.lanes)
     x = svg.Scale(low, high, _LEFT, _RIGHT)
@@ -37,6 +37,14 @@ def timeline(run: Timeline, title: str, seconds: float = 5.0) -> str:
             marks.append(svg.box(left, middle - _THICK / 2, right - left, _THICK, "fill learned", told))
         marks.append(svg.text(svg.WIDTH - 4, middle + 5, f"{lane.busy:.0%}", anchor="end", style="value"))
     return svg.figure(bottom + 44, marks, title)
+
+
+def _end(run: Timeline) -> float:
+    """Where those who mostly worked stopped: a last evaluation, say, that all others wait for tells nothing."""
+    worked = [
+        max((end for _, end, what in lane.intervals if not what), default=0.0) for lane in run.lanes if lane.busy > 0.5
+    ]
+    return min(worked or [lane.intervals[-1][1] for lane in run.lanes if lane.intervals], default=1.0)
 
 
 def _joined(intervals: list[tuple[float, float, str]], gap: float) -> list[tuple[float, float, str]]:
