@@ -33,6 +33,7 @@ SMALL = [
     "--set", "batch = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
     "--set", "evaluation_games = 2", "--set", "matrix_games = 0", "--set", "film_games = 0",
     "--set", "snapshot_every = 3", "--set", "log_every = 500", "--set", "league.anchor_share = 0.2",
+    "--ratio", "0.5", "--set", "evaluate_every = 0",
 ]
 # fmt: on
 
@@ -65,7 +66,7 @@ def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
     before = segments()
     s = settings(steps=3000, policy="served", snapshot_every=3, league={"pool": 3, "anchor_share": 0.1})
     outcome = train(s, tmp_path)
-    assert outcome.end is End.STEPS and outcome.restarts == 0
+    assert outcome.end is End.STEPS and outcome.restarts == 0, (tmp_path / "logs" / "run.log").read_text()
     assert outcome.learner_steps >= 250
     assert len(list((tmp_path / "pool").glob("*.weights"))) >= 2
     assert segments() == before

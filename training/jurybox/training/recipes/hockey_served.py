@@ -129,8 +129,10 @@ class ServedPolicies:
         self._asked: dict[int, tuple[Ticket, list[tuple[list[ServedPast], Rows, Ticket]]]] = {}
         with ExitStack() as undo:
             connection = undo.enter_context(connect(address))
-            self._model = undo.enter_context(connection.model(MODEL, rows=rows))
-            self._past = undo.enter_context(connection.model(POOL, rows=rows))
+            half = -(-rows // 2)
+            self._model = undo.enter_context(connection.model(MODEL, rows=2 * half))
+            # A lane for each half: requests of changing sizes would leave gaps in a common one.
+            self._past = [undo.enter_context(connection.model(POOL, rows=half)) for _ in (0, 1)]
             self._weights = _here(connection, MODEL)
             self._resources = undo.pop_all()
 
@@ -150,14 +152,14 @@ class ServedPolicies:
         for version, rows in by_version.items():
             players = [opponent for opponent in (opponents[row] for row in rows) if isinstance(opponent, ServedPast)]
             shown = theirs[rows]
-            past.append((players, shown, self._past.submit(shown, timeout=_ANSWER, version=version)))
+            past.append((players, shown, self._past[half].submit(shown, timeout=_ANSWER, version=version)))
         self._asked[half] = self._model.submit(seen, timeout=_ANSWER), past
 
     def actions(self, half: int) -> Rows:
         ticket, past = self._asked.pop(half)
         for players, shown, theirs in past:
             try:
-                found: Rows = self._past.result(theirs, _ANSWER).outputs
+                found: Rows = self._past[half].result(theirs, _ANSWER).outputs
             except Refused:  # not held: the server is another than the one that had it
                 found = self._actor(players[0].version)(shown)
             for player, action in zip(players, found, strict=True):
