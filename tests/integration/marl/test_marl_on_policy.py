@@ -43,8 +43,10 @@ def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(t
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())
     one, two = (rows(tmp_path / name, "agent_1") for name in ("serial", "parallel"))
-    assert len(one["action"]) >= 56 and len(set(one["action"].tolist())) > 2
-    assert all(np.array_equal(one[name], two[name]) for name in one)
+    # A rollout is let go where the checkpoint falls into it: how many rows came before differs, the rows do not.
+    both = min(len(one["action"]), len(two["action"]))
+    assert both >= 56 and len(set(one["action"].tolist())) > 2
+    assert all(np.array_equal(one[name][:both], two[name][:both]) for name in one)
 
 
 @pytest.fixture
