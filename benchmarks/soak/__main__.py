@@ -27,12 +27,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tests.serving import RunningServer, segments, serving
+
 from benchmarks.soak.load import FIXED, PUBLISHED, ROLES
 from benchmarks.soak.report import draw, tables, write_samples, write_windows
 from benchmarks.soak.sampling import Sample, SharedSample, take
 from benchmarks.soak.verdict import judge
-from tests.serving import RunningServer, segments, serving
-
 from jurybox.protocol.segment import directory
 
 _EVERY = 10.0  # seconds between two samples, at most
@@ -148,6 +148,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/soak/results"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that server and clients are ended in order
     options.out.mkdir(parents=True, exist_ok=True)
     date = datetime.now()
     with (
@@ -161,12 +162,13 @@ def main() -> int:
     rows = judge(seen["samples"], seen["shared"], seen["windows"])
     wrong = complaints(seen, rows)
     used = (ended.children_user + ended.children_system) - (began.children_user + began.children_system)
+    every = min(_EVERY, options.seconds / _SAMPLES)
     facts = {
-        "date": f"{date:%Y-%m-%d %H:%M}, {options.seconds:.0f} s, a sample every {min(_EVERY, options.seconds / _SAMPLES):.3g} s",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.release()}, Python {platform.python_version()}",
+        "date": f"{date:%Y-%m-%d %H:%M}, {options.seconds:.0f} s, a sample every {every:.3g} s",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.release()}",
         "revision": _revision(),
         "command": f"`python -m benchmarks.soak --seconds {options.seconds:.0f} --kill-every {options.kill_every:.0f}`",
-        "cores used": f"{_cores(seen['samples']):.2f} by the server, {used / (ended.elapsed - began.elapsed):.2f} with all clients",
+        "cores used": f"{_cores(seen['samples']):.2f} by the server, {used / (ended[4] - began[4]):.2f} in all",
         "engines killed": seen["kills"],
         "left behind": len(seen["left"]),
         "verdict": "; ".join(wrong) or "no wrong answer, no error, no growth beyond noise, nothing left behind",

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.sampling import MIB, Sample, SharedSample
 from benchmarks.soak.verdict import Row
+
+_NOTE = (
+    "A rise counts where it exceeds three times the noise around its line, and the floor. Latencies are told, but not",
+    "judged: they follow whatever else the machine does.",
+)
+_COLUMNS = ("of", "quantity", "median", "rise over the run", "per hour", "noise", "floor")
 
 
 def write_samples(file: Path, samples: Sequence[Sample], shared: Sequence[SharedSample]) -> None:
@@ -47,8 +52,8 @@ def tables(facts: dict[str, Any], rows: Sequence[Row], windows: dict[str, list[d
     for role, lines in windows.items():
         answered, wrong = (sum(line[key] for line in lines) for key in ("answered", "wrong"))
         out.append(f"| {role} | {answered:,} | {wrong} | {sum(len(line['errors']) for line in lines)} |")
-    out += ["", "A rise counts where it exceeds three times the noise around its line, and the floor. Latencies are told, but not", "judged: they follow whatever else the machine does.", ""]  # fmt: skip
-    out += ["| of | quantity | median | rise over the run | per hour | noise | floor | |", "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"]  # fmt: skip
+    out += ["", *_NOTE, ""]
+    out += [f"| {' | '.join(_COLUMNS)} | |", f"| --- | --- |{' ---: |' * (len(_COLUMNS) - 2)} --- |"]
     for row in rows:
         t = row.trend
         figures = " | ".join(f"{figure:.3g}" for figure in (t.rise, t.per_hour, t.noise, t.floor))
