@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Caller, Door, Outgoing
 from jurybox.client.free_rows import FreeRows
 from jurybox.protocol.board import EngineState
-from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout
+from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout, TooManyFiles
 
 _NOT_SENT = -1
+_DEATHS = 3  # engines that die with a ticket in flight before the ticket is taken for the cause
 _SERVING = int(EngineState.SERVING)
 
 
@@ -39,7 +40,7 @@ class RowMemory(Protocol):
 class Ticket:
     """A request in flight. Hand it to `Model.result` once; until then its rows are its own."""
 
-    __slots__ = ("answer", "deadline", "engine", "epoch", "first", "future", "keeps_rows", "lane", "rows", "sequence",
+    __slots__ = ("answer", "deadline", "deaths", "engine", "epoch", "first", "future", "keeps_rows", "lane", "rows", "sequence",
                  "version")  # fmt: skip
 
     def __init__(self, lane: Lane, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
@@ -51,6 +52,7 @@ class Ticket:
         self.version = version  # asked for; 0: the newest
         self.engine = _NOT_SENT
         self.epoch = 0
+        self.deaths = 0  # of engines that it was with
         self.answer: Answer | None = None
         self.keeps_rows = True  # False once nobody waits for it: its rows go free with the answer
         self.future: asyncio.Future[None] | None = None
@@ -93,6 +95,7 @@ class Lane:
         self._waits = board.engines["expected_wait"]
         self._one_engine = len(self._states) == 1
         self._looked = 0.0
+        self._unsent_because = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._row_waiters: list[asyncio.Future[None]] = []
 
@@ -117,7 +120,10 @@ class Lane:
         self.sequence = sequence = self.sequence + 1
         epoch = self._epochs.item(engine)
         outgoing = Outgoing(sequence, engine, epoch, first, rows, now, deadline, version)
-        answer = self._door.exchange(outgoing, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+        try:
+            answer = self._door.exchange(outgoing, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+        except TooManyFiles:
+            return self.submit(first, rows, deadline, version)  # which keeps trying
         if answer is None or answer.sequence != sequence:
             ticket = self.sent(Ticket(self, sequence, first, rows, deadline, version), engine, epoch)
             if answer is not None:
@@ -136,7 +142,10 @@ class Lane:
         if engine is None:
             return None, 0
         epoch = self._epochs.item(engine)
-        return self._door.caller(row, self._board.engines[engine : engine + 1], epoch), epoch
+        try:
+            return self._door.caller(row, self._board.engines[engine : engine + 1], epoch), epoch
+        except TooManyFiles:
+            return None, 0
 
     def sent(self, ticket: Ticket, engine: int, epoch: int) -> Ticket:
         """Keep a ticket that the door has sent to an engine already."""
@@ -237,21 +246,18 @@ class Lane:
     def _send(self, ticket: Ticket) -> None:
         engine = self._choose_engine()
         if engine is None:
-            ticket.engine = _NOT_SENT
+            ticket.engine, self._unsent_because = _NOT_SENT, "no engine serves"
             return
-        ticket.engine, ticket.epoch = engine, self._epochs.item(engine)
-        self._door.send(
-            Outgoing(
-                ticket.sequence,
-                engine,
-                ticket.epoch,
-                ticket.first,
-                ticket.rows,
-                time.monotonic_ns(),
-                ticket.deadline,
-                ticket.version,
+        epoch, now = self._epochs.item(engine), time.monotonic_ns()
+        ticket.engine, ticket.epoch = engine, epoch
+        try:
+            self._door.send(
+                Outgoing(
+                    ticket.sequence, engine, epoch, ticket.first, ticket.rows, now, ticket.deadline, ticket.version
+                )
             )
-        )
+        except TooManyFiles as error:
+            ticket.engine, self._unsent_because = _NOT_SENT, str(error)  # tried again when looked after
 
     def _choose_engine(self) -> int | None:
         """A serving engine with about the shortest expected wait; by chance among those, so that a crowd spreads."""
@@ -291,15 +297,27 @@ class Lane:
         for ticket in list(self.in_flight.values()):
             if ticket.engine != _NOT_SENT and int(self._epochs[ticket.engine]) == ticket.epoch:
                 continue
-            if ticket.keeps_rows:
+            ticket.deaths += ticket.engine != _NOT_SENT
+            if ticket.keeps_rows and ticket.deaths == _DEATHS:
+                self._dispatch((self._fatal(ticket),))
+            elif ticket.keeps_rows:
                 self._send(ticket)
             else:  # the engine that might have written to its rows is gone
                 del self.in_flight[ticket.sequence]
                 self._give(ticket)
 
+    def _fatal(self, ticket: Ticket) -> Answer:
+        """In place of an engine's answer: a ticket that brings engines down must not bring down the server."""
+        why = (
+            f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) in "
+            "flight; it is not sent again. See the server's log for what ended them"
+        )
+        return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.epoch)
+
     def _why_late(self, ticket: Ticket) -> str:
         states = [EngineState(int(state)).name.lower() for state in self._states]
-        sent = "was not sent: no engine serves" if ticket.engine == _NOT_SENT else f"is at engine {ticket.engine}"
+        unsent = f"was not sent: {self._unsent_because}"
+        sent = unsent if ticket.engine == _NOT_SENT else f"is at engine {ticket.engine}"
         return (
             f"model {self.model!r} did not answer in time; the ticket ({ticket.rows} rows) {sent} "
             f"(engines: {', '.join(states)}). Its rows go free when it is answered"

@@ -19,11 +19,14 @@ from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import LANE_LOCK, Board, EngineState
 from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
+from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError
 from jurybox.protocol.locks import try_lock, unlock
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 
+_FILES_OF_A_LINK = 16  # libzmq's threads and sockets, the board; some at once only
+_FILES_OF_A_LANE = 10  # arena, bell, pipe or socket
 _SPIN_US = 100  # a small model answers a lone client within it
 
 
@@ -41,6 +44,7 @@ class LocalLink(ControlLink):
         self._spin_us = _spin_us()
         self._traces = _wants_traces()
         self._lock = threading.RLock()
+        require(_FILES_OF_A_LINK, "connecting to a server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.board: Board | None = None
         self._channels: list[WeightsChannel] = []
@@ -118,6 +122,7 @@ class LocalLink(ControlLink):
         """
         board = self.board
         assert board is not None
+        require(_FILES_OF_A_LANE, f"a lane of {lease.model.name!r}")
         if not try_lock(board.segment.fd, LANE_LOCK + lease.lane):
             return None
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
 from jurybox.protocol.segment import WAKE, Segment, directory
 
 
@@ -27,16 +29,31 @@ class Bell:
 
     @classmethod
     def create(cls, name: str, size: int) -> Bell:
-        """Make segment and pipe. Raises SharedMemoryError where there is no room."""
+        """Make segment and pipe. Raises SharedMemoryError where there is no room, TooManyFiles as Segment.create."""
         segment = Segment.create(name, size)
-        os.mkfifo(wake_path(name), 0o600)
+        try:
+            os.mkfifo(wake_path(name), 0o600)
+        except OSError as error:
+            segment.close()
+            segment.unlink()
+            raise SharedMemoryError(f"cannot make the pipe {wake_path(name)}: {error.strerror}") from error
         return cls(segment, -1)
 
     @classmethod
     def attach(cls, name: str) -> Bell:
-        """Map the segment and open the pipe, without waiting for its other end."""
+        """Map the segment and open the pipe, without waiting for its other end.
+
+        Raises:
+            SharedMemoryError: they are not there (any more); TooManyFiles: this process may open no more.
+        """
         segment = Segment.attach(name)
-        return cls(segment, os.open(wake_path(name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        try:
+            return cls(segment, os.open(wake_path(name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        except OSError as error:
+            segment.close()
+            if exhausted(error):
+                raise TooManyFiles(f"the pipe of {name} cannot be opened: {remedy()}") from error
+            raise SharedMemoryError(f"the pipe of {name} cannot be opened: {error.strerror}") from error
 
     def close(self) -> None:
         """Let go; the owner also removes both."""

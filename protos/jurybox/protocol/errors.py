@@ -96,6 +96,12 @@ class SharedMemoryError(Error, OSError):
     code = Code.REFUSED
 
 
+class TooManyFiles(Error, OSError):
+    """This process has as many files open as it may; the message says how many that are and what to do."""
+
+    code = Code.REFUSED
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of the table: gRPC status by its canonical number, so that grpc need not be imported here."""

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.errors import SharedMemoryError
+from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.errors import Error, SharedMemoryError, TooManyFiles
 from jurybox.protocol.locks import is_locked, try_lock
 
 # Locks sit far behind any content, so that they never meet a data offset.
@@ -76,15 +77,13 @@ class Segment:
         Raises:
             SharedMemoryError: no room (the message says how much there is and what to change), or the name is
                 taken by a living owner.
+            TooManyFiles: this process may open no more.
         """
         folder = directory()
         try:
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise SharedMemoryError(
-                f"cannot make shared memory in {folder}: {error.strerror}; expected a writable tmpfs "
-                "(in a container: --ipc or --shm-size; elsewhere: JURYBOX_SHM_DIR)"
-            ) from error
+            raise _not_made(folder, error) from error
         try:
             # Allocate now: a page that cannot be had later would be a SIGBUS in whoever touches it.
             if allocate:
@@ -92,12 +91,15 @@ class Segment:
             else:
                 os.ftruncate(fd, size)
             try_lock(fd, OWNER_LOCK, shared=True)
+            segment = cls(name, fd, size, owned=True)
             _link(fd, folder / name)
-            return cls(name, fd, size, owned=True)
+            return segment
         except OSError as error:
             os.close(fd)
             if error.errno == errno.ENOSPC:
                 raise _no_room(folder, name, size) from error
+            if exhausted(error):
+                raise _not_made(folder, error) from error
             if error.errno == errno.EEXIST:
                 raise SharedMemoryError(
                     f"shared memory {name} exists and its owner lives; choose another name or stop that owner"
@@ -115,20 +117,22 @@ class Segment:
 
         Raises:
             SharedMemoryError: there is none of that name.
+            TooManyFiles: this process may open no more.
         """
         path = directory() / name
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise SharedMemoryError(
-                f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be "
-                "gone, or this process sees another /dev/shm (containers need a shared one: ipc: ...)"
-            ) from error
+            raise _not_opened(name, error) from error
         if keep_alive and (not try_lock(fd, OWNER_LOCK, shared=True) or os.fstat(fd).st_nlink == 0):
             # Between our open and our lock its last holder went and a sweep took it away.
             os.close(fd)
             raise SharedMemoryError(f"shared memory {name} was just removed: its owner is gone; make it anew")
-        return cls(name, fd, os.fstat(fd).st_size, owned=False, writable=writable)
+        try:
+            return cls(name, fd, os.fstat(fd).st_size, owned=False, writable=writable)
+        except OSError as error:
+            os.close(fd)
+            raise _not_opened(name, error) from error
 
     @property
     def buffer(self) -> memoryview:
@@ -258,6 +262,25 @@ def _link(fd: int, path: Path) -> None:
                     raise
     finally:
         os.close(folder)
+
+
+def _not_made(folder: Path, error: OSError) -> Error:
+    if exhausted(error):
+        return TooManyFiles(f"cannot make shared memory: {remedy()}")
+    if error.errno == errno.ENOSPC:
+        why = "it has no inodes left (df -i): remove files, or mount it with a larger nr_inodes"
+    else:
+        why = "expected a writable tmpfs (in a container: --ipc or --shm-size; elsewhere: JURYBOX_SHM_DIR)"
+    return SharedMemoryError(f"cannot make shared memory in {folder}: {error.strerror}; {why}")
+
+
+def _not_opened(name: str, error: OSError) -> Error:
+    if exhausted(error):
+        return TooManyFiles(f"shared memory {name} cannot be opened: {remedy()}")
+    return SharedMemoryError(
+        f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be gone, or this "
+        "process sees another /dev/shm (containers need a shared one: ipc: ...)"
+    )
 
 
 def _no_room(folder: Path, name: str, size: int) -> SharedMemoryError:

@@ -79,7 +79,10 @@ class Caller(Protocol):
 
 
 class Door(Protocol):
-    """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that."""
+    """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that.
+
+    `send`, `exchange` and `caller` raise TooManyFiles where the way to the engine has to be opened and cannot be.
+    """
 
     def send(self, ticket: Outgoing) -> None:
         """Send without waiting."""

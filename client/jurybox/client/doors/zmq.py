@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from zmq.backend import Socket as Bare  # its methods without what zmq.Socket ad
 
 from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing, read_reply
 from jurybox.protocol.board import EngineState
-from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.descriptors import remedy
+from jurybox.protocol.errors import ProtocolMismatch, TooManyFiles
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -106,7 +108,12 @@ class ZmqDoor:
 
     def _open(self, engine: int, epoch: int) -> zmq.Socket[bytes]:
         self._drop(engine)
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise TooManyFiles(f"no socket to engine {engine}: {remedy()}") from error
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         socket.setsockopt(zmq.RCVTIMEO, int(LOOK_AFTER * 1000))

@@ -18,9 +18,11 @@ from jurybox.client.remote.curve import Keys
 from jurybox.client.remote.inline_door import InlineDoor
 from jurybox.client.remote.rows_here import RowsHere, out_of_reach
 from jurybox.protocol.control_pb2 import ReleaseRequest
+from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Error, ServerGone
 from jurybox.protocol.spec import ModelSpec
 
+_FILES_OF_A_LINK = 16  # libzmq's threads and sockets; some at once only
 _ATTEMPT = 3.0  # seconds for one connection of those tried until the first answer
 
 
@@ -37,6 +39,7 @@ class TcpLink(ControlLink):
         self._address = address
         self._keys = keys
         self._lock = threading.Lock()
+        require(_FILES_OF_A_LINK, "connecting to a server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = new_identity()  # one for all its sockets: leases are the client's that bears it
         try:
