@@ -40,8 +40,8 @@ class RowMemory(Protocol):
 class Ticket:
     """A request in flight. Hand it to `Model.result` once; until then its rows are its own."""
 
-    __slots__ = ("answer", "deadline", "deaths", "engine", "epoch", "first", "future", "keeps_rows", "lane", "rows", "sequence",
-                 "version")  # fmt: skip
+    __slots__ = ("answer", "deadline", "deaths", "engine", "epoch", "first", "future", "keeps_rows", "lane", "rows",
+                 "sequence", "version")  # fmt: skip
 
     def __init__(self, lane: Lane, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
         self.lane = lane
@@ -309,8 +309,8 @@ class Lane:
     def _fatal(self, ticket: Ticket) -> Answer:
         """In place of an engine's answer: a ticket that brings engines down must not bring down the server."""
         why = (
-            f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) in "
-            "flight; it is not sent again. See the server's log for what ended them"
+            f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) "
+            "in flight; it is not sent again. See the server's log for what ended them"
         )
         return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.epoch)
 

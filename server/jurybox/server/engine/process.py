@@ -62,6 +62,8 @@ class EngineProcess:
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
             self._workshop.load(order["model"], order["name"], order["settings"])
+        if not self._loading:  # every model was unloaded before its predecessor died
+            self._serve()
         self._draining = False
         self._stopped = False
 
@@ -145,8 +147,11 @@ class EngineProcess:
             if kind in ("ready", "failed") and self._loading:
                 self._loading.discard(fields["model"])
                 if not self._loading:
-                    self._state(EngineState.SERVING)
-                    self._lifeline.send("serving")
+                    self._serve()
+
+    def _serve(self) -> None:
+        self._state(EngineState.SERVING)
+        self._lifeline.send("serving")
 
     def _state(self, state: EngineState) -> None:
         self._record["state"] = state

@@ -17,6 +17,7 @@ from jurybox.server.gateway.inference.door import OpenInference
 from jurybox.server.gateway.source import ClientSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
+from jurybox.server.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.grpc_server import GrpcServer
@@ -49,7 +50,8 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     lifeline.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
     try:
-        served = await _until(stop, http, app.state.watching.close)
+        async with signs_of_life(lifeline):
+            served = await _until(stop, http, app.state.watching.close)
     finally:
         if rpc is not None:
             await rpc.stop()

@@ -15,6 +15,7 @@ from jurybox.protocol.lifeline import Lifeline
 from jurybox.server.logs import Log, configure
 from jurybox.server.relay.front import Front
 from jurybox.server.relay.relay import Relay
+from jurybox.server.signs_of_life import signs_of_life
 
 _CONFIGURED = 30.0  # seconds to wait for the first message
 _CONNECT = 10.0  # seconds for the server's own door
@@ -42,7 +43,8 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     lifeline.send("ready", tcp=front.bound)
     log.debug("listening", tcp=front.bound)
     try:
-        await _until(stop, relay)
+        async with signs_of_life(lifeline):
+            await _until(stop, relay)
     except ServerGone:
         return STOPPED
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from jurybox.protocol.lifeline import Lifeline, spawn
 
 # Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
 _BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SHORT = 1.0  # seconds until the next attempt where memory or files were short
 
 
 class Child:
@@ -34,9 +36,11 @@ class Child:
         self.failures = 0  # deaths in a row
         self.restart_at = 0.0
         self.started_at = 0.0
+        self.heard_at = 0.0  # s of the monotonic clock; of those who tell that they live
         self._module = module
         self._configure = configure
         self._environment = environment
+        self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: Lifeline | None = None
 
@@ -53,20 +57,37 @@ class Child:
         return self._lifeline.fileno()
 
     def start(self, now: float) -> None:
-        """Start the process and send its configuration."""
+        """Start the process and send its configuration.
+
+        Raises:
+            Error, OSError: memory or files are short. Nothing was started, and it is due again a second later.
+        """
         self.serving = False
         self.started_at = now
+        self.restart_at = now + _SHORT
+        configuration = self._configure()
         self._process, self._lifeline = spawn(self._module, environment=self._environment)
-        self.send("configure", **self._configure())
+        self._orders.clear()
+        self.send("configure", **configuration)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send an order; a dead child's is dropped, since its death is noticed by `messages`."""
-        if self._lifeline is None:
-            return
+        """Send an order, now or when the child reads again: one that was stopped must not hold its parent.
+
+        A dead child's is dropped, since its death is noticed by `messages`.
+        """
+        if self._lifeline is not None:
+            self._orders.append((kind, fields))
+            self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send what the child had no room for."""
         try:
-            self._lifeline.send(kind, **fields)
+            while self._orders and self._lifeline is not None and self._lifeline.writable():
+                kind, fields = self._orders.popleft()
+                self._lifeline.send(kind, **fields)
         except OSError:
             self.serving = False
+            self._orders.clear()
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What the child said meanwhile; raises EOFError when it is dead."""

@@ -6,9 +6,11 @@ import fcntl
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 from jurybox.protocol.address import ipc_path, prepare_folder
+from jurybox.protocol.descriptors import raise_limit
 from jurybox.protocol.errors import Error
 from jurybox.protocol.segment import sweep
 from jurybox.server.config import Settings
@@ -16,6 +18,7 @@ from jurybox.server.logs import configure
 from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.supervisor import Supervisor
 
+_DYING = 2.0  # seconds that a server killed just now may take to let go of its address
 STOPPED, FAILED, COULD_NOT_START, ENGINE_LOST = 0, 1, 3, 4
 
 
@@ -28,6 +31,7 @@ def run(settings: Settings, *, dry_run: bool = False) -> int:
 
     With `dry_run`, load and warm up every model, log what would be used, and stop.
     """
+    raise_limit()  # every client takes files here, and nobody else's limit is touched
     server = settings.server
     events = Events()
     log = configure("supervisor", server.log_level, server.log_format, keep=events.keep)
@@ -59,14 +63,19 @@ def _hold_address(address: str) -> int | None:
     prepare_folder(path.parent)
     lock_path = Path(f"{path}.lock")
     fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise AddressTaken(
-            f"a server already runs at {address}: stop it, or start this one with another server.address"
-        ) from error
-    return fd
+    until = time.monotonic() + _DYING
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                os.close(fd)
+                raise AddressTaken(
+                    f"a server already runs at {address}: stop it, or start this one with another server.address"
+                ) from error
+            time.sleep(0.02)
+        else:
+            return fd
 
 
 class _Signals:

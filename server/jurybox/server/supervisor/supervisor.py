@@ -13,7 +13,7 @@ from jurybox.protocol.address import ipc_path
 from jurybox.protocol.board import LANE_LOCK, Board
 from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.locks import is_locked
-from jurybox.protocol.segment import segment_name
+from jurybox.protocol.segment import segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import Settings
@@ -28,10 +28,12 @@ from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
 from jurybox.server.supervisor.reception import Reception
 from jurybox.server.supervisor.service_manager import ServiceManager
+from jurybox.server.supervisor.vigil import Vigil
 
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
 _STOP = 3.0  # seconds a child gets to stop
+_DEAD_BY_THEN = 5.0  # seconds after which a predecessor killed just before the start holds nothing any more
 _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 
 
@@ -67,6 +69,8 @@ class Supervisor:
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
+        self._vigil = Vigil(board, self._settings.engine_timeout, self._settings.start_timeout, time.monotonic())
+        self._sweep_at = time.monotonic() + _DEAD_BY_THEN
 
     # ---- the loop
 
@@ -88,7 +92,7 @@ class Supervisor:
                 if not self._announced and self._exit is None:
                     self._announce(dry_run=dry_run, late=now > give_up)
             return self._exit
-        except Error as error:
+        except (Error, OSError) as error:
             self._log.error("failed", error=str(error))
             return _COULD_NOT_START if not self._announced else 1
         finally:
@@ -105,10 +109,11 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         self._manager.alive()
-        for index, child in enumerate(self._fleet.engines):
-            age = (time.monotonic_ns() - int(self._board.engines["heartbeat"][index])) / 1e9
-            if child.alive and child.serving and age > self._settings.engine_timeout:
-                self._log.error("engine hangs, killing it", role=child.role, heartbeat_age=round(age, 1))
+        for child in self._children():
+            child.send_waiting()
+        if self._announced and self._drain_until is None:
+            for child, why in self._vigil.hanging(self._fleet.engines, self._edges, now):
+                self._log.error("child hangs, killing it", role=child.role, why=why)
                 child.kill()
         if self._drain_until is None:
             for child in self._children():
@@ -117,6 +122,10 @@ class Supervisor:
         elif now > self._drain_until:
             self._log.warning("draining took too long, stopping")
             self._exit = _STOPPED
+        if now > self._sweep_at:
+            self._sweep_at = float("inf")
+            if stale := sweep():
+                self._log.warning("removed shared memory of dead owners", segments=len(stale))
         self._models.look(now)
         for lane in self._leases.reclaim(self._fleet.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
@@ -129,7 +138,14 @@ class Supervisor:
         return [*self._fleet.engines, *self._edges]
 
     def _start(self, child: Child) -> None:
-        child.start(time.monotonic())
+        try:
+            child.start(time.monotonic())
+        except (Error, OSError) as error:
+            if not self._announced:
+                raise
+            # Those that serve go on; what is short may come back, and a new server would not have it either.
+            self._log.error("cannot start a child yet", role=child.role, error=str(error))
+            return
         self._poller.register(child.fileno(), zmq.POLLIN)
         self._log.debug("started", role=child.role, child=child.pid)
 
@@ -162,6 +178,7 @@ class Supervisor:
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
 
     def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
+        child.heard_at = time.monotonic()
         if message["kind"] == "ready":
             child.serving = True
             self._reception.listening.update({key: message[key] for key in ("http", "grpc", "tcp") if key in message})

@@ -1,0 +1,69 @@
+"""A client process that asks without a break and checks every answer; its results are told when its input ends.
+
+python -m tests.faults.asker ADDRESS DOOR
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from jurybox.client import Error, connect
+
+PATIENCE = 60.0  # seconds for one answer: whatever is done to the server, it is back before
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an asker says at its end: answers, wrong ones, errors as text, the longest wait in seconds."""
+
+    answered: int
+    wrong: int
+    errors: list[str]
+    longest: float
+
+
+class Asker:
+    """A started asker."""
+
+    def __init__(self, address: str, door: str) -> None:
+        command = [sys.executable, "-m", "tests.faults.asker", address, door]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ready(self) -> None:
+        assert self.process.stdout.readline() == "asking\n"
+
+    def end(self) -> Told:
+        out, _ = self.process.communicate(timeout=2 * PATIENCE)
+        return Told(**json.loads(out))
+
+
+def ask(address: str, door: str) -> Told:
+    rng = np.random.default_rng()
+    answered, wrong, errors, longest = 0, 0, [], 0.0
+    with connect(address, door=door, timeout=PATIENCE) as server:
+        model = server.model("affine", rows=8)
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            x = rng.standard_normal((int(rng.integers(1, 9)), 4)).astype(np.float32)
+            began = time.monotonic()
+            try:
+                wrong += not np.array_equal(model.infer(x), 2 * x + 1)
+                answered += 1
+            except Error as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            longest = max(longest, time.monotonic() - began)
+            if answered == 1:
+                print("asking", flush=True)
+            time.sleep(0.002)
+    return Told(answered, wrong, errors, longest)
+
+
+if __name__ == "__main__":
+    told = ask(sys.argv[1], sys.argv[2])
+    print(json.dumps(vars(told)), flush=True)
