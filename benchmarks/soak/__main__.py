@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -100,6 +101,7 @@ def soak(seconds: float, kill_every: float, folder: Path) -> dict[str, Any]:
         "status": status,
         "left": sorted(segments()),
         "deaths": log.count("child died"),
+        "log": log,
     }
 
 
@@ -114,9 +116,10 @@ def complaints(seen: dict[str, Any], rows: list[Any]) -> list[str]:
         if not sum(line["answered"] for line in lines):
             found.append(f"{role}: no answers at all")
         errors = [error for line in lines for error in line["errors"]]
+        kinds = Counter(errors).most_common(5)
         # While an engine is away the gateway says so, and HTTP has nobody who would ask again.
         if errors and not (seen["kills"] and role == "http"):
-            found.append(f"{role}: {len(errors)} errors, the first: {errors[0]}")
+            found.append(f"{role}: {len(errors)} errors, the first: {errors[0]}; most often: {kinds}")
     if seen["deaths"] != seen["kills"]:
         found.append(f"{seen['deaths']} deaths of children, {seen['kills']} were meant")
     if seen["left"]:
@@ -178,6 +181,8 @@ def main() -> int:
     name = f"{date:%Y-%m-%d-%H%M}"
     write_samples(options.out / f"{name}-samples.csv", seen["samples"], seen["shared"])
     write_windows(options.out / f"{name}-windows.csv", seen["windows"])
+    if wrong:
+        (options.out / f"{name}.log").write_text(seen["log"])
     text = tables(facts, rows, seen["windows"])
     (options.out / f"{name}.md").write_text(text)
     draw(

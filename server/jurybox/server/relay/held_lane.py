@@ -92,9 +92,8 @@ class HeldLane:
         return [self._reply(came, sent) for came, sent in answered]
 
     def look_after(self) -> None:
-        """See whether engines and server live; raises ServerGone."""
-        if self._in_flight:
-            self.lane.receive(0)
+        """See whether engines and server live; raises ServerGone. What has been answered is in `answers` then."""
+        self.lane.receive(0)
 
     def close(self) -> None:
         """Give the lane back."""

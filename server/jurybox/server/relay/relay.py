@@ -71,7 +71,9 @@ class Relay:
     def look_after(self) -> None:
         """Send again what went down with an engine. Raises ServerGone when the server has."""
         for held in self._lanes.values():
-            held.look_after()
+            if held.waits:
+                held.look_after()
+                self._answered(held)  # looking took the answers that were there, and with them the socket's signal
         self._again()
 
     def reclaim(self) -> None:
