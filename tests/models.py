@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -53,6 +55,8 @@ class Moody(torch.nn.Module):
             raise RuntimeError("this row breaks the model")
         if mood == 667.0:
             return observation[:-1] if len(observation) > 1 else observation.repeat(2, 1)
+        if mood == 668.0:
+            os.kill(os.getpid(), signal.SIGKILL)
         if mood > 1000.0:
             time.sleep(mood / 1e6)  # 1_000_000 is a second
         return observation + 1

@@ -1,6 +1,8 @@
 """Clients of other hosts: what happens to them, and to the server's rows, when something dies."""
 
+import asyncio
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -9,11 +11,15 @@ import time
 
 import numpy as np
 import pytest
+import zmq
 from tests.faults.conftest import MODELS, leaving_nothing
 from tests.serving import segments, serving, wait_until
 
 from jurybox.client import Refused, ServerGone, connect
+from jurybox.client.local_link import LocalLink
 from jurybox.protocol.segment import sweep
+from jurybox.server.relay.front import Front
+from jurybox.server.relay.relay import Relay
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -137,3 +143,37 @@ def test_a_killed_gateway_is_nothing_to_a_client_over_grpc_but_a_wait(tmp_path):
                     break
                 except ServerGone:
                     assert time.monotonic() < until
+
+
+def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server):
+    """A relay that looks after its tickets without a break: whenever an answer comes, it is looking."""
+    asking = threading.Event()
+    asking.set()
+
+    async def relaying(where):
+        context = zmq.Context()
+        front = Front(context, "127.0.0.1:0", None, None, 1 << 20)
+        back = context.socket(zmq.DEALER)
+        back.connect(server.address)
+        link = await asyncio.to_thread(LocalLink, server.address, "zmq", 20.0)
+        relay = Relay(front, back, link, lambda *_, **__: None)
+        where.put(f"tcp://{front.bound}")
+        while asking.is_set():
+            relay.look_after()
+            await asyncio.sleep(0)
+        relay.close()
+        link.close()
+        front.close()
+        context.destroy(linger=0)
+
+    where = queue.Queue()
+    thread = threading.Thread(target=lambda: asyncio.run(relaying(where)))
+    thread.start()
+    try:
+        with connect(where.get(timeout=20), timeout=10) as client:
+            model = client.model("affine", rows=2)
+            for _ in range(150):
+                np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
+    finally:
+        asking.clear()
+        thread.join(20)

@@ -1,0 +1,18 @@
+"""A child that reads nothing until the file `go` appears in the folder LATE_READER; then it counts its orders."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from jurybox.protocol.lifeline import attach
+
+lifeline = attach(int(sys.argv[1]))
+folder = Path(os.environ["LATE_READER"])
+while not (folder / "go").exists():
+    time.sleep(0.01)
+numbers = []
+while (message := lifeline.receive(20.0)) is not None and message["kind"] != "last":
+    if message["kind"] == "order":
+        numbers.append(message["number"])
+lifeline.send("read", numbers=len(numbers), ordered=numbers == sorted(numbers))

@@ -1,0 +1,32 @@
+"""The address of a server that is dying: whoever comes next waits a moment for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+
+import pytest
+
+from jurybox.server.supervisor.run import AddressTaken, _hold_address
+
+
+def test_the_next_server_waits_for_one_that_is_dying(tmp_path):
+    address = f"ipc://{tmp_path}/engine"
+    dying = _hold_address(address)
+    threading.Timer(0.3, os.close, (dying,)).start()
+    fd = _hold_address(address)
+    with pytest.raises(BlockingIOError), (tmp_path / "engine.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+
+
+def test_a_living_server_keeps_its_address(tmp_path):
+    address = f"ipc://{tmp_path}/engine"
+    living = _hold_address(address)
+    began = time.monotonic()
+    with pytest.raises(AddressTaken, match="already runs"):
+        _hold_address(address)
+    assert time.monotonic() - began < 30
+    os.close(living)
