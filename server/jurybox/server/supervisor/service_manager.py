@@ -49,10 +49,10 @@ class ServiceManager:
     def _tell(self, message: str) -> None:
         if not self._address:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
-            speaker.setblocking(False)
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
+                speaker.setblocking(False)
                 speaker.sendto(message.encode(), self._address)
-            except OSError as error:
-                # It decides by what it does not hear; the server has clients to serve in any case.
-                self._report("the service manager does not listen", address=self._address, error=str(error))
+        except OSError as error:
+            # It decides by what it does not hear; the server has clients to serve in any case.
+            self._report("the service manager does not listen", address=self._address, error=str(error))

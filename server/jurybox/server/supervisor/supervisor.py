@@ -123,14 +123,20 @@ class Supervisor:
             self._log.warning("draining took too long, stopping")
             self._exit = _STOPPED
         if now > self._sweep_at:
-            self._sweep_at = float("inf")
-            if stale := sweep():
-                self._log.warning("removed shared memory of dead owners", segments=len(stale))
+            self._sweep_again()
         self._models.look(now)
         for lane in self._leases.reclaim(self._fleet.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._reception.forget(lane)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
+
+    def _sweep_again(self) -> None:
+        self._sweep_at = float("inf")
+        try:
+            if stale := sweep():
+                self._log.warning("removed shared memory of dead owners", segments=len(stale))
+        except OSError as error:  # no descriptor left; the next start sweeps, too
+            self._log.warning("cannot look for shared memory of dead owners", error=str(error))
 
     # ---- children
 
