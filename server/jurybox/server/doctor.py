@@ -13,8 +13,6 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,6 +21,8 @@ from jurybox.protocol.errors import Error
 from jurybox.protocol.locks import is_locked, try_lock
 from jurybox.protocol.segment import OWNER_LOCK, WAKE, Segment, directory, segment_name, sweep
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
+from jurybox.server import host_checks
+from jurybox.server.findings import Finding, Level
 
 _MIB = 1 << 20
 _ARENA = 128 * _MIB  # what a model's arena takes by default, at most
@@ -32,36 +32,22 @@ _FILES_OF_A_SERVER = 128
 _PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "uvicorn", "pydantic", "structlog")
 
 
-class Level(StrEnum):
-    """How bad a finding is: a server runs well, runs with limits, does not run."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was looked at, how it is, and what to do (empty where nothing is)."""
-
-    subject: str
-    level: Level
-    found: str
-    remedy: str = ""
-
-
 def examine(*, fix: bool = False) -> list[Finding]:
     """Look at this host. With `fix`, remove the shared memory of dead owners."""
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_python(sys.version_info[:3], sys.platform),
         lambda: check_packages(_installed()),
         check_native,
+        lambda: host_checks.check_kernel(os.uname().release),
         lambda: check_room(*_room(directory()), directory()),
+        lambda: host_checks.check_inodes(*host_checks.inodes(directory()), directory()),
         check_segment,
         check_locks,
         lambda: check_stale(stale_segments(), sweep if fix else None),
+        lambda: host_checks.check_sockets(host_checks.dead_sockets(default_address()), fix=fix),
         lambda: check_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
         lambda: check_cores(available_cores(), os.environ),
+        lambda: host_checks.check_clock(host_checks.clock_source()),
         check_torch,
         lambda: check_runtime_folder(default_address()),
         lambda: check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=Path("/dev/nvidiactl").exists()),
@@ -170,16 +156,16 @@ def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Fin
 
 
 def check_files(limits: tuple[int, int]) -> Finding:
-    """The limit of open files (soft, hard), every client takes some."""
+    """The limit of open files (soft, hard): a server raises its own to the hard one; every client takes some."""
     soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in limits)
-    clients = max(0, (soft - _FILES_OF_A_SERVER) // _FILES_OF_A_CLIENT)
-    text = f"{soft} open files, enough for {clients} clients" if soft < sys.maxsize else "no limit of open files"
-    remedy = (
-        f"ulimit -n {min(65536, hard)} before the start (systemd: LimitNOFILE=65536, docker: --ulimit nofile=65536)"
-    )
-    if soft < 256:
+    clients = max(0, (hard - _FILES_OF_A_SERVER) // _FILES_OF_A_CLIENT)
+    text = f"a server may have {hard}, enough for {clients} clients; other processes {soft}"
+    if hard == sys.maxsize:
+        text = "no limit of open files"
+    remedy = "raise the hard limit (limits.conf; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536)"
+    if hard < 256:
         return Finding("open files", Level.FAIL, text, remedy)
-    if soft < 4096:
+    if hard < 4096:
         return Finding("open files", Level.WARN, text, remedy)
     return Finding("open files", Level.OK, text)
 

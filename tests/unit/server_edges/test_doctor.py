@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import secrets
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from jurybox.protocol.segment import Segment, segment_name
-from jurybox.server import doctor
-from jurybox.server.doctor import Finding, Level, examine
+from jurybox.server import doctor, host_checks
+from jurybox.server.doctor import examine
+from jurybox.server.findings import Finding, Level
 
 MIB = 1 << 20
 
@@ -32,9 +35,13 @@ def test_room_is_judged_by_what_models_take(free, level):
 
 def test_a_folder_that_is_not_there_has_no_room_and_no_segments(monkeypatch, tmp_path):
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path / "absent"))
-    for finding in (doctor.check_segment(), doctor.check_locks(), examine()[3]):
+    for finding in (doctor.check_segment(), doctor.check_locks(), _of("shared memory")):
         assert finding.level is Level.FAIL, finding
         assert finding.remedy
+
+
+def _of(subject: str) -> Finding:
+    return next(finding for finding in examine() if finding.subject == subject)
 
 
 def test_a_file_system_without_locks_fails(monkeypatch):
@@ -75,12 +82,13 @@ def test_a_missing_torch_fails_but_not_the_doctor(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("soft", "level", "clients"), [(255, Level.FAIL, 63), (1024, Level.WARN, 448), (4096, Level.OK, 1984)]
+    ("hard", "level", "clients"), [(255, Level.FAIL, 63), (1024, Level.WARN, 448), (4096, Level.OK, 1984)]
 )
-def test_open_files_are_counted_in_clients(soft, level, clients):
-    finding = doctor.check_files((soft, 524288))
+def test_open_files_are_counted_in_clients(hard, level, clients):
+    """By the hard limit: a server raises its own to that."""
+    finding = doctor.check_files((min(hard, 1024), hard))
     assert (finding.level, f"{clients} clients" in finding.found) == (level, True)
-    assert "ulimit -n 65536" in finding.remedy or level is Level.OK
+    assert "LimitNOFILE=65536" in finding.remedy or level is Level.OK
 
 
 def test_no_limit_is_no_problem():
@@ -148,3 +156,40 @@ def test_this_host_can_run_a_server():
     assert len({finding.subject for finding in findings}) == len(findings)
     assert [finding for finding in findings if finding.level is Level.FAIL] == []
     assert all(finding.remedy for finding in findings if finding.level is not Level.OK)
+
+
+def test_a_file_system_without_inodes_fails_and_one_without_bound_does_not():
+    finding = host_checks.check_inodes(1000, 3, Path("/dev/shm"))
+    assert (finding.level, "nr_inodes" in finding.remedy) == (Level.FAIL, True)
+    assert host_checks.check_inodes(1000, 900, Path("/dev/shm")).level is Level.OK
+    assert host_checks.check_inodes(0, 0, Path("/dev/shm")).level is Level.OK
+
+
+def test_sockets_of_the_dead_are_found_and_removed_and_those_of_the_living_are_not(tmp_path):
+    address = f"ipc://{tmp_path}/engine"
+    dead = tmp_path / "engine"
+    with socket.socket(socket.AF_UNIX) as once:
+        once.bind(str(dead))
+        once.listen()
+        assert host_checks.dead_sockets(address) == [], "somebody listens"
+    assert host_checks.dead_sockets(address) == [dead]
+    with (tmp_path / "engine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert host_checks.dead_sockets(address) == [], "a server that is just starting holds the address"
+    assert host_checks.check_sockets([dead], fix=False).level is Level.WARN
+    assert "1 removed" in host_checks.check_sockets([dead], fix=True).found
+    assert not dead.exists()
+
+
+def test_a_slow_clock_is_a_warning():
+    assert host_checks.check_clock("hpet").level is Level.WARN
+    assert host_checks.check_clock("tsc").level is Level.OK
+    assert host_checks.check_clock("").level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("release", "level"),
+    [("3.10.0-1160.el7", Level.FAIL), ("4.18.0", Level.WARN), ("5.14.0-1", Level.OK), ("6.18.44-x", Level.OK)],
+)
+def test_the_kernel_is_judged_by_what_it_has(release, level):
+    assert host_checks.check_kernel(release).level is level

@@ -16,10 +16,13 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Remove the shared memory that dead servers left.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Remove the shared memory and sockets that dead servers left.")
+    ] = False,
 ) -> None:
     """Say what this host lacks; exit status 1 where a server could not run."""
-    from jurybox.server.doctor import Level, examine
+    from jurybox.server.doctor import examine
+    from jurybox.server.findings import Level
 
     findings = examine(fix=fix)
     failed = any(finding.level is Level.FAIL for finding in findings)
