@@ -39,8 +39,8 @@ test-browser: setup  ## needs chromium
 fuzz: setup  ## the long fuzzing: 100,000 inputs at the ZeroMQ doors, 15,000 gRPC calls, HTTP by its description
 	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 1800
 
-soak: setup  ## runs as long as SOAK_SECONDS says (default 1800)
-	$(BIN)/python -m pytest -m soak --timeout 0
+soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anything grew; benchmarks/soak/results
+	$(BIN)/python -m benchmarks.soak
 
 test-native: setup  ## the C++ tests, plain and under the thread, address and undefined-behaviour sanitizers
 	for s in "" thread address undefined; do \
