@@ -116,10 +116,10 @@ def complaints(seen: dict[str, Any], rows: list[Any]) -> list[str]:
         if not sum(line["answered"] for line in lines):
             found.append(f"{role}: no answers at all")
         errors = [error for line in lines for error in line["errors"]]
-        kinds = Counter(errors).most_common(5)
+        kinds = "; ".join(f"{count} x {text}" for text, count in Counter(errors).most_common(3))
         # While an engine is away the gateway says so, and HTTP has nobody who would ask again.
         if errors and not (seen["kills"] and role == "http"):
-            found.append(f"{role}: {len(errors)} errors, the first: {errors[0]}; most often: {kinds}")
+            found.append(f"{role}: {len(errors)} errors: {kinds}")
     if seen["deaths"] != seen["kills"]:
         found.append(f"{seen['deaths']} deaths of children, {seen['kills']} were meant")
     if seen["left"]:
