@@ -15,7 +15,7 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import connect
 
-PATIENCE = 3.0  # seconds
+PATIENCE = 5.0  # seconds
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
@@ -40,7 +40,7 @@ def test_stopped_processes_are_replaced_and_what_they_had_is_answered(server, do
         np.testing.assert_array_equal(there.infer(X, timeout=60), 2 * X + 1)
         wait_until(lambda: ready(http), 60, "the gateway")
     assert not set(server.pids().values()) & {pids[role] for role in ("engine-0", "relay", "gateway")}
-    assert server.text().count("hangs, killing it") == 3
+    assert server.text().count("hangs, killing it") >= 3  # more where the machine gives somebody no core for so long
 
 
 @pytest.mark.slow
