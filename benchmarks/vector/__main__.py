@@ -1,12 +1,14 @@
 """100 environments in worker processes: steps a second of each way to do it, and the share of what the cores allow.
 
-    python -m benchmarks.vector [--seconds 8] [--envs 100] [--rounds 2]
+    python -m benchmarks.vector [--seconds 8] [--envs 100] [--rounds 2] [--cases busy] [--only ours]
 
 Peers fork, as Gymnasium does by default (a hundred fresh interpreters with torch for SB3 would not fit); ours spawn.
 Contenders take turns, so that a change of the machine's load hits all of them. Those that are not installed are named.
 On a machine that others use, a way with a hundred processes gets a larger share of the cores than one with two; steps
 per second of CPU time then tell more than steps per second.
 EnvPool steps environments of its own in C++ and cannot run one written in Python: it is not comparable here.
+PufferLib 2.0.2, the last with a wheel, wants NumPy 1 and Gymnasium 0.29: run it from an environment of its own, with
+`--only "PufferLib Multiprocessing"`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.vector.environments import busy, trivial
+from benchmarks.vector.environments import busy, copying, trivial
 
 StepAll = Callable[[Any], Any]
 
@@ -110,6 +112,7 @@ CONTENDERS = {
     "SB3 SubprocVecEnv": sb3_subproc,
     "PufferLib Multiprocessing": pufferlib_workers,
 }
+_BESIDE = "Gymnasium AsyncVectorEnv (shared memory)"
 _NEEDS = {"PufferLib Multiprocessing": "pufferlib"}
 
 
@@ -136,23 +139,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--envs", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cases", nargs="+", choices=["busy", "trivial"], default=["busy", "trivial"])
+    cases = {
+        "busy": ("1.5 ms of CPU a step", busy),
+        "copying": ("copies of Python objects, as CybORG makes them", copying),
+        "trivial": ("nothing to do in a step", trivial),
+    }
+    parser.add_argument("--cases", nargs="+", choices=list(cases), default=list(cases))
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, {platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}")
-    missing = [name for name, package in _NEEDS.items() if importlib.util.find_spec(package) is None]
+    missing = [name for name in options.only if importlib.util.find_spec(_NEEDS.get(name, "numpy")) is None]
     print(f"not installed: {', '.join(missing) or 'none'}; EnvPool runs no Python environments\n")
-    cases = {"busy": ("1.5 ms of CPU a step", busy), "trivial": ("nothing to do in a step", trivial)}
     for title, make in (cases[name] for name in options.cases):
         singles: list[float] = []
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS if name not in missing}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.only if name not in missing}
         for _ in range(options.rounds):
             for name, rates in found.items():
                 singles.append(alone(make, min(2.0, options.seconds)))
                 with CONTENDERS[name](make, options.envs) as step:
                     rates.append(rate(step, options.envs, options.seconds))
         single = statistics.median(singles)
-        gymnasium = statistics.median(wall for wall, _ in found["Gymnasium AsyncVectorEnv (shared memory)"])
+        theirs = [wall for wall, _ in found.get(_BESIDE, [])]
         print(f"\n{title}; one environment alone: {single:,.0f} steps/s\n")
         print("| way | steps/s | of cores x alone | times AsyncVectorEnv | a core-second of CPU | each round |")
         print("|---|---|---|---|---|---|")
@@ -160,8 +168,9 @@ def main() -> None:
             middle = statistics.median(wall for wall, _ in rates)
             cpu = statistics.median(used for _, used in rates)
             each = ", ".join(f"{wall:,.0f}" for wall, _ in rates)
-            share, times = middle / single / cores, middle / gymnasium
-            print(f"| {name} | {middle:,.0f} | {share:.0%} | {times:.2f} | {cpu:,.0f} | {each} |")
+            share = middle / single / cores
+            times = f"{middle / statistics.median(theirs):.2f}" if theirs else ""
+            print(f"| {name} | {middle:,.0f} | {share:.0%} | {times} | {cpu:,.0f} | {each} |")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The two environments of the comparison: one that computes for a while, and one that does nothing."""
+"""The environments of the comparison: one that burns CPU, one that copies Python objects, and one that does nothing."""
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -32,6 +33,31 @@ class Busy(gymnasium.Env[Any, Any]):
                 pass
         self._steps += 1
         return self._seen, 1.0, False, self._steps >= 100, {}
+
+
+class Copying(Busy):
+    """Copies a network's records, as CybORG does in every step: 1.5 ms or so of small objects all over the memory.
+
+    The work is the same whoever shares the machine, and it feels cold caches, which `Busy` does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._records: dict[str, Any] = {
+            f"host{host}": {
+                "processes": [{"pid": pid, "user": f"user{pid % 3}", "ports": [pid, host]} for pid in range(32)],
+                "interfaces": [{"address": f"10.0.0.{host}"}],
+            }
+            for host in range(13)
+        }
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._records = copy.deepcopy(self._records)
+        return super().step(action)
+
+
+def copying() -> Copying:
+    return Copying()
 
 
 def busy() -> Busy:
