@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.vector.environments import busy, copying, trivial
+from benchmarks.vector.environments import busy, copying, telling, trivial
 
 StepAll = Callable[[Any], Any]
 
@@ -47,7 +47,7 @@ def alone(make: Callable[[], Any], seconds: float) -> float:
 def jurybox(make: Callable[[], Any], n: int) -> Iterator[StepAll]:
     from jurybox.training.vector import ProcessVectorEnv
 
-    with ProcessVectorEnv([make] * n) as env:
+    with ProcessVectorEnv([make] * n, info_fields=getattr(make(), "info_fields", None)) as env:
         env.reset(seed=0)
         yield env.step
 
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     cases = {
         "busy": ("1.5 ms of CPU a step", busy),
+        "telling": ("1.5 ms of CPU a step and four infos of fixed shape", telling),
         "copying": ("copies of Python objects, as CybORG makes them", copying),
         "trivial": ("nothing to do in a step", trivial),
     }

@@ -1,10 +1,10 @@
-"""The environments of the comparison: one that burns CPU, one that copies Python objects, and one that does nothing."""
+"""The environments of the comparison: they burn CPU, tell infos besides, copy Python objects, or do nothing."""
 
 from __future__ import annotations
 
 import copy
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -54,6 +54,26 @@ class Copying(Busy):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._records = copy.deepcopy(self._records)
         return super().step(action)
+
+
+class Telling(Busy):
+    """Burns 1.5 ms, and tells what a search over workflows wants to know beside the observation."""
+
+    info_fields: ClassVar[dict[str, tuple[Any, tuple[int, ...]]]] = {
+        "true_state": (np.int8, (13,)),
+        "action_mask": (np.bool_, (145,)),
+        "fixes": (np.int64, ()),
+        "complied": (np.int64, ()),
+    }
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *rest, _ = super().step(action)
+        told = {name: np.zeros(shape, dtype)[()] for name, (dtype, shape) in self.info_fields.items()}
+        return (*rest, told)  # type: ignore[return-value]
+
+
+def telling() -> Telling:
+    return Telling()
 
 
 def copying() -> Copying:

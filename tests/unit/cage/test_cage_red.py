@@ -10,6 +10,7 @@ from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.red import BLine, Meander, Verb
 
 NOTHING = np.zeros(1, np.int64)
+ALL = np.full(1, (1 << t.N_HOSTS) - 1)
 CHANCE = np.zeros(1)
 JUMPS = [0, 1, 2, 2, 2, 2, 5, 5, 5, 5, 9, 9, 9, 12, 13]
 
@@ -29,7 +30,7 @@ def test_bline_goes_straight_to_the_server_when_nothing_fails(entry: str, enterp
     agent = _bline(entry)
     done = []
     for step in range(17):
-        verb, target = agent.choose(np.array([step > 0]), NOTHING, NOTHING, CHANCE)
+        verb, target = agent.choose(np.array([step > 0]), NOTHING, ALL, NOTHING, CHANCE)
         name = t.Subnet(target[0]).name if verb[0] == Verb.SWEEP else t.HOSTS[target[0]]
         done.append((Verb(verb[0]).name, name))
     take = ["SCAN", "EXPLOIT", "ESCALATE"]
@@ -43,8 +44,15 @@ def test_bline_goes_straight_to_the_server_when_nothing_fails(entry: str, enterp
 def test_bline_jumps_back_after_a_failure(stage: int) -> None:
     agent = _bline("User1")
     agent.stage[:] = stage
-    agent.choose(np.array([False]), NOTHING, NOTHING, CHANCE)
+    agent.choose(np.array([False]), NOTHING, ALL, NOTHING, CHANCE)
     assert agent.stage[0] == JUMPS[stage]
+
+
+def test_bline_begins_anew_with_its_entry_when_the_scan_of_the_server_showed_nothing() -> None:
+    agent = _bline("User3")
+    agent.stage[:] = 11
+    verb, target = agent.choose(np.array([True]), NOTHING, NOTHING, NOTHING, CHANCE)
+    assert (verb[0], target[0]) == (Verb.SCAN, t.INDEX["User3"])
 
 
 def test_bline_enters_through_each_user_host_as_often() -> None:
@@ -63,17 +71,18 @@ def _meander(**state: int) -> Meander:
 
 def test_meander_impacts_before_it_sweeps_before_it_scans_before_it_escalates_before_it_exploits() -> None:
     known, subnets = np.array([t.USER_HOSTS]), np.array([1])
-    everything = t.USER_HOSTS
+    everything, first = t.USER_HOSTS, t.mask_of("User0")
     cases = [
         ({"owned": t.mask_of("Op_Server0"), "exploited": t.mask_of("User1")}, Verb.IMPACT),
         ({"exploited": t.mask_of("User1")}, Verb.SWEEP),
         ({"swept": 1, "exploited": t.mask_of("User1")}, Verb.SCAN),
         ({"swept": 1, "scanned": everything, "exploited": t.mask_of("User1")}, Verb.ESCALATE),
-        ({"swept": 1, "scanned": everything}, Verb.EXPLOIT),
+        ({"swept": 1, "scanned": everything}, Verb.ESCALATE),  # on User0, where it begins
+        ({"swept": 1, "scanned": everything, "owned": first}, Verb.EXPLOIT),
         ({"swept": 1, "scanned": everything, "exploited": everything, "owned": everything}, Verb.SLEEP),
     ]
     for state, expected in cases:
-        verb, _ = _meander(**state).choose(np.array([True]), known, subnets, CHANCE)
+        verb, _ = _meander(**state).choose(np.array([True]), known, NOTHING, subnets, CHANCE)
         assert verb[0] == expected
 
 
@@ -103,8 +112,9 @@ def test_meander_loses_one_host_to_a_failed_escalation_or_impact(verb: Verb) -> 
 def test_a_member_of_every_set_can_be_drawn() -> None:
     agent = _meander(swept=7, scanned=(1 << 13) - 1)
     many = Meander(1000)
-    many.swept[:], many.scanned[:] = agent.swept[0], agent.scanned[0]
+    many.swept[:], many.scanned[:], many.owned[:] = agent.swept[0], agent.scanned[0], t.mask_of("User0")
     known = np.full(1000, t.mask_of("User1", "User3", "Defender"))
-    _, target = many.choose(np.ones(1000, bool), known, np.ones(1000, int), np.random.default_rng(1).random(1000))
+    chance = np.random.default_rng(1).random(1000)
+    _, target = many.choose(np.ones(1000, bool), known, known, np.ones(1000, int), chance)
     assert {t.HOSTS[host] for host in target} == {"User1", "User3", "Defender"}
     assert set(red.REDS) == {"B_line", "Meander"}

@@ -24,7 +24,7 @@ class Scripted:
 
     def reset(self, which: np.ndarray, chance: np.ndarray) -> None: ...
 
-    def choose(self, success: np.ndarray, known: np.ndarray, subnets: np.ndarray, chance: np.ndarray):
+    def choose(self, *heard: np.ndarray):
         verb, target = self.next
         return np.full(N, int(verb)), np.full(N, target)
 
@@ -167,13 +167,69 @@ def test_a_decoy_stands_once_but_vsftpd_always_does_and_takes_apaches_port(table
 
 
 def test_operational_is_closed_without_a_session_on_an_enterprise_host(table: Table) -> None:
+    def seen() -> np.ndarray:
+        return table.networks.scanned & t.mask_of("Op_Server0") > 0
+
     table.turn(0, Verb.SCAN, "Op_Server0")
-    assert not table.networks._success.any() and (table.activity("Op_Server0") == NONE).all()
+    assert not seen().any() and (table.activity("Op_Server0") == NONE).all()
+    assert table.networks._success.all(), "a scan that gets no answer is a success"
+    table.turn(0, Verb.SWEEP, t.Subnet.OPERATIONAL)
+    assert not table.networks._success.any()
     table.take("Enterprise0")
     table.turn(0, Verb.SCAN, "Op_Server0")
-    assert table.networks._success.all()
+    assert seen().all()
     table.turn(action(Blue.RESTORE, "Enterprise0"), Verb.SCAN, "Op_Server0")
-    assert not table.networks._success.any()
+    assert (table.activity("Op_Server0") == NONE).all()
+
+
+@pytest.mark.parametrize(("host", "port"), [("Enterprise1", 139), ("Enterprise2", 139), ("User3", 3389)])
+def test_an_exploit_that_the_service_on_its_port_does_not_answer_is_not_seen(
+    table: Table, host: str, port: int
+) -> None:
+    table.turn(0, Verb.SCAN, host)
+    table.networks.ports[:, t.INDEX[host]] = t.ports_of(port)
+    table.turn(0, Verb.EXPLOIT, host)
+    assert (table.activity(host) == NONE).all() and not table.networks._success.any()
+
+
+def test_a_new_scan_forgets_the_decoys_that_are_gone(table: Table) -> None:
+    table.turn(action(Blue.TOMCAT, "User1"))
+    table.turn(0, Verb.SCAN, "User1")
+    table.turn(action(Blue.RESTORE, "User1"), Verb.SCAN, "User1")
+    assert (table.networks.ports[:, t.INDEX["User1"]] == t.ports_of(21, 22)).all()
+
+
+@pytest.mark.parametrize(("host", "shown"), [("Op_Host0", NONE), ("User1", SCAN), ("Enterprise1", SCAN)])
+def test_a_decoy_put_up_in_the_same_step_hides_the_scan_of_a_host_with_few_ports(
+    table: Table, host: str, shown: list[int]
+) -> None:
+    table.take("Enterprise0")
+    decoy = Blue.FEMITTER if host == "Enterprise1" else Blue.TOMCAT
+    table.turn(action(decoy, host), Verb.SCAN, host)
+    assert (table.activity(host) == shown).all()
+
+
+def test_a_decoy_put_up_in_the_same_step_hides_an_undetected_shell(table: Table) -> None:
+    table.networks.ports[:, t.INDEX["User3"]] = t.ports_of(80)
+    table.turn(action(Blue.SSHD, "User3"), Verb.EXPLOIT, "User3")
+    seen = table.networks.shells & t.mask_of("User3") > 0
+    assert 0 < (~seen).sum() < N
+    assert (table.activity("User3") == np.where(seen[:, None], EXPLOIT, NONE)).all()
+
+
+def test_an_exploit_of_a_decoy_beside_another_put_up_in_the_same_step_looks_as_if_it_had_worked(table: Table) -> None:
+    table.take("Enterprise0")
+    table.turn(action(Blue.TOMCAT, "Op_Host0"))
+    table.networks.ports[:, t.INDEX["Op_Host0"]] = t.ports_of(443)
+    table.turn(action(Blue.HARAKA, "Op_Host0"), Verb.EXPLOIT, "Op_Host0")
+    assert (table.activity("Op_Host0") == EXPLOIT).all() and (table.belief("Op_Host0") == USER).all()
+    assert not (table.networks.sessions & t.mask_of("Op_Host0")).any()
+
+
+def test_escalating_where_red_is_privileged_already_leaves_no_file(table: Table) -> None:
+    table.turn(0, Verb.ESCALATE, "User0")
+    table.turn(action(Blue.ANALYSE, "User0"))
+    assert (table.belief("User0") == NO).all()
 
 
 def test_red_chooses_its_best_exploit_three_times_in_four(table: Table) -> None:

@@ -57,7 +57,7 @@ class Networks:
         self.ports = np.zeros((n, t.N_HOSTS), np.int64)  # that red has seen
         self.shells, self.sticky, self.root, self.files = (np.zeros(n, np.int64) for _ in range(4))
         self.known, self.scanned, self.subnets = (np.zeros(n, np.int64) for _ in range(3))
-        self.down, self.flagged, self._spared = (np.zeros(n, np.int64) for _ in range(3))
+        self.down, self.flagged, self._spared, self._placed = (np.zeros(n, np.int64) for _ in range(4))
         self._success = np.zeros(n, np.bool_)
         self.reset(np.ones(n, np.bool_))
 
@@ -93,7 +93,7 @@ class Networks:
         found = self._defend(actions)
         self.belief[:, :, :2] = 0
         chance = self.random.random((4, self.n))
-        verb, target = self.red.choose(self._success, self.known, self.subnets, chance[0])
+        verb, target = self.red.choose(self._success, self.known, self.scanned, self.subnets, chance[0])
         self._attack(verb, target, chance[1:])
         self._look(self._rows[found > 0], t.TARGET[actions[found > 0]], 2, _PRIVILEGED)
         restored = t.RESTORE_HOST[actions] > 0
@@ -117,6 +117,7 @@ class Networks:
         decoys = self.decoys[rows, host]
         opened = np.where(decoys & t.DECOY_NEEDS[actions], 0, t.DECOY_OPENS[actions])
         self.decoys[rows, host] = np.where(restored > 0, 0, decoys | opened)
+        self._placed = np.where(opened > 0, 1 << host, 0)
         changed = (removed | restored) > 0
         rows, host = rows[changed], host[changed]
         belief = self.belief[rows, host, 2:]
@@ -132,15 +133,16 @@ class Networks:
         sessions = self.sessions
         subnet = np.where(sweep, target, t.SUBNET[host])
         open_way = (subnet != t.Subnet.OPERATIONAL) | (sessions & t.ENTERPRISE_HOSTS > 0)
-        success = open_way & (sweep | scan)
+        success = (sweep & open_way) | scan  # a scan that gets no answer is a success too
         self.known |= np.where(sweep & open_way, t.SUBNET_HOSTS[subnet], 0)
 
         scanning = scan & open_way
         decoys, ports = self.decoys[rows, host], self.ports[rows, host]
-        self.ports[rows, host] = ports | np.where(scanning, t.OPEN_PORTS[host] | decoys, 0)
+        self.ports[rows, host] = np.where(scanning, t.OPEN_PORTS[host] | decoys, ports)
         self.scanned |= np.where(scanning, bit, 0)
 
         escalate = (verb == Verb.ESCALATE) & (sessions & bit > 0)
+        fresh = self.root & bit == 0  # what is privileged already needs no tool
         self.known |= np.where(escalate, t.REVEALS[host], 0)
         self.subnets |= np.where(escalate, 1 << subnet, 0)
 
@@ -152,7 +154,7 @@ class Networks:
         kind = t.EXPLOIT_ORDER[ports, np.where(many > 1, place, 0)]
         trying = exploit & open_way & (many > 0)
         # Where a decoy shares a real service's port, the real one answers.
-        real, fake = t.OPEN_PORTS[host] >> kind & 1, decoys >> kind & 1
+        real, fake = t.ANSWERING_PORTS[host] >> kind & 1, decoys >> kind & 1
         outcome = np.where(trying & (real > 0), t.OUTCOME[host, kind], 0)
         won, shell = outcome > 0, kind != t.SSH
         seen = won & shell & (chance[2] < t.P_DETECTED)
@@ -160,17 +162,21 @@ class Networks:
         self.shells |= np.where(seen, user, 0)
         self.sticky |= np.where(seen, 0, user)
         self.root |= np.where((outcome == 2) | escalate, bit, 0)
-        self.files |= np.where((won & shell) | escalate, bit, 0)
+        self.files |= np.where((won & shell) | (escalate & fresh), bit, 0)
         self.flagged = np.where(seen, bit, 0)
         self._success = success | escalate | impact | won
 
         noticed = trying & ((real | fake) > 0)
+        # A decoy put up in this step is an event as well. It hides what shows no pattern, and together with the two
+        # connections of an exploit that met a decoy it makes three to one port, which is one.
+        beside = self._placed & bit > 0
+        few = t.PORT_COUNT[host] + t.N_PORTS[decoys & ~t.OPEN_PORTS[host]] < t.FEW_PORTS
         # Ten tries at a password show for what they are, won or not; so does a reverse shell, if it is detected.
-        exploits = noticed & (seen | ~shell)
+        exploits = noticed & (seen | ~shell | (beside & (real == 0)))
         rows = self._rows[exploits]
         self._look(rows, host[exploits], 0, _EXPLOIT)
         self._look(rows, host[exploits], 2, _USER)
-        scans = (noticed & ~exploits) | scanning
+        scans = (noticed & ~exploits & ~beside) | (scanning & ~(beside & few))
         self._look(self._rows[scans], host[scans], 0, _SCAN)
 
     def _look(self, rows: t.Ints, hosts: t.Ints, first: int, bits: tuple[int, int]) -> None:

@@ -31,12 +31,17 @@ class Verb(IntEnum):
 
 
 class Red(Protocol):
-    """An attacker of (n,) networks; `known` (hosts) and `subnets` are masks of what it has heard of, int64 (n,)."""
+    """An attacker of (n,) networks.
+
+    What it has heard of are masks, int64 (n,): `known` hosts, `scanned` hosts, whose ports it has seen, and `subnets`.
+    """
 
     def reset(self, which: Bools, chance: Floats) -> None:
         """Begin anew in these networks; `chance` is uniform in [0, 1), (n,)."""
 
-    def choose(self, success: Bools, known: t.Ints, subnets: t.Ints, chance: Floats) -> tuple[t.Ints, t.Ints]:
+    def choose(
+        self, success: Bools, known: t.Ints, scanned: t.Ints, subnets: t.Ints, chance: Floats
+    ) -> tuple[t.Ints, t.Ints]:
         """Verbs and targets, int64 (n,) each, given whether the last action succeeded."""
 
 
@@ -44,6 +49,8 @@ class Red(Protocol):
 _VERBS = np.array([0, 1, 2, 3, 1, 2, 3, 0, 1, 2, 3, 1, 2, 3, 4])
 _AFTER_FAILURE = np.array([0, 1, 2, 2, 2, 2, 5, 5, 5, 5, 9, 9, 9, 12, 13])
 _LAST = len(_VERBS) - 1
+_SCAN_ENTRY, _EXPLOIT_SERVER = 1, 12
+_OP_SERVER, _FOOTHOLD = 1 << t.OP_SERVER0, 1 << t.USER0
 _ENTRIES = np.array([t.INDEX[f"User{number}"] for number in (1, 2, 3, 4)])
 # By entry (row) and stage: the target. The entry knows one Enterprise host, that is where it goes on.
 _TARGETS = np.zeros((t.N_HOSTS, len(_VERBS)), np.int64)
@@ -65,16 +72,20 @@ class BLine:
         self.stage[which] = 0
         self.entry[which] = _ENTRIES[(chance[which] * len(_ENTRIES)).astype(np.int64)]
 
-    def choose(self, success: Bools, known: t.Ints, subnets: t.Ints, chance: Floats) -> tuple[t.Ints, t.Ints]:
-        self.stage = np.where(success, np.minimum(self.stage + 1, _LAST), _AFTER_FAILURE[self.stage])
+    def choose(
+        self, success: Bools, known: t.Ints, scanned: t.Ints, subnets: t.Ints, chance: Floats
+    ) -> tuple[t.Ints, t.Ints]:
+        stage = np.where(success, np.minimum(self.stage + 1, _LAST), _AFTER_FAILURE[self.stage])
+        # A scan of Op_Server0 that found the way closed has succeeded and shown nothing to exploit.
+        self.stage = np.where((stage == _EXPLOIT_SERVER) & (scanned & _OP_SERVER == 0), _SCAN_ENTRY, stage)
         return _VERBS[self.stage], _TARGETS[self.entry, self.stage]
 
 
-_OP_SERVER = 1 << t.OP_SERVER0
-
-
 class Meander:
-    """Takes every host that it hears of, in random order, and Impact whenever it believes to own Op_Server0."""
+    """Takes every host that it hears of, in random order, and Impact whenever it believes to own Op_Server0.
+
+    It escalates on its foothold User0 first, and later exploits it like any other.
+    """
 
     def __init__(self, n: int) -> None:
         self.swept = np.zeros(n, np.int64)  # subnets
@@ -89,14 +100,16 @@ class Meander:
             each[which] = 0
         self.verb[which] = Verb.SLEEP
 
-    def choose(self, success: Bools, known: t.Ints, subnets: t.Ints, chance: Floats) -> tuple[t.Ints, t.Ints]:
+    def choose(
+        self, success: Bools, known: t.Ints, scanned: t.Ints, subnets: t.Ints, chance: Floats
+    ) -> tuple[t.Ints, t.Ints]:
         self._forget(success)
         options = np.stack(
             [
                 subnets & ~self.swept,
                 known & ~self.scanned,
                 known & ~self.exploited,
-                self.exploited & ~self.owned,
+                (self.exploited | _FOOTHOLD) & ~self.owned,
                 self.owned & _OP_SERVER,
             ]
         )

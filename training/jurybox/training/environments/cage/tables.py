@@ -105,6 +105,14 @@ OUTCOME = np.array(
         [0, 2, 2, 1, 1, 0, 0, 1],
     ]
 )
+# Ports whose service answers the exploit aimed at them. EternalBlue meets nothing it knows on the Enterprise servers,
+# nor does BlueKeep on User3, where a database listens on the port of remote desktops: nobody sees these tries.
+ANSWERING_PORTS = OPEN_PORTS.copy()
+ANSWERING_PORTS[[INDEX["Enterprise1"], INDEX["Enterprise2"]]] &= ~ports_of(139)
+ANSWERING_PORTS[INDEX["User3"]] &= ~ports_of(3389)
+# All ports that a scan finds open, those that no exploit aims at included.
+PORT_COUNT = np.array([3, 1, 7, 7, 1, 1, 1, 1, 2, 2, 4, 4, 5])
+FEW_PORTS = 3  # fewer are no pattern
 P_TOP_EXPLOIT = 0.75  # else one of the others, uniformly
 P_DETECTED = 0.95  # of a reverse shell, by blue's sweep
 
@@ -207,6 +215,7 @@ MEMBERS = _members(BITS)  # (8192, 13)
 
 # Exploits open to red by the ports it has seen, best first: (256, 8) and how many. SQL wants a web port as well.
 _KNOWN = np.arange(256)[:, None] >> np.arange(8) & 1
+N_PORTS = _KNOWN.sum(1)  # of sets of ports
 _CANDIDATES = _KNOWN.copy()
 _CANDIDATES[:, 2] &= _KNOWN[:, 3] | _KNOWN[:, 4]
 EXPLOIT_ORDER = _members(_CANDIDATES)
