@@ -42,7 +42,6 @@ class HockeyLearner(Learner):
     ) -> None:
         super().__init__(seat)
         torch.set_num_threads(seat.spec.threads)
-        torch.set_flush_denormal(True)
         self._settings = s = HockeyTraining(**settings)
         self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
         self.league = League(s.league)
@@ -57,6 +56,9 @@ class HockeyLearner(Learner):
         self._weights = None if self._batch.weights is None else torch.from_numpy(self._batch.weights)
         self._mirrors = mirrors(*sizes) if s.mirror else None
         self._resources = ExitStack()
+        # Serially this thread is the caller's, and goes on after the training.
+        torch.set_flush_denormal(True)
+        self._resources.callback(torch.set_flush_denormal, False)
         self._served: Any = None
         if address is not None:
             from jurybox.training.recipes.hockey_served import ServedPublications
