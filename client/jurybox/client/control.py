@@ -10,6 +10,7 @@ from collections.abc import Callable
 import zmq
 from google.protobuf.message import DecodeError, Message
 
+from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest
 from jurybox.protocol.errors import ProtocolMismatch, ServerGone, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error
@@ -69,7 +70,7 @@ class Control:
                     self._reopen()  # a late reply must not meet the next call, nor wait for ever in a queue
                     raise ServerGone(
                         f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
-                        "Start one with 'jurybox serve', or set JURYBOX_ADDRESS"
+                        f"Start one with 'jurybox serve', or set JURYBOX_ADDRESS{out_of_reach(self.address)}"
                     )
                 if self._socket.poll(min(_SLICE_MS, max(1, int(left * 1000)))):
                     frames = self._socket.recv_multipart()

@@ -22,6 +22,7 @@ from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, Se
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError
 from jurybox.protocol.locks import try_lock, unlock
+from jurybox.protocol.segment import directory
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 
@@ -132,7 +133,7 @@ class LocalLink(ControlLink):
             raise
         door = self._open_door(board, lease)
         if self._traces:
-            door = _traced(door, lease.model.name, self._info.server_id, lease.lane)
+            door = _traced(door, lease.model.name, board.segment.name, lease.lane)
 
         def give_back() -> None:
             if board.segment.fd >= 0 and board.server_lives():
@@ -146,10 +147,19 @@ class LocalLink(ControlLink):
 
     def _greet(self, timeout: float) -> None:
         """Say hello and map the board of the server that answers."""
-        self._info = self._call(timeout, hello=self.hello()).server
-        if self.board is not None:
-            self.board.close()
-        self.board = Board.attach(self._info.board)
+        missing = ""
+        while True:
+            self._info = self._call(timeout, hello=self.hello()).server
+            if self.board is not None:
+                self.board.close()
+                self.board = None
+            try:
+                self.board = Board.attach(self._info.board)
+                return
+            except SharedMemoryError as error:
+                if self._info.board == missing:
+                    raise _foreign_memory(self._control.address, missing, error) from error
+                missing = self._info.board  # it may have stopped just now: who answers next tells
 
     def _open_door(self, board: Board, lease: Lease) -> Door:
         """The door that was asked for; with "auto" the native one where this install has it."""
@@ -157,7 +167,7 @@ class LocalLink(ControlLink):
             try:
                 from jurybox.client.doors.native import NativeDoor
 
-                return NativeDoor(board, self._info.server_id, lease.lane, lease.lease, self._spin_us)
+                return NativeDoor(board, lease.lane, lease.lease, self._spin_us)
             except ImportError as error:
                 if self._door == "native":
                     raise Refused(
@@ -165,6 +175,20 @@ class LocalLink(ControlLink):
                         "this platform, or use door='zmq'"
                     ) from error
         return ZmqDoor(self._context, list(self._info.engines), lease.lane, lease.lease)
+
+
+def _foreign_memory(address: str, board: str, error: SharedMemoryError) -> SharedMemoryError:
+    """A server that answers has its memory somewhere; this says why that is not where this process looks."""
+    if isinstance(error.__cause__, PermissionError):
+        why = f"is closed to user {os.getuid()}: run this process as the server's user"
+    else:
+        why = (
+            f"is not in {directory()}, where this process looks: the server has another folder. Set JURYBOX_SHM_DIR to "
+            "the same for both. Containers mount one volume there, as compose.yaml shows; where they share ipc: "
+            "instead, a restart of the server gives it a new /dev/shm, so start this container again too. Or connect "
+            "to a grpc:// or tcp:// address: those need no shared memory"
+        )
+    return SharedMemoryError(f"the server at {address} answers, but its shared memory {board} {why}")
 
 
 def _spin_us() -> int:
@@ -181,7 +205,7 @@ def _wants_traces() -> bool:
     return text == "true"
 
 
-def _traced(door: Door, model: str, server_id: str, lane: int) -> Door:
+def _traced(door: Door, model: str, board: str, lane: int) -> Door:
     """The door with traces around it; OpenTelemetry is imported here, and nowhere where it is not wanted."""
     try:
         from jurybox.client.tracing import traced
@@ -190,4 +214,4 @@ def _traced(door: Door, model: str, server_id: str, lane: int) -> Door:
             f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
             "pip install 'jurybox[otel]', or unset the variable"
         ) from error
-    return traced(door, model, server_id, lane)
+    return traced(door, model, board, lane)

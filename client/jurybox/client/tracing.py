@@ -22,22 +22,23 @@ from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, Sta
 
 from jurybox.client.doors.door import Answer, CalledRow, Caller, Door, Outgoing
 from jurybox.protocol.errors import Code, SharedMemoryError
-from jurybox.protocol.segment import segment_name
+from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
 from jurybox.protocol.wire import build_version
 
 _MOST_OPEN = 4096  # spans; the oldest is ended when there are more: nobody waits for its answer any more
 
 
-def traced(door: Door, model: str, server_id: str, lane: int) -> Door:
+def traced(door: Door, model: str, board: str, lane: int) -> Door:
     """A door whose tickets are traced; spans go where the process's tracer provider says.
 
-    Where the process has none, one is set up that exports by OTLP over HTTP, as the OTEL_ variables tell it.
+    Where the process has none, one is set up that exports by OTLP over HTTP, as the OTEL_ variables tell it. `board`
+    is the name of the server's.
     """
     if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
         _export()
     try:
-        timings: Timings | None = Timings.attach(segment_name(server_id, "timings"))
+        timings: Timings | None = Timings.attach(sibling(board, "timings"))
     except SharedMemoryError:
         timings = None
     return TracedDoor(door, model, lane, timings, trace.get_tracer("jurybox", build_version()))

@@ -41,6 +41,22 @@ def engine_address(address: str, engine: int) -> str:
     return f"{host}:{int(port) + 1 + engine}"
 
 
+def out_of_reach(address: str) -> str:
+    """Why this process cannot come at the socket of an ipc address, as the end of a sentence; empty where it can."""
+    path = ipc_path(address)
+    if path is None:
+        return ""
+    try:
+        path.lstat()
+        if os.access(path, os.W_OK):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return f"; there is no socket {path} here (a container must mount the server's folder {path.parent})"
+    except PermissionError:
+        pass  # of a folder on the way: the same as of the socket
+    return f"; {path} is closed to user {os.getuid()}: run this process as the server's user"
+
+
 def prepare_folder(folder: Path) -> None:
     """Make the folder of an ipc address, for this user alone.
 

@@ -41,6 +41,11 @@ def segment_name(owner_id: str, kind: str, number: int = 0) -> str:
     return f"{_PREFIX}-{os.getuid()}-{owner_id}-{kind}-{number}"
 
 
+def sibling(name: str, kind: str, number: int = 0) -> str:
+    """The name of another segment of the owner of `name`, who may be another user than this process."""
+    return f"{name.rsplit('-', 2)[0]}-{kind}-{number}"
+
+
 class Segment:
     """One mapped segment. Make it with `create` (the owner) or `attach` (everybody else).
 
@@ -279,7 +284,7 @@ def _not_opened(name: str, error: OSError) -> Error:
         return TooManyFiles(f"shared memory {name} cannot be opened: {remedy()}")
     return SharedMemoryError(
         f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be gone, or this "
-        "process sees another /dev/shm (containers need a shared one: ipc: ...)"
+        "process sees another folder than the owner (containers: share one and set JURYBOX_SHM_DIR to it)"
     )
 
 

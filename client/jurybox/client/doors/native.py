@@ -15,7 +15,7 @@ from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Outgoing
 from jurybox.protocol.bell import Bell
 from jurybox.protocol.board import Board
 from jurybox.protocol.errors import Code, SharedMemoryError
-from jurybox.protocol.segment import segment_name
+from jurybox.protocol.segment import sibling
 
 _TURN = 0.002  # seconds to wait for one engine while others may answer as well
 _WATCH = 0.5  # seconds between two looks of the watching thread whether it is still wanted
@@ -25,13 +25,12 @@ class NativeDoor:
     """A lane's side of the engines' bells, each attached when its engine is first chosen, anew when it has restarted.
 
     Args:
-        server_id: whose bells these are.
         spin_us: how long to spin for an answer before sleeping; what is useful below that it finds out itself.
     """
 
-    def __init__(self, board: Board, server_id: str, lane: int, lease: int, spin_us: int) -> None:
+    def __init__(self, board: Board, lane: int, lease: int, spin_us: int) -> None:
         self._engines = board.engines
-        self._server_id = server_id
+        self._board_name = board.segment.name
         self._lane = lane
         self._lease = lease
         self._spin_ns = spin_us * 1000
@@ -120,7 +119,7 @@ class NativeDoor:
         if (earlier := self._bells.pop(engine, None)) is not None:
             earlier.memory.close()
             self._unsent = [ticket for ticket in self._unsent if ticket.engine != engine]
-        memory = Bell.attach(segment_name(self._server_id, "bell", int(self._engines["bell"][engine])))
+        memory = Bell.attach(sibling(self._board_name, "bell", int(self._engines["bell"][engine])))
         client = native.BellClient(
             memory.segment.array(np.uint8, (native.BELL_BYTES,)), self._lane, self._lease, memory.pipe, self._spin_ns
         )

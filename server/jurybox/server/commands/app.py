@@ -11,7 +11,7 @@ from jurybox.server.commands.doctor import doctor
 from jurybox.server.commands.keys import keys
 from jurybox.server.commands.plugins import PluginGroup
 from jurybox.server.commands.serve import serve
-from jurybox.server.commands.show import models, status
+from jurybox.server.commands.show import health, models, status
 from jurybox.server.commands.top import top
 from jurybox.server.revision import source_revision
 
@@ -39,5 +39,5 @@ def _options(
     """A long-running inference service for reinforcement learning."""
 
 
-for command in (serve, status, models, top, doctor, keys):
+for command in (serve, status, models, health, top, doctor, keys):
     app.command()(command)

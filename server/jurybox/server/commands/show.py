@@ -1,4 +1,4 @@
-"""`jurybox status` and `jurybox models`: what a running server says of itself."""
+"""`jurybox status`, `jurybox models` and `jurybox health`: what a running server says of itself."""
 
 from __future__ import annotations
 
@@ -86,6 +86,15 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
         )
     )
     _print_reasons(console, document)
+
+
+def health(address: Address = None) -> None:
+    """Say whether the server is ready for requests; exit status 1, with the reasons, where it is not."""
+    from jurybox.server.gateway.health import not_ready
+
+    reasons = not_ready(_ask(address))
+    typer.echo("\n".join(reasons) or "ready", err=bool(reasons))
+    raise typer.Exit(_FAILED if reasons else 0)
 
 
 def duration(seconds: float | None) -> str:

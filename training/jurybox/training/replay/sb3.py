@@ -6,8 +6,8 @@ Use it as ``SAC("MlpPolicy", env, replay_buffer_class=SharedReplayBuffer, replay
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from jurybox.training.replay.batch import Batch
 from jurybox.training.replay.field import Field
 from jurybox.training.replay.options import RateLimiter
 from jurybox.training.replay.replay import Replay
-
-_number = count()
 
 
 class SharedReplayBuffer(ReplayBuffer):
@@ -70,7 +68,7 @@ class SharedReplayBuffer(ReplayBuffer):
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        self.name = name or f"sb3-{os.getpid()}-{next(_number)}"
+        self.name = name or f"sb3-{os.getpid()}-{secrets.token_hex(4)}"
         observation = Field(tuple(self.obs_shape), np.dtype(observation_space.dtype).name, stored=stored_observations)
         action_dtype = self._maybe_cast_dtype(action_space.dtype)
         self.replay = (

@@ -1,0 +1,39 @@
+import secrets
+
+import pytest
+import torch
+from tests.containers.client_program import PICTURES, picture
+from tests.containers.engine import Project, build, docker, why_none
+
+from jurybox.server.jurors import panel
+
+
+@pytest.fixture(scope="session")
+def images():
+    """The images by target, built from this tree."""
+    if why := why_none():
+        pytest.skip(why)
+    name, tag = "jurybox-test", secrets.token_hex(3)
+    built = {"server": build("server", f"{name}:{tag}"), "client": build("client", f"{name}-client:{tag}")}
+    yield {**built, "name": name, "tag": tag}
+    docker("image", "rm", "--force", *built.values(), check=False)
+
+
+@pytest.fixture(scope="session")
+def scores():
+    """What the jury gives each picture of the client program, computed in this process."""
+    with torch.inference_mode():
+        return [
+            float(panel().module(torch.from_numpy(picture(number))[None])["score"][0]) for number in range(PICTURES)
+        ]
+
+
+@pytest.fixture(scope="module")
+def project(images):
+    """`docker compose up`, healthy."""
+    project = Project(images["name"], images["tag"])
+    try:
+        project.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "60", timeout=90)
+        yield project
+    finally:
+        project.down()

@@ -1,0 +1,134 @@
+"""`docker compose up`, and clients in containers of their own, through kills and restarts."""
+
+import json
+import time
+import urllib.request
+
+import pytest
+from tests.containers.engine import docker
+from tests.serving import wait_until
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+AGAIN = 60.0  # seconds in which a client has answers again, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def client(project, images):
+    return project.client(images["client"])
+
+
+def answered(line):
+    return "score" in line
+
+
+def verified(lines, scores):
+    """The number of answers; every one of them must be right."""
+    answers = [line for line in lines if answered(line)]
+    for line in answers:
+        assert line["score"] == pytest.approx(scores[line["picture"]], abs=1e-4)
+    return len(answers)
+
+
+def healthy(project):
+    return project.inspect(".State.Health.Status") == "healthy"
+
+
+def test_the_server_is_healthy_and_says_so_over_http(project):
+    assert healthy(project)
+    with urllib.request.urlopen(f"http://127.0.0.1:{project.http}/health", timeout=10) as answer:
+        assert answer.status == 200, answer.read()
+    assert project.in_server("jurybox", "health").strip() == "ready"
+
+
+def test_it_has_no_rights_and_nothing_to_write_to(project):
+    assert project.in_server("id", "-u").strip() == "10001"
+    assert "CapEff:\t0000000000000000" in project.in_server("cat", "/proc/1/status")
+    for folder in ("/", "/opt/jurybox", "/etc/jurybox"):
+        assert "Read-only file system" in docker("exec", "-u", "0", project.server, "touch", f"{folder}/x", check=False)
+    assert not docker("exec", project.server, "sh", "-c", "command -v cc gcc g++ c++ make", check=False).strip()
+
+
+def test_the_image_says_what_it_is(project, images):
+    labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", images["server"]))
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert f"jurybox {labels['org.opencontainers.image.version']} " in project.in_server("jurybox", "--version")
+
+
+def test_a_client_in_another_container_gets_right_answers(client, scores):
+    client.wait_for(answered, AGAIN)
+    wait_until(lambda: verified(client.lines(), scores) >= len(scores), AGAIN, "an answer for every picture")
+
+
+def test_root_of_another_container_is_served_as_well(project, images, scores):
+    root = project.client(images["client"], user="0:0", rights=True)
+    line = root.wait_for(lambda line: True, AGAIN)
+    assert answered(line), line
+    assert verified(root.lines(), scores)
+    root.remove()
+
+
+def test_a_killed_clients_rows_come_back(project, images, client):
+    client.wait_for(answered, AGAIN)
+    before = project.status()["lanes"]["in_use"]
+    killed = project.client(images["client"])
+    killed.wait_for(answered, AGAIN)
+    assert project.status()["lanes"]["in_use"] > before
+    docker("kill", "--signal", "KILL", killed.name)
+    wait_until(lambda: project.status()["lanes"]["in_use"] <= before, 30, "the return of its rows")
+
+
+def test_a_killed_engine_costs_no_client_an_answer(project, client, scores):
+    client.wait_for(answered, AGAIN)
+    said = len(client.lines())
+    engine = project.status()["engines"][0]
+    project.in_server("sh", "-c", f"kill -9 {engine['pid']}")
+    wait_until(
+        lambda: project.status()["engines"][0]["epoch"] not in (engine["epoch"], "0" * 16), AGAIN, "a new engine"
+    )
+    wait_until(lambda: verified(client.lines()[said:], scores) >= 100, AGAIN, "answers of the new engine")
+    assert not [line for line in client.lines()[said:] if "error" in line]
+    assert project.in_server("jurybox", "health").strip() == "ready"
+
+
+@pytest.mark.parametrize("end", ["restart", "kill"])
+def test_clients_go_on_when_the_servers_container_was_started_again(project, client, scores, end):
+    client.wait_for(answered, AGAIN)
+    server_id = project.status()["server"]["id"]
+    if end == "kill":
+        docker("kill", "--signal", "KILL", project.server)
+        project.compose("up", "--detach", "--no-build", "server")
+    else:
+        project.compose("restart", "server")
+    wait_until(lambda: healthy(project), AGAIN, "health")
+    assert project.status()["server"]["id"] != server_id
+    said = len(client.lines())
+    client.wait_for(answered, AGAIN, after=said)
+    assert verified(client.lines(), scores)
+    assert {line["error"] for line in client.lines() if "error" in line} <= {"ServerGone", "Refused", "Timeout"}
+    left = project.in_server("sh", "-c", "ls /run/jurybox | grep ^jurybox- | cut -d- -f3 | sort -u").split()
+    assert left == [project.status()["server"]["id"]], "what the old server left was not swept"
+
+
+def test_a_client_that_sees_another_shared_memory_is_told_what_to_do(project, images):
+    lost = project.client(images["client"], env={"JURYBOX_ADDRESS": "ipc:///run/jurybox/engine"})
+    line = lost.wait_for(lambda line: True, AGAIN)
+    assert line["error"] == "SharedMemoryError"
+    assert "is not in /dev/shm" in line["text"]
+    assert "JURYBOX_SHM_DIR" in line["text"]
+    lost.remove()
+
+
+def test_a_client_of_another_user_is_told_who_to_be(project, images):
+    stranger = project.client(images["client"], user="12345:12345")
+    line = stranger.wait_for(lambda line: True, AGAIN)
+    assert line["error"] == "ServerGone"
+    assert "closed to user 12345" in line["text"]
+    stranger.remove()
+
+
+def test_sigterm_ends_it_in_order(project):
+    began = time.monotonic()
+    project.compose("stop", "server")
+    assert project.inspect(".State.ExitCode") == 0, docker("logs", "--tail", "20", project.server)
+    assert time.monotonic() - began < 20, "it was killed by the engine's patience, not stopped by its signal"
+    project.compose("start", "server")
