@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel format bench monitoring proto clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel format bench monitoring proto sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -74,8 +74,11 @@ bench: setup  ## the serving benchmark; results land in benchmarks/results/
 monitoring: setup  ## generate docs/metrics.md, the Grafana dashboard and Prometheus's rules
 	$(BIN)/python docker/monitoring/generate.py
 
+sbom:  ## what is in the images, as CycloneDX in sbom/; needs a container engine
+	docker build -f docker/Dockerfile --target sbom --output sbom .
+
 proto: setup  ## generate the protobuf and gRPC code from protos/
 	$(BIN)/python protos/generate.py
 
 clean:
-	rm -rf $(VENV) build dist demo-out
+	rm -rf $(VENV) build dist demo-out sbom

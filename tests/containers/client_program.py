@@ -33,7 +33,7 @@ def ask_for(seconds: float) -> None:
             juror = server.model("photo", timeout=5.0)
             while time.monotonic() < until:
                 which = number % PICTURES
-                say(picture=which, score=float(juror(pictures[which], timeout=10.0)["score"]))
+                say(picture=which, score=float(juror(pictures[which], timeout=120.0)["score"]))
                 number += 1
                 time.sleep(0.02)
         except Error as error:

@@ -14,9 +14,9 @@ def images():
     if why := why_none():
         pytest.skip(why)
     name, tag = "jurybox-test", secrets.token_hex(3)
-    built = {"server": build("server", f"{name}:{tag}"), "client": build("client", f"{name}-client:{tag}")}
-    yield {**built, "name": name, "tag": tag}
-    docker("image", "rm", "--force", *built.values(), check=False)
+    yield {"server": build("server", f"{name}:{tag}"), "client": build("client", f"{name}-client:{tag}"),
+           "name": name, "tag": tag}  # fmt: skip
+    docker("image", "rm", "--force", f"{name}:{tag}", f"{name}-client:{tag}", f"{name}-training:{tag}", check=False)
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def project(images):
     """`docker compose up`, healthy."""
     project = Project(images["name"], images["tag"])
     try:
-        project.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "60", timeout=90)
+        project.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "180", timeout=200)
         yield project
     finally:
         project.down()

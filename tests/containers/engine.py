@@ -96,6 +96,7 @@ class Project:
     def down(self) -> None:
         for container in self._started:
             container.remove()
+        docker("rm", "--force", f"{self.name}-train", check=False)
         self.compose("--profile", "train", "down", "--volumes", "--timeout", "5", check=False)
 
 

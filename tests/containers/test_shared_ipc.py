@@ -16,13 +16,13 @@ def test_a_client_whose_servers_dev_shm_is_gone_is_told_to_start_again(images):
                "--shm-size", "256m", "--tmpfs", "/tmp:mode=1777", "--user", USER, "--volume", sockets, images["server"],
                "serve", "/etc/jurybox/server.toml")  # fmt: skip
         client = Container(images["client"], [sockets], 300, env=ADDRESS, ipc=f"container:{name}")
-        client.wait_for(lambda line: "score" in line, 90)
+        client.wait_for(lambda line: "score" in line, 150)
         docker("restart", name)
-        line = client.wait_for(lambda line: line.get("error") == "SharedMemoryError", 90)
+        line = client.wait_for(lambda line: line.get("error") == "SharedMemoryError", 150)
         assert "start this container again too" in line["text"]
         client.remove()
         client = Container(images["client"], [sockets], 300, env=ADDRESS, ipc=f"container:{name}")
-        client.wait_for(lambda line: "score" in line, 90)
+        client.wait_for(lambda line: "score" in line, 150)
     finally:
         if client is not None:
             client.remove()

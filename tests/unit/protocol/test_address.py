@@ -1,8 +1,11 @@
 import os
+import subprocess
+import sys
+import tempfile
 
 import pytest
 
-from jurybox.protocol.address import default_address, engine_address, ipc_path, prepare_folder
+from jurybox.protocol.address import default_address, engine_address, ipc_path, out_of_reach, prepare_folder
 from jurybox.protocol.errors import Refused
 
 
@@ -44,3 +47,21 @@ def test_a_folder_or_link_of_somebody_else_is_refused(tmp_path):
     for name in ("theirs", "link"):
         with pytest.raises(Refused, match="belongs to user 12345"):
             prepare_folder(tmp_path / name)
+
+
+def test_a_socket_that_is_missing_or_somebody_elses_is_said_to_be(tmp_path):
+    assert out_of_reach("tcp://127.0.0.1:7000") == ""
+    assert f"there is no socket {tmp_path}/engine here" in out_of_reach(f"ipc://{tmp_path}/engine")
+    (tmp_path / "engine").touch()
+    assert out_of_reach(f"ipc://{tmp_path}/engine") == ""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    asked = (
+        "import os, sys; from jurybox.protocol.address import out_of_reach; os.setuid(12345)\n"
+        "print(out_of_reach(sys.argv[1]))"
+    )
+    with tempfile.TemporaryDirectory() as theirs:  # mode 0700, as the server makes its folder
+        done = subprocess.run(
+            [sys.executable, "-c", asked, f"ipc://{theirs}/engine"], capture_output=True, text=True, check=False
+        )
+    assert f"{theirs}/engine is closed to user 12345: run this process as the server's user" in done.stdout, done.stderr

@@ -161,13 +161,24 @@ def test_models_shows_specs_and_weights(run, server):
         assert part in output
 
 
+def test_health_is_ready_or_exit_status_1_with_the_reasons(run, server, document):
+    for model in document["models"]:
+        model.update(state="ready", reason="")
+    result = run("health")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "ready\n", "")
+    document["models"][0].update(state="failed", reason="no such file")
+    result = run("health")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"model '{document['models'][0]['name']}' is failed: no such file" in result.stderr
+
+
 def test_json_is_the_document(run, server, document):
     assert json.loads(run("status", "--json").output) == document
     assert json.loads(run("models", "--json").output) == document["models"]
 
 
 @pytest.mark.parametrize("error", [ServerGone("no answer from ipc:///x"), ProtocolMismatch("version 9 came")])
-@pytest.mark.parametrize("command", ["status", "models"])
+@pytest.mark.parametrize("command", ["status", "models", "health"])
 def test_a_missing_server_is_a_message_and_exit_status_1(run, monkeypatch, command, error):
     def connect(address: str, timeout: float) -> None:
         raise error
