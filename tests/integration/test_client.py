@@ -124,6 +124,14 @@ async def test_many_tasks_share_a_model_in_an_event_loop(client):
     await asyncio.gather(*(ask(1 + i % 4) for i in range(60)))
 
 
+def test_a_client_outlives_the_event_loops_it_was_used_in(client):
+    model, x = client.model("affine", rows=8), rows(2)
+    for _ in range(2):
+        np.testing.assert_array_equal(asyncio.run(model.infer_async(x)).outputs, 2 * x + 1)
+        np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+        np.testing.assert_array_equal(model.result(model.submit(x)).outputs, 2 * x + 1)
+
+
 def test_threads_share_a_model(client):
     model, wrong = client.model("affine", rows=16), []
 

@@ -52,6 +52,15 @@ def read_reply(frame: bytes, sender: str) -> Answer:
     return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, epoch)
 
 
+# An event loop, and what it is to call when answers may have come.
+Watching = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+
+
+def still(watching: Watching | None) -> Watching | None:
+    """What watches, unless its loop has been closed: asyncio.run has returned, and the client goes on without it."""
+    return watching if watching is not None and not watching[0].is_closed() else None
+
+
 class CalledRow(NamedTuple):
     """A row of the arena that calls use: where its input goes, and its only output, or all of them by name."""
 

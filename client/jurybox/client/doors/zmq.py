@@ -12,7 +12,17 @@ import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, CalledRow, Outgoing, read_reply
+from jurybox.client.doors.door import (
+    LOOK_AFTER,
+    NOT_ANSWERED,
+    NOT_SENT,
+    Answer,
+    CalledRow,
+    Outgoing,
+    Watching,
+    read_reply,
+    still,
+)
 from jurybox.protocol.board import EngineState
 from jurybox.protocol.descriptors import remedy
 from jurybox.protocol.errors import ProtocolMismatch, TooManyFiles
@@ -41,7 +51,7 @@ class ZmqDoor:
         self._lease = lease
         self._sockets: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # engine -> (epoch, socket)
         self._poller = zmq.Poller()
-        self._watching: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+        self._watching: Watching | None = None
 
     def send(self, ticket: Outgoing) -> None:
         """As Door.send."""
@@ -50,9 +60,9 @@ class ZmqDoor:
             sequence, self._lease, deadline, submitted, self._lane, first, rows, 0, version, epoch
         )
         Bare.send(self._socket(ticket.engine, epoch), PREFIX + record)
-        if self._watching is not None:
+        if (watching := still(self._watching)) is not None:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
-            self._watching[0].call_soon(self._watching[1])
+            watching[0].call_soon(watching[1])
 
     def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
         """As Door.exchange."""
@@ -123,8 +133,8 @@ class ZmqDoor:
         socket.connect(self._addresses[engine])
         self._poller.register(socket, zmq.POLLIN)
         self._sockets[engine] = (epoch, socket)
-        if self._watching is not None:
-            self._watching[0].add_reader(_descriptor(socket), self._watching[1])
+        if (watching := still(self._watching)) is not None:
+            watching[0].add_reader(_descriptor(socket), watching[1])
         return socket
 
     def _drop(self, engine: int) -> None:
@@ -132,8 +142,8 @@ class ZmqDoor:
         if known is None:
             return
         socket = known[1]
-        if self._watching is not None and not self._watching[0].is_closed():
-            self._watching[0].remove_reader(_descriptor(socket))
+        if (watching := still(self._watching)) is not None:
+            watching[0].remove_reader(_descriptor(socket))
         self._poller.unregister(socket)
         socket.close()
 

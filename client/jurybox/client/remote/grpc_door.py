@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, CalledRow, Outgoing
+from jurybox.client.doors.door import Answer, CalledRow, Outgoing, Watching, still
 from jurybox.client.remote.grpc_channel import failure
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol import open_inference_pb2 as pb
@@ -51,7 +51,7 @@ class GrpcDoor:
         self._calls: dict[int, grpc.Future] = {}
         self._done: deque[tuple[Outgoing, grpc.Future]] = deque()  # filled by gRPC's threads
         self._news = threading.Condition()
-        self._watching: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+        self._watching: Watching | None = None
 
     def send(self, ticket: Outgoing) -> None:
         """As Door.send."""
@@ -102,7 +102,7 @@ class GrpcDoor:
         with self._news:
             self._done.append((ticket, call))
             self._news.notify_all()
-        if (watching := self._watching) is not None and not watching[0].is_closed():
+        if (watching := still(self._watching)) is not None:
             watching[0].call_soon_threadsafe(watching[1])
 
     def _read(self, ticket: Outgoing, call: Any) -> Answer:

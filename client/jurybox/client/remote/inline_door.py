@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, CalledRow, Outgoing, read_reply
+from jurybox.client.doors.door import Answer, CalledRow, Outgoing, Watching, read_reply, still
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol.errors import Code, ProtocolMismatch
@@ -33,7 +33,7 @@ class InlineDoor:
         self._lease = lease
         self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this epoch
         self._epoch = connection.epoch
-        self._watching: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+        self._watching: Watching | None = None
 
     def send(self, ticket: Outgoing) -> None:
         """As Door.send."""
@@ -50,9 +50,9 @@ class InlineDoor:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
             del self._in_flight[sequence]  # nothing moves any more: the lane's next look finds the connection broken
-        if self._watching is not None:
+        if (watching := still(self._watching)) is not None:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
-            self._watching[0].call_soon(self._watching[1])
+            watching[0].call_soon(watching[1])
 
     def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
         """As Door.exchange."""
@@ -86,8 +86,8 @@ class InlineDoor:
 
     def close(self) -> None:
         """As Door.close."""
-        if self._watching is not None and not self._watching[0].is_closed():
-            self._watching[0].remove_reader(int(self._socket.getsockopt(zmq.FD)))
+        if (watching := still(self._watching)) is not None:
+            watching[0].remove_reader(int(self._socket.getsockopt(zmq.FD)))
         self._connection.close()
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
