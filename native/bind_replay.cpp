@@ -15,6 +15,9 @@ using namespace replay;
 using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Errors = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WordsOut = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A method that takes its keywords as the interpreter has them, a tuple of names and a row of values: collecting them
 // in a dict would cost as much as writing a small row.
@@ -209,6 +212,56 @@ std::uint64_t discard(PyRing& self, std::uint64_t n) {
     return take;
 }
 
+// Rows of another ring of the same layout, as its snapshot gave them, linked here as they are there. `within`: the row
+// before, by its place among these; where that is -1, `before` says which ticket it has here plus one (0: the row is the
+// first of its episode). `tickets`: what the rows got.
+void graft(PyRing& self, Flags slots, Indices within, Words before, Flags flags, Flags ended, WordsOut tickets) {
+    Ring& ring = self.ring;
+    const std::size_t n = tickets.shape(0);
+    if (slots.shape(0) != n * ring.slot_bytes || within.shape(0) != n || before.shape(0) != n || flags.shape(0) != n || ended.shape(0) != n)
+        throw std::invalid_argument("slots, links and tickets are not of so many rows");
+    if (ring.control->full != Full::overwrite || ring.limited()) throw std::invalid_argument("rows are grafted into a ring that overwrites and has no limiter");
+    for (std::size_t i = 0; i < n; ++i)
+        if (within.data()[i] >= static_cast<std::int64_t>(i)) throw std::invalid_argument("a row comes before the one it follows");
+    bool taken = false;
+    {
+        const nb::gil_scoped_release without;
+        std::optional<SumTree::Update> update;
+        if (ring.tree.present()) update.emplace(ring.tree);
+        const std::uint64_t top = ring.control->top_priority.load(std::memory_order_relaxed);
+        for (std::size_t i = 0; i < n; ++i) {
+            Ticket t = ring.reserve(1);
+            if (!ring.claim_any(t)) {
+                taken = true;
+                break;
+            }
+            const std::size_t at = ring.slot_of(t);
+            const auto* from = reinterpret_cast<const std::byte*>(slots.data()) + i * ring.slot_bytes;
+            copy_in(ring.slot(at) + 8, from + 8, ring.slot_bytes - 8);
+            const std::uint64_t last = within.data()[i] >= 0 ? tickets.data()[within.data()[i]] + 1 : before.data()[i];
+            if (ring.links != nullptr) {
+                ring.links[at].before.store(last * 4 + flags.data()[i], std::memory_order_relaxed);
+                ring.links[at].after.store(ended.data()[i] != 0 ? Link::kEnded : 0, std::memory_order_relaxed);
+            }
+            ring.commit(t);
+            if (ring.links != nullptr && last != 0 && ring.holds(last - 1)) ring.links[ring.slot_of(last - 1)].after.store(t + 1, std::memory_order_release);
+            if (update) update->set(at, top);
+            tickets.data()[i] = t;
+        }
+    }
+    if (taken) raise_protocol_error("Busy", "every slot of the ring is being written or was left by a killed writer; make the replay anew");
+}
+
+// These rows, where they are still there, were the last of their episodes.
+void close_episodes(PyRing& self, Words tickets) {
+    Ring& ring = self.ring;
+    if (ring.links == nullptr) return;
+    for (std::size_t i = 0; i < tickets.shape(0); ++i) {
+        const Ticket t = tickets.data()[i];
+        if (ring.holds(t)) ring.links[ring.slot_of(t)].after.store(Link::kEnded, std::memory_order_release);
+    }
+}
+
 }  // namespace
 
 void bind_replay(nb::module_& m) {
@@ -292,6 +345,8 @@ void bind_replay(nb::module_& m) {
         .def("update_priorities", &update_priorities, nb::arg("indices"), nb::arg("errors"), nb::arg("mark"))
         .def("reserve_run", &reserve_run, nb::arg("rows"))
         .def("finish_run", &finish_run, nb::arg("first"), nb::arg("rows"), nb::arg("commit"))
+        .def("graft", &graft, nb::arg("slots"), nb::arg("within"), nb::arg("before"), nb::arg("flags"), nb::arg("ended"), nb::arg("tickets"))
+        .def("close_episodes", &close_episodes, nb::arg("tickets"))
         .def("discard", &discard, nb::arg("rows"))
         .def("end_episode", [](PyRing& r) {
             if (r.ring.links != nullptr) Writer(r.ring).end(r.stream);

@@ -14,12 +14,9 @@ import torch
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay.field import Codec, Field
 from jurybox.training.replay.layout import Layout
+from jurybox.training.replay.new_rows import ENDED, FIRST, NOT_YET, UNKNOWN
 from jurybox.training.replay.options import Windows
 
-# Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor never came. After it:
-# the next row has not come, or the episode is over.
-FIRST, UNKNOWN = -1, -2
-NOT_YET, ENDED = -1, -2
 # Flags as the native code has them.
 FINAL, TERMINATED = 1, 2
 

@@ -1,0 +1,120 @@
+"""Rows of another replay of the same fields, put into this one with their episodes: the far end of `NewRows`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.protocol.errors import SpecMismatch
+from jurybox.training.replay.new_rows import ENDED, FIRST, NewRows, Piece
+
+if TYPE_CHECKING:
+    from jurybox.training.replay.replay import Replay
+
+# A ticket that no row ever has: whoever asks for what was before finds that it is gone.
+_NEVER = np.uint64(1 << 61)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What came into one replay and goes into another.
+
+    Attributes:
+        piece: the rows.
+        ended: positions of earlier rows whose episode has ended since.
+    """
+
+    piece: Piece
+    ended: npt.NDArray[np.int64]
+
+
+class Source:
+    """Takes what is new in a replay, as batches that can travel.
+
+    Args:
+        replay: whose rows; stays the caller's to close.
+        most_bytes: of slots in one batch.
+    """
+
+    def __init__(self, replay: Replay, most_bytes: int = 4 << 20) -> None:
+        part = replay.parts[0]
+        self.new = NewRows(part)
+        size = part.layout.slot.size
+        self._most = min(part.capacity, max(1, most_bytes // size))
+        self._staging = np.empty((self._most, size), np.uint8)
+
+    def batch(self) -> Batch | None:
+        """The next rows in memory of their own; None where there are none, and no episode has ended."""
+        pieces = [_copied(piece) for piece in self.new.take(self._staging, self._most)]
+        ended = self.new.ended()
+        if not pieces and not len(ended):
+            return None
+        if not pieces:
+            none = np.empty(0, np.int64)
+            nothing = Piece(self.new.taken, self._staging[:0].copy(), none, none, np.empty(0, np.uint8))
+            return Batch(nothing, ended)
+        columns = (np.concatenate(each) for each in zip(*map(_columns, pieces), strict=True))
+        return Batch(Piece(pieces[0].first, *columns), ended)
+
+
+class Graft:
+    """Puts one source's batches into a replay, in the order in which they were made.
+
+    A batch that was lost on the way costs its rows, and the rows after it begin where what was before is not known.
+
+    Args:
+        replay: where to; it overwrites when full. Stays the caller's to close.
+        span: rows of the source's replay: so far back a row may name the one before it.
+    """
+
+    def __init__(self, replay: Replay, span: int) -> None:
+        self._ring = replay.parts[0].ring
+        self._slot = replay.layout.slot.size
+        self._linked = replay.layout.episodes is not None
+        self._position_at = np.full(span, -1, np.int64)
+        self._ticket_at = np.zeros(span, np.uint64)
+
+    def put(self, batch: Batch) -> int:
+        """Add the rows; how many.
+
+        Raises:
+            SpecMismatch: they are of a replay with other fields.
+        """
+        piece, n = batch.piece, len(batch.piece)
+        if piece.slots.shape[1] != self._slot:
+            raise SpecMismatch(f"rows of {piece.slots.shape[1]} bytes came, this replay's have {self._slot}")
+        if n:
+            tickets = np.zeros(n, np.uint64)
+            within, before, flags, ended = self._links(piece)
+            self._ring.graft(piece.slots.reshape(-1), within, before, flags, ended, tickets)
+            at = piece.positions % len(self._position_at)
+            self._position_at[at], self._ticket_at[at] = piece.positions, tickets
+        if len(batch.ended):
+            known = self._position_at[batch.ended % len(self._position_at)] == batch.ended
+            self._ring.close_episodes(self._ticket_at[batch.ended[known] % len(self._position_at)])
+        return n
+
+    def _links(
+        self, piece: Piece
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """What the native ring wants: place of the row before in this batch, its ticket plus one, flags, ended."""
+        n = len(piece)
+        if not self._linked:
+            return np.full(n, -1), np.zeros(n, np.uint64), np.zeros(n, np.uint8), np.ones(n, np.uint8)
+        place = np.where(piece.before >= piece.first, piece.before - piece.first, -1)
+        at = piece.before % len(self._position_at)
+        known = (piece.before >= 0) & (self._position_at[at] == piece.before)
+        tickets = np.where(known, self._ticket_at[at] + np.uint64(1), _NEVER)
+        before = np.where(piece.before == FIRST, np.uint64(0), tickets)
+        return place, before, piece.flags, (piece.after == ENDED).astype(np.uint8)
+
+
+def _columns(piece: Piece) -> tuple[npt.NDArray[np.generic], ...]:
+    return piece.slots, piece.before, piece.after, piece.flags
+
+
+def _copied(piece: Piece) -> Piece:
+    return Piece(piece.first, piece.slots.copy(), piece.before, piece.after, piece.flags)

@@ -1,0 +1,176 @@
+"""What came into a replay since the last look: whole rows in the order of their tickets, and how they hang together.
+
+A row that is taken gets a position, counted from 0; its neighbours are told by theirs. So whoever keeps the rows
+elsewhere (a device's memory, a replay on another host) needs to know nothing of the ring they came through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox import native
+from jurybox.training.replay.part import Part
+
+# Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor never came. After it:
+# the next row has not come, or the episode is over.
+FIRST, UNKNOWN = -1, -2
+NOT_YET, ENDED = -1, -2
+# So long a reserved row may take to be written before it is given up: its writer was killed in the midst of it.
+_PATIENCE = 1.0
+_ENDED_WORD = np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some new rows.
+
+    Attributes:
+        first: position of the first one; the others follow.
+        slots: (n, slot bytes) uint8, as they lie in the ring; their first 8 bytes mean nothing here.
+        before: (n,) int64, position of the row before, FIRST or UNKNOWN.
+        after: (n,) int64, NOT_YET or ENDED.
+        flags: (n,) uint8, as the native code has them. All three are empty where rows have no episodes.
+    """
+
+    first: int
+    slots: npt.NDArray[np.uint8]
+    before: npt.NDArray[np.int64]
+    after: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        return np.arange(self.first, self.first + len(self.slots))
+
+
+class NewRows:
+    """Takes rows out of one ring; belongs to one thread.
+
+    Attributes:
+        taken: rows taken so far, and the next one's position.
+        missed: rows that were overwritten before they were taken, or whose writer was killed.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.taken = 0
+        self.missed = 0
+        self._part = part
+        self._capacity = part.capacity
+        self._next = int(part.ring.tail)  # tickets below it have been looked at
+        self._late: dict[int, float] = {}  # tickets whose row was not whole then, and since when
+        self._open: dict[int, int] = {}  # tickets whose episode went on then, and the row's position
+        # Where the rows that the ring still holds went: ticket and position by slot.
+        self._ticket_at = np.full(part.capacity, -1, np.int64)
+        self._position_at = np.full(part.capacity, -1, np.int64)
+        self._links = np.zeros((0, 16), np.uint8)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that came since the last look."""
+        return int(self._part.ring.reserved) - self._next
+
+    def take(self, staging: npt.NDArray[np.uint8], most: int | None = None) -> Iterator[Piece]:
+        """The new rows, in pieces that lie in `staging` (m, slot bytes) until the next one is asked for.
+
+        Args:
+            most: rows at once; what is left comes next time.
+        """
+        ring = self._part.ring
+        newest = int(ring.reserved)
+        oldest = max(self._next, int(ring.tail), newest - self._capacity)
+        self.missed += oldest - self._next
+        if most is not None:
+            newest = min(newest, oldest + most)
+        for first, n in self._runs(oldest, newest, len(staging)):
+            piece = self._piece(first, n, newest, staging)
+            if piece is not None:
+                yield piece
+        self._next = newest
+        self._give_up(newest)
+
+    def ended(self) -> npt.NDArray[np.int64]:
+        """Positions of rows whose episode went on when they were taken, and has ended with them since."""
+        if self._part.links is None or not self._open:
+            return np.empty(0, np.int64)
+        tickets = np.fromiter(self._open, np.int64, len(self._open))
+        after = self._part.links.view(np.uint64)[tickets % self._capacity, 1]
+        there = self._part.sequences[tickets % self._capacity] == (2 * tickets + 2).astype(np.uint64)
+        closed = there & (after == _ENDED_WORD)
+        positions = np.array([self._open[ticket] for ticket in tickets[closed].tolist()], np.int64)
+        for ticket in tickets[closed | ~there].tolist():
+            del self._open[ticket]
+        return positions
+
+    def discard(self) -> None:
+        """Give the slots of the rows that were taken back to writers that wait for room."""
+        # What is still being written stays, and all behind it.
+        upto = min(self._late, default=self._next)
+        ring = self._part.ring
+        ring.discard(max(0, upto - max(int(ring.tail), self._next - self._capacity)))
+
+    def _runs(self, oldest: int, newest: int, longest: int) -> Iterator[tuple[int, int]]:
+        """Runs (ticket, length) of slots side by side: what was late, then what is new."""
+        for ticket in sorted(self._late):
+            yield ticket, 1
+        while oldest < newest:
+            n = min(newest - oldest, longest, self._capacity - oldest % self._capacity)
+            yield oldest, n
+            oldest += n
+
+    def _piece(self, first: int, n: int, newest: int, staging: npt.NDArray[np.uint8]) -> Piece | None:
+        slot, staged = first % self._capacity, staging[:n]
+        linked = self._part.links is not None
+        if linked and len(self._links) < n:
+            self._links = np.zeros((len(staging), 16), np.uint8)
+        links = self._links.reshape(-1) if linked else None
+        native.replay_snapshot(self._part.ring, slot, staged.reshape(-1), newest, links)
+        tickets = np.arange(first, first + n)
+        whole = staged[:, :8].copy().view(np.uint64)[:, 0] == (2 * tickets + 2).astype(np.uint64)
+        now = time.monotonic()
+        for ticket in tickets[~whole].tolist():
+            self._late.setdefault(ticket, now)
+        tickets = tickets[whole]
+        count = len(tickets)
+        for ticket in tickets.tolist() if self._late else ():
+            self._late.pop(ticket, None)
+        if count == 0:
+            return None
+        if count < n:
+            staged[:count] = staged[whole]
+        positions = np.arange(self.taken, self.taken + count)
+        self._ticket_at[tickets % self._capacity] = tickets
+        self._position_at[tickets % self._capacity] = positions
+        self.taken += count
+        if not linked:
+            none = np.empty(0, np.int64)
+            return Piece(int(positions[0]), staged[:count], none, none, np.empty(0, np.uint8))
+        before, after, flags = self._linked(tickets, positions, self._links[:n][whole].view(np.uint64))
+        return Piece(int(positions[0]), staged[:count], before, after, flags)
+
+    def _linked(
+        self, tickets: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], words: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        flags = (words[:, 0] & np.uint64(3)).astype(np.uint8)
+        earlier = (words[:, 0] >> np.uint64(2)).astype(np.int64) - 1
+        known = (earlier >= 0) & (self._ticket_at[earlier % self._capacity] == earlier)
+        before = np.where(earlier < 0, FIRST, np.where(known, self._position_at[earlier % self._capacity], UNKNOWN))
+        ended = words[:, 1] == _ENDED_WORD
+        for ticket, position in zip(tickets[~ended].tolist(), positions[~ended].tolist(), strict=True):
+            self._open[ticket] = position
+        for ticket in earlier[known].tolist():
+            self._open.pop(ticket, None)
+        return before, np.where(ended, ENDED, NOT_YET), flags
+
+    def _give_up(self, newest: int) -> None:
+        for ticket, since in list(self._late.items()):
+            if ticket < newest - self._capacity or time.monotonic() - since > _PATIENCE:
+                del self._late[ticket]
+                self.missed += 1
