@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,26 @@ class Checkpoints:
         """Add what a role saved."""
         write_state(scratch / f"{role}.state", state)
 
-    def complete(self, scratch: Path, plan: Plan, commons: Commons, gathered: Mapping[str, Any]) -> Checkpoint:
-        """Add what the roles do not hold, while they rest, and make the checkpoint appear."""
+    def complete(
+        self,
+        scratch: Path,
+        plan: Plan,
+        commons: Commons,
+        gathered: Mapping[str, Any],
+        save_replay: Callable[[str, Path], None] | None = None,
+    ) -> Checkpoint:
+        """Add what the roles do not hold, while they rest, and make the checkpoint appear.
+
+        Args:
+            save_replay: writes the replay of that name to a file, where it is not the one in `commons`.
+        """
         board = commons.board
         for replay in plan.replays:
-            commons.replay(replay.name).save(scratch / f"replay-{replay.name}.jbr")
+            path = scratch / f"replay-{replay.name}.jbr"
+            if save_replay is None:
+                commons.replay(replay.name).save(path)
+            else:
+                save_replay(replay.name, path)
         for channel in plan.channels:
             reader = commons.reader(channel.name)
             if reader.newest:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.lifeline import Lifeline, spawn, thread_limits
 from jurybox.training.runtime.board import Board, Order, State, Subject, Told, Word
+from jurybox.training.runtime.launching import Launcher, RoleProcess
 from jurybox.training.runtime.plan import Plan
-
-_MODULE = "jurybox.training.runtime.process"
 
 
 class Child:
-    """A role's process.
+    """A role's process, and the account of its lives on the board.
 
     Args:
+        launcher: starts it.
         number: of the role in the plan.
         log: file that it writes to, all its lives in one.
 
@@ -28,33 +23,33 @@ class Child:
         restart_at: second of the monotonic clock from which it may be started again.
     """
 
-    def __init__(self, plan: Plan, number: int, board: Board, log: Path) -> None:
+    def __init__(self, plan: Plan, number: int, board: Board, log: Path, launcher: Launcher) -> None:
         self.spec = plan.roles[number]
         self.name = self.spec.name
         self.number = number
         self.restart_at = 0.0
-        self._plan, self._board, self._log = plan, board, log
+        self._plan, self._log, self._launcher = plan, log, launcher
         self._words, self._orders = board.words[number], board.orders[number]
         self._condemned = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: Lifeline | None = None
+        self.process: RoleProcess | None = None
 
     @property
     def alive(self) -> bool:
-        return self._process is not None
+        return self.process is not None
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process else 0
+        return self.process.pid if self.process else 0
 
     @property
     def failures(self) -> int:
         """In a row."""
         return self._orders[Told.FAILURES]
 
-    def fileno(self) -> int:
-        assert self._lifeline is not None
-        return self._lifeline.fileno()
+    @property
+    def lost(self) -> bool:
+        """Whether its machine is gone, and it with that."""
+        return self.process is not None and self.process.lost
 
     def start(self, now: float, state: Path | None) -> None:
         """Start the process; `state` is the file of what the role saved."""
@@ -63,19 +58,7 @@ class Child:
         self._orders[Told.STARTED_AT] = int(now * 1e9)
         self._orders[Told.ORDER] = Order.RUN
         self._words[Word.STATE] = State.STARTING
-        environment = {**thread_limits(self.spec.threads), **self.spec.environment}
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._process, self._lifeline = spawn(_MODULE, environment=environment, output=log.fileno())
-        self._say(
-            "configure",
-            path=sys.path,
-            plan=base64.b64encode(pickle.dumps(self._plan)).decode(),
-            board=self._board.segment.name,
-            number=self.number,
-            life=self._orders[Told.LIFE],
-            state=str(state) if state else None,
-        )
+        self.process = self._launcher.start(self.number, self._orders[Told.LIFE], state, self._log)
 
     def order(self, order: Order) -> None:
         """Tell the role what to do; it sees that between two steps."""
@@ -87,9 +70,8 @@ class Child:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What the role said meanwhile; raises EOFError when it is dead."""
-        assert self._lifeline is not None
-        while (message := self._lifeline.receive(0)) is not None:
-            yield message
+        assert self.process is not None
+        yield from self.process.messages()
 
     def bury(self, now: float) -> str:
         """Clean up after a process whose lifeline ended, plan the restart, and say how it died.
@@ -97,17 +79,20 @@ class Child:
         One that had been at work for `settled` seconds begins its count of failures anew.
         """
         patience = self._plan.patience
-        status = self._end(timeout=2.0)
+        lost, status = self.lost, self._end(timeout=2.0)
         ready = self._words[Word.READY_AT] / 1e9
         started = self._orders[Told.STARTED_AT] / 1e9
         if ready >= started and now - ready > patience.settled:
             self._orders[Told.FAILURES] = 0
         back_off = patience.back_off or (0.0,)
         self.restart_at = now + back_off[min(self.failures, len(back_off) - 1)]
-        self._orders[Told.FAILURES] += 1
+        if not lost:
+            self._orders[Told.FAILURES] += 1
         self._orders[Told.RESTARTS] += 1
         self._words[Word.STATE] = State.ABSENT
         self._words[Word.WAITS_FOR] = Subject.NOTHING
+        if lost:
+            return "is gone with its machine"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
     def condemn(self) -> bool:
@@ -118,29 +103,22 @@ class Child:
 
     def kill(self) -> None:
         """End it at once; `messages` then says that it is dead."""
-        if self._process is not None:
-            self._process.kill()
+        if self.process is not None:
+            self.process.kill()
 
     def finish(self, timeout: float) -> bool:
         """After the order to stop: wait for its end, or end it; whether it ended by itself."""
-        return self._process is None or self._end(timeout) == 0
+        return self.process is None or self._end(timeout) == 0
 
     def _say(self, kind: str, **fields: Any) -> None:
         # A dead child's message is dropped: its death is noticed by `messages`.
-        if self._lifeline is not None:
+        if self.process is not None:
             try:
-                self._lifeline.send(kind, **fields)
+                self.process.send(kind, **fields)
             except OSError:
                 self.kill()
 
     def _end(self, timeout: float) -> int:
-        assert self._process is not None
-        try:
-            status = self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        if self._lifeline is not None:
-            self._lifeline.close()
-        self._process = self._lifeline = None
-        return status
+        assert self.process is not None
+        process, self.process = self.process, None
+        return process.end(timeout)

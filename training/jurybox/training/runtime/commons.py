@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from types import TracebackType
 
 from jurybox.client.publisher import Publisher
@@ -29,10 +30,14 @@ class Commons:
         self.owned = owned
         self._replays: dict[str, Replay] = {}
         self._channels: dict[str, WeightsChannel] = {}
+        self._instead: dict[str, str] = {}
 
     @classmethod
-    def create(cls, plan: Plan) -> Commons:
+    def create(cls, plan: Plan, most_rows: int | None = None) -> Commons:
         """Make all shared memory of a run.
+
+        Args:
+            most_rows: of a replay, where it is only the way to the one that is sampled.
 
         Raises:
             SharedMemoryError: there is no room; what was made until then is removed.
@@ -45,7 +50,7 @@ class Commons:
             for replay in plan.replays:
                 commons._replays[replay.name] = Replay.create(
                     replays[replay.name],
-                    replay.capacity,
+                    min(replay.capacity, most_rows or replay.capacity),
                     replay.fields,
                     episodes=replay.episodes,
                     prioritized=replay.prioritized,
@@ -62,14 +67,20 @@ class Commons:
         return commons
 
     @classmethod
-    def attach(cls, board: str) -> Commons:
-        """Join the run whose board has this name; replays and channels are attached when they are asked for."""
-        return cls(Board.attach(board), owned=False)
+    def attach(cls, board: str, instead: Mapping[str, str] | None = None) -> Commons:
+        """Join the run whose board has this name; replays and channels are attached when they are asked for.
+
+        Args:
+            instead: by the plan's name, the names of replays that are taken in the place of those the board names.
+        """
+        commons = cls(Board.attach(board), owned=False)
+        commons._instead = dict(instead or {})
+        return commons
 
     def replay(self, name: str) -> Replay:
         """The replay that the plan calls `name`."""
         if name not in self._replays:
-            self._replays[name] = Replay.attach(dict(self.board.named.replays)[name])
+            self._replays[name] = Replay.attach(self._instead.get(name) or dict(self.board.named.replays)[name])
         return self._replays[name]
 
     def channel(self, name: str) -> WeightsChannel:

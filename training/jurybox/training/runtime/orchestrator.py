@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from jurybox.training.runtime.board import Order, State, Subject, Told, Word
 from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
 from jurybox.training.runtime.child import Child
 from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.ledger import Ledger
 from jurybox.training.runtime.outcome import End
 from jurybox.training.runtime.plan import Kind, Plan
@@ -34,6 +34,7 @@ class Orchestrator:
         ledger: takes the reports.
         told: takes lines for whoever watches.
         logs: folder of the processes' logs.
+        launcher: starts the processes; `begin` and `end` are called here.
         checkpoints: where they go; None: none are made.
         resumed: the checkpoint that `commons` was filled from.
 
@@ -49,6 +50,7 @@ class Orchestrator:
         ledger: Ledger,
         told: Callable[[str], None],
         logs: Path,
+        launcher: Launcher,
         *,
         checkpoints: Checkpoints | None = None,
         resumed: Checkpoint | None = None,
@@ -56,11 +58,13 @@ class Orchestrator:
         self.text = ""
         self._plan, self._commons, self._ledger, self._told = plan, commons, ledger, told
         self._board = commons.board
+        self._launcher = launcher
         self.latest = resumed
         self._checkpoints = checkpoints
         self._rules = Rules(plan, self._board, plan.pace.slack)
         self._children = [
-            Child(plan, number, self._board, logs / f"{role.name}.log") for number, role in enumerate(plan.roles)
+            Child(plan, number, self._board, logs / f"{role.name}.log", launcher)
+            for number, role in enumerate(plan.roles)
         ]
         # An evaluation takes long and has no state: nobody waits for evaluators.
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
@@ -81,6 +85,7 @@ class Orchestrator:
         """
         self._at_once = at_once
         try:
+            self._launcher.begin(self._plan, self._commons)
             for child in self._children:
                 child.start(time.monotonic(), self._state_of(child))
             reason = self._loop(ending, tick)
@@ -91,6 +96,7 @@ class Orchestrator:
             for child in self._children:
                 child.kill()
                 child.finish(1.0)
+            self._launcher.end()
         self._ledger.row_if_due(last=True)
         return reason
 
@@ -120,12 +126,9 @@ class Orchestrator:
 
     def _listen(self, timeout: float) -> None:
         """Take in what was said, and who died."""
-        living = [child for child in self._children if child.alive]
-        if not living:
-            time.sleep(timeout)
-            return
-        spoke = wait([child.fileno() for child in living], timeout)
-        for child in [child for child in living if child.fileno() in spoke]:
+        living = [child for child in self._children if child.process is not None]
+        spoke = self._launcher.wait([child.process for child in living if child.process is not None], timeout)
+        for child in [child for child in living if child.process in spoke]:
             try:
                 for message in child.messages():
                     self._take(child, message)
@@ -144,13 +147,13 @@ class Orchestrator:
                 self._ledger.take(message)
 
     def _died(self, child: Child) -> None:
-        pid = child.pid
+        pid, lost = child.pid, child.lost
         if self._board.orders[child.number][Told.ORDER] == Order.STOP:
             child.finish(1.0)
             return
         how = child.bury(time.monotonic())
         most = self._plan.patience.failures
-        if child.failures >= most or not child.spec.restarts:
+        if not lost and (child.failures >= most or not child.spec.restarts):
             self._given_up = True
             bound = (
                 f"{child.failures} times in a row; {most} are too many" if child.spec.restarts else "which ends the run"
@@ -240,7 +243,10 @@ class Orchestrator:
                 child.save_to(files[child.number])
             if not self._all(until, lambda child: str(files[child.number]) in self._saved_files):
                 return False
-            made = checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
+            if not self._launcher.settle(max(0.1, until - time.monotonic())):
+                return False
+            gathered = self._ledger.state()
+            made = checkpoints.complete(scratch, self._plan, self._commons, gathered, self._launcher.save_replay)
             self.latest = made
             self._saved_at = made.env_steps
             if self._ledger.best_is_new:

@@ -44,6 +44,8 @@ class RoleSpec:
         restarts: whether it is started again when it dies; if not, the run ends with its death.
         nice: by how much its process gives way to others (nice(2)); 0 to 19.
         environment: further variables of its process (CUDA_VISIBLE_DEVICES, say).
+        cpus, gpus: that a launcher which places roles on many machines sets aside for it; locally they mean nothing.
+        resources: likewise, of other kinds, by name.
     """
 
     name: str
@@ -60,6 +62,9 @@ class RoleSpec:
     restarts: bool = True
     nice: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def main() -> None:
 def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> None:
     # From the process that started this one.
     plan: Plan = pickle.loads(base64.b64decode(message["plan"]))
-    with Commons.attach(message["board"]) as commons:
+    with Commons.attach(message["board"], message["replays"]) as commons:
         seat = Seat(plan, message["number"], commons, reports, life=message["life"])
         reports.words = seat.words
         seat.words[Word.PID] = os.getpid()

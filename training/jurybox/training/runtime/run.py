@@ -17,6 +17,7 @@ from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
 from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.debug_state import RUNNING
 from jurybox.training.runtime.errors import NothingToResume
+from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.ledger import Ledger, Sink
 from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.outcome import End, Outcome
@@ -37,6 +38,7 @@ def run(
     console: Console | None = None,
     signals: Signals | None = None,
     watch: Callable[[Commons], None] | None = None,
+    launcher: Launcher | None = None,
 ) -> Outcome:
     """Carry out a plan to its end.
 
@@ -49,6 +51,7 @@ def run(
         console: to show how it goes; None: silence.
         signals: how often the run was told to stop; SIGINT and SIGTERM count there, and a program may `ask`.
         watch: called again and again meanwhile with the run's shared memory.
+        launcher: where the roles' processes run; None: on this machine.
 
     Returns:
         How it ended. When a signal ended it, the caller decides what becomes of the process.
@@ -76,7 +79,7 @@ def run(
         try:
             with View(plan, commons.board, ledger, console, folder / "logs" / "run.log") as view:
                 end, text, was_serial = _carry_out(
-                    plan, commons, ledger, view, folder, checkpoints, resumed, signals, serial, watch
+                    plan, commons, ledger, view, folder, checkpoints, resumed, signals, serial, watch, launcher
                 )
                 view.say(f"the run is over: {text or end.value}")
             Timeline.of(commons.board).save(folder / "timeline.json")
@@ -96,6 +99,7 @@ def _carry_out(
     signals: Signals,
     serial: bool,
     watch: Callable[[Commons], None] | None,
+    launcher: Launcher | None,
 ) -> tuple[End, str, bool]:
     began = ledger.seconds
 
@@ -116,7 +120,14 @@ def _carry_out(
     text = ""
     if not serial:
         orchestrator = Orchestrator(
-            plan, commons, ledger, view.say, folder / "logs", checkpoints=checkpoints, resumed=resumed
+            plan,
+            commons,
+            ledger,
+            view.say,
+            folder / "logs",
+            launcher or Local(),
+            checkpoints=checkpoints,
+            resumed=resumed,
         )
         end = orchestrator.run(ending, at_once=lambda: signals.count > 1, tick=tick)
         text = orchestrator.text
