@@ -42,6 +42,7 @@ def _group() -> None:
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
 Seed = Annotated[int, typer.Option(min=0, help="Everything random comes from it.")]
+Launched = Annotated[str, typer.Option("--launcher", help="Where processes run: local, or ray (jurybox[ray]).")]
 
 
 @train.command("photo")
@@ -109,6 +110,11 @@ def train_marl(
     debug_state: Annotated[
         bool, typer.Option("--debug-state", help="Print what the run in DIR shares at this moment, and end.")
     ] = False,
+    launcher: Launched = "local",
+    address: Annotated[
+        str | None,
+        typer.Option("--address", "--ray-address", help="Of the Ray cluster: host:port or auto; else this machine."),
+    ] = None,
     mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
     wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
 ) -> None:
@@ -125,7 +131,16 @@ def train_marl(
         settings = settings_of(config, change or [], given)
         if debug_state:
             return state_of(settings.log_dir)
-        return train_agents(settings, console, serial=serial, resume=resume, mlflow=mlflow, wandb=wandb)
+        return train_agents(
+            settings,
+            console,
+            serial=serial,
+            resume=resume,
+            mlflow=mlflow,
+            wandb=wandb,
+            launcher=launcher,
+            address=address,
+        )
 
     _until_interrupted(work, None, told="stopping; --resume goes on from here")
 

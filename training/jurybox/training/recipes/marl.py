@@ -95,6 +95,7 @@ class MarlTraining(BaseModel):
     epsilon: tuple[float, float, int] = Field((1.0, 0.05, 5000), description="First, last, learner steps in between.")
 
     device_per_agent: bool = Field(True, description="Learner i on cuda:(i modulo devices); without CUDA on the CPU.")
+    learner_gpus: float = Field(0.0, ge=0, description="With --launcher ray: GPUs that are set aside for each learner.")
     learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
     max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
@@ -240,6 +241,9 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
 
 def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[str, Any]) -> RoleSpec:
     devices = torch.cuda.device_count() if settings.device_per_agent else 0
+    device = f"cuda:{number % devices}" if devices else "cpu"
+    if settings.learner_gpus:
+        device = "cuda:0"  # of those that it is shown, wherever it is placed
     made: dict[str, Any] = {"group": group, "network": network}
     if settings.algorithm == ON_POLICY:
         rollout = settings.ppo.rollout * len(group.split("+"))
@@ -275,7 +279,7 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
             "batch_size": settings.batch_size,
             "first": settings.learning_starts,
             "epsilon": settings.epsilon,
-            "device": f"cuda:{number % devices}" if devices else "cpu",
+            "device": device,
         }
         make, publish_every = f"{_LEARNERS}:ReplayLearner", settings.publish_interval
     return RoleSpec(
@@ -287,4 +291,5 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
         publishes=group,
         publish_every=publish_every,
         nice=settings.learner_nice,
+        gpus=settings.learner_gpus,
     )

@@ -17,6 +17,7 @@ from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.report.timeline import timeline
 from jurybox.training.runlog import Tracker
+from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.ledger import COLUMNS
 from jurybox.training.runtime.outcome import Outcome
 from jurybox.training.runtime.plan import Kind, Plan
@@ -35,6 +36,7 @@ def train(
     signals: Signals | None = None,
     command: str = "",
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    launcher: Launcher | None = None,
 ) -> Outcome:
     """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `settings.log_dir`.
 
@@ -55,6 +57,7 @@ def train(
         console=console,
         signals=signals,
         trackers=trackers,
+        launcher=launcher,
     )
 
 

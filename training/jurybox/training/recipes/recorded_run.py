@@ -12,6 +12,7 @@ from jurybox.protocol.wire import build_version
 from jurybox.training.recipes import settings_file
 from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
 from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.outcome import Outcome
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.run import run
@@ -33,6 +34,7 @@ def recorded_run(
     console: Console | None = None,
     signals: Signals | None = None,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    launcher: Launcher | None = None,
 ) -> Outcome:
     """Carry out a plan; leaves settings.json, metrics.csv, summary.json and report.html in `folder`.
 
@@ -40,7 +42,7 @@ def recorded_run(
         columns: of metrics.csv.
         settings: as JSON holds them.
         report: gives the report's HTML, from the outcome and the rows of metrics.csv.
-        serial, resume, console, signals: see `run`.
+        serial, resume, console, signals, launcher: see `run`.
         may_change: settings that may be others when a run is resumed; None: all.
         trackers: made when the folder is known to be usable.
 
@@ -55,7 +57,9 @@ def recorded_run(
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
         settings_file.write(folder, settings)
         log.add_trackers(trackers())
-        outcome = run(planned, folder, log, serial=serial, resume=resume, console=console, signals=signals)
+        outcome = run(
+            planned, folder, log, serial=serial, resume=resume, console=console, signals=signals, launcher=launcher
+        )
         log.summarise(
             Summary(
                 env_steps=outcome.env_steps,

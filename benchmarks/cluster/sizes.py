@@ -1,0 +1,31 @@
+"""What travels between the machines of `jurybox train marl`, in bytes: ``python -m benchmarks.cluster.sizes``."""
+
+from __future__ import annotations
+
+import pickle
+
+from jurybox.training.cluster.counters import Counters
+from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.training.replay.layout import Layout
+from jurybox.training.runtime.board import Board
+from jurybox.training.runtime.commons import Commons
+
+
+def counters(board: Board, roles: int, *, orders: bool) -> int:
+    """Bytes of the first so many roles' counters, as they are sent."""
+    return len(pickle.dumps(Counters.of(board, range(roles), orders=orders), protocol=5))
+
+
+def main() -> None:
+    asked = plan(MarlTraining())
+    replay = asked.replays[0]
+    print(f"a row: {Layout(replay.capacity, dict(replay.fields), episodes=replay.episodes).slot.size}")
+    print(f"a publication: {asked.channels[0].layout.nbytes}")
+    with Commons.create(asked, 100) as commons:
+        for name, orders in (("up", False), ("down", True)):
+            two, one = (counters(commons.board, n, orders=orders) for n in (2, 1))
+            print(f"counters {name}: {two - one} a role and {one - (two - one)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The Kubernetes manifest says what KubeRay takes, and asks for a training that there is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from jurybox.training import cli
+
+FOLDER = Path(__file__).parents[3] / "docker" / "kuberay"
+SCHEMA = json.loads((FOLDER / "rayjob.schema.json").read_text())
+MANIFEST = yaml.safe_load((FOLDER / "marl.yaml").read_text())
+PINNED = dict(line.split("==") for line in (FOLDER.parents[1] / "constraints.txt").read_text().split() if "==" in line)
+
+
+def test_the_manifest_fits_the_schema() -> None:
+    jsonschema_rs.Draft202012Validator(SCHEMA).validate(MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda job: job["spec"]["rayClusterSpec"].pop("headGroupSpec"),
+        lambda job: job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}),
+        lambda job: job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].pop("groupName"),
+        lambda job: job["spec"].update(entryPoint="jurybox"),
+        lambda job: job["spec"].update(submissionMode="Batch"),
+    ],
+)
+def test_the_schema_refuses_what_kuberay_would(spoil) -> None:
+    job = copy.deepcopy(MANIFEST)
+    spoil(job)
+    assert not jsonschema_rs.Draft202012Validator(SCHEMA).is_valid(job)
+
+
+def test_its_command_has_only_options_that_the_command_line_knows() -> None:
+    words = shlex.split(MANIFEST["spec"]["entrypoint"])
+    assert words[:3] == ["jurybox", "train", "marl"]
+    known = CliRunner().invoke(cli.train, ["marl", "--help"], env={"COLUMNS": "200"}).output
+    assert all(word in known for word in words if word.startswith("--"))
+    from jurybox.training.recipes.marl_command import settings_of
+
+    settings_of(None, [value for flag, value in pairwise(words) if flag == "--set"], {})
+
+
+def test_its_ray_is_the_one_that_is_pinned_and_every_pod_has_shared_memory() -> None:
+    cluster = MANIFEST["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == PINNED["ray"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert any(mount["mountPath"] == "/dev/shm" for mount in pod["containers"][0]["volumeMounts"])
+        assert any(volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"])

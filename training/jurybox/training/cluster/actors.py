@@ -1,0 +1,135 @@
+"""What runs on the machines of a cluster: a host for each machine, a place for each role. Ray makes actors of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jurybox.protocol.lifeline import Lifeline
+from jurybox.training.cluster.host import Host
+from jurybox.training.runtime.launching import start_process, status_of
+from jurybox.training.runtime.plan import Plan
+
+_LOG_TAIL = 256 << 10  # bytes of a dead process's log that go to the orchestrator's machine
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What came from a role's process.
+
+    Attributes:
+        messages: what it said.
+        log: what it printed since the last time.
+        status: its exit status; None while it lives.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    log: bytes
+    status: int | None
+
+
+class HostActor(Host):
+    """A machine's host, as an actor."""
+
+    def ready(self) -> str:
+        """Name of its board."""
+        return self.board
+
+
+class RolePlace:
+    """Holds what was set aside for a role, and the role's process. It outlives the process, not the machine.
+
+    Methods come from several threads; the process is a child of one that stays, because a child dies with its parent's
+    thread.
+    """
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        self._plan, self._number = plan, number
+        self._parent = ThreadPoolExecutor(1, thread_name_prefix="role-parent")
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: Lifeline | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="jurybox-role-")
+        self._log = Path(self._folder.name) / "log"
+        self._told = 0
+        self._files: dict[str, str] = {}
+
+    def where(self) -> str:
+        """The node that it is on."""
+        import ray
+
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    def start(self, configured: dict[str, Any], state: bytes | None) -> int:
+        """Start the process; `state` is what the role saved. Gives its process id."""
+        self.kill()
+        if state is not None:
+            path = Path(self._folder.name) / "restored.state"
+            path.write_bytes(state)
+            configured = {**configured, "state": str(path)}
+        known = [*sys.path, *(path for path in configured["path"] if path not in sys.path and Path(path).exists())]
+        return self._parent.submit(self._start, {**configured, "path": known}).result()
+
+    def _start(self, configured: dict[str, Any]) -> int:
+        self._told = 0
+        with self._log.open("wb") as log:
+            self._process, self._lifeline = start_process(self._plan, self._number, configured, log.fileno())
+        return self._process.pid
+
+    def listen(self, timeout: float) -> Heard:
+        """What the process says, waited for up to `timeout` seconds."""
+        process, lifeline = self._process, self._lifeline
+        if process is None or lifeline is None:
+            return Heard((), b"", -1)
+        messages: list[dict[str, Any]] = []
+        try:
+            while (message := lifeline.receive(0 if messages else timeout)) is not None:
+                messages.append(self._with_state(message))
+        except EOFError:
+            status = status_of(process, 2.0)
+            return Heard(tuple(messages), self._new_log(), status)
+        return Heard(tuple(messages), self._new_log(), None)
+
+    def say(self, kind: str, fields: dict[str, Any]) -> None:
+        """Send the process a message; a file that it is to write is one of this machine's first."""
+        if kind == "save":
+            here = str(Path(self._folder.name) / f"{time.monotonic_ns()}.state")
+            self._files[here] = fields["file"]
+            fields = {"file": here}
+        if self._lifeline is not None:
+            self._lifeline.send(kind, **fields)
+
+    def kill(self) -> None:
+        """End the process at once, if there is one."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                assert self._lifeline is not None
+                self._lifeline.close()
+                self._process = self._lifeline = None
+
+    def _with_state(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["kind"] != "saved":
+            return message
+        here = Path(message["file"])
+        state = here.read_bytes()
+        here.unlink()
+        return {"kind": "saved", "file": self._files.pop(str(here)), "state": state}
+
+    def _new_log(self) -> bytes:
+        with self._log.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            log.seek(max(self._told, size - _LOG_TAIL))
+            text = log.read()
+        self._told = size
+        return text

@@ -1,0 +1,286 @@
+"""A launcher that has Ray place a plan's roles: on one machine, or on all of a cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Collection, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+from jurybox.training.cluster.actors import Heard, RolePlace
+from jurybox.training.cluster.connection import connect, disconnect
+from jurybox.training.cluster.host import Host
+from jurybox.training.cluster.traffic import Member, Traffic
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.launching import RoleProcess, configuration
+from jurybox.training.runtime.plan import Plan
+
+_LISTEN_SECONDS = 0.5
+_AGAIN_SECONDS = 0.2
+_KILLED = -9
+_T = TypeVar("_T")
+
+
+class RayProcess:
+    """A role's process somewhere in the cluster. What it says is kept until the orchestrator looks."""
+
+    def __init__(self, launcher: RayLauncher, number: int, log: Path) -> None:
+        self.number, self.log = number, log
+        self.pid = 0
+        self.lost = False
+        self.status: int | None = None
+        self.said: deque[dict[str, Any]] = deque()
+        self.work: asyncio.Task[None] | None = None
+        self._launcher = launcher
+
+    @property
+    def news(self) -> bool:
+        return bool(self.said) or self.status is not None
+
+    def send(self, kind: str, **fields: Any) -> None:
+        if self.status is not None:
+            raise BrokenPipeError("the role's process has ended")
+        self._launcher.say(self.number, kind, fields)
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        while self.said:
+            message = self.said.popleft()
+            if message["kind"] == "saved":
+                Path(message["file"]).write_bytes(message.pop("state"))
+            yield message
+        if self.status is not None:
+            raise EOFError("the role's process has ended")
+
+    def kill(self) -> None:
+        self._launcher.kill(self)
+
+    def end(self, timeout: float) -> int:
+        return self._launcher.end_of(self, timeout)
+
+
+class RayLauncher:
+    """Roles as Ray actors. Use it in a ``with``, around `run`.
+
+    Args:
+        address: of the cluster ("auto": the one that runs on this machine); None: Ray on this machine alone, for as
+            long as the block lasts.
+    """
+
+    _plan: Plan
+    _commons: Commons
+    _traffic: Traffic
+    _thread: threading.Thread
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address
+        self._changed = threading.Condition()
+        self._places: dict[int, Any] = {}
+        self._running: dict[int, RayProcess] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told: deque[str] = deque()
+
+    def __enter__(self) -> RayLauncher:
+        connect(self._address)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        disconnect()
+
+    # ---- for the orchestrator, from its thread
+
+    def begin(self, plan: Plan, commons: Commons) -> None:
+        self._plan, self._commons = plan, commons
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jurybox-cluster", daemon=True)
+        self._thread.start()
+        node = ray.get_runtime_context().get_node_id()
+
+        async def begin() -> Traffic:
+            return Traffic(plan, Host(plan, commons), node, self._lost, self._told.append)
+
+        self._traffic = self._do(begin(), 10.0)
+        self._places = {number: self._place(number) for number in range(len(plan.roles))}
+
+    def start(self, number: int, life: int, state: Path | None, log: Path) -> RoleProcess:
+        process = RayProcess(self, number, log)
+        self._running[number] = process
+        log.parent.mkdir(parents=True, exist_ok=True)
+        saved = state.read_bytes() if state else None
+
+        async def begin() -> None:
+            process.work = asyncio.ensure_future(self._live(process, life, saved))
+
+        self._do(begin(), 10.0)
+        return process
+
+    def wait(self, processes: Sequence[RoleProcess], timeout: float) -> Collection[RoleProcess]:
+        mine = [process for process in processes if isinstance(process, RayProcess)]
+        with self._changed:
+            self._changed.wait_for(lambda: any(process.news for process in mine), timeout)
+        while self._told and mine:
+            mine[0].said.append({"kind": "said", "text": self._told.popleft()})
+        return [process for process in mine if process.news]
+
+    def settle(self, timeout: float) -> bool:
+        try:
+            self._do(self._traffic.settle(), timeout)
+        except (TimeoutError, RayError):
+            return False
+        return True
+
+    def save_replay(self, name: str, path: Path) -> None:
+        whole = self._do(self._traffic.replay_file(name), 600.0)
+        if whole is None:
+            self._commons.replay(name).save(path)
+        else:
+            path.write_bytes(whole)
+
+    def end(self) -> None:
+        if self._loop is None:
+            return
+        try:
+            if self._places:  # else it did not begin
+                with suppress(TimeoutError, RayError):  # what does not answer ends with its actor
+                    self._do(self._traffic.close(), 10.0)
+            for place in self._places.values():
+                ray.kill(place)
+        finally:
+            loop, self._loop, self._places = self._loop, None, {}
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(5.0)
+            loop.close()
+
+    # ---- for processes, from the orchestrator's thread
+
+    def say(self, number: int, kind: str, fields: dict[str, Any]) -> None:
+        """Send a role's process a message."""
+        self._places[number].say.remote(kind, fields)
+
+    def kill(self, process: RayProcess) -> None:
+        """Have a process killed where it is; one that has no place yet is given up."""
+        if process.pid:
+            self._places[process.number].kill.remote()
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._give_up, process)
+
+    def end_of(self, process: RayProcess, timeout: float) -> int:
+        """Wait for the end of a process, kill it, and give it up where even that brings nothing."""
+        for seconds in (timeout, 2.0):
+            with self._changed:
+                if self._changed.wait_for(lambda: process.status is not None, seconds):
+                    break
+            self.kill(process)
+        else:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._give_up, process)
+            # What it was placed on does not answer: Ray makes the place anew, where it can.
+            ray.kill(self._places[process.number], no_restart=False)
+        if self._running.get(process.number) is process:
+            del self._running[process.number]
+        return _KILLED if process.status is None else process.status
+
+    # ---- on the loop's thread
+
+    async def _live(self, process: RayProcess, life: int, state: bytes | None) -> None:
+        """The life of one process, from finding its place to its end."""
+        number, status, member = process.number, _KILLED, None
+        try:
+            node = await self._where(number)
+            member = await self._traffic.member(node)
+            instead = await self._traffic.seat(number, member)
+            configured = configuration(self._plan, number, life, member.board, None) | {"replays": instead}
+            place = self._places[number]
+            process.pid = await place.start.remote(configured, state)
+            status = await self._listen(process, place)
+            await self._traffic.leave(number, member)
+        except RayError:
+            process.lost = True
+            if member is not None:
+                member.here.discard(number)
+                await self._look_after(member)
+        except ValueError as error:
+            self._hear(process, Heard(({"kind": "failed", "error": str(error)},), b"", None))
+            status = 1
+        finally:
+            if member is not None:
+                member.here.discard(number)
+            self._ended(process, status)
+
+    async def _listen(self, process: RayProcess, place: Any) -> int:
+        while True:
+            heard: Heard = await place.listen.remote(_LISTEN_SECONDS)
+            self._hear(process, heard)
+            if heard.status is not None:
+                return heard.status
+
+    async def _where(self, number: int) -> str:
+        """The node on which Ray has placed a role; waits for one that has what it needs."""
+        while True:
+            try:
+                node: str = await self._places[number].where.remote()
+                return node
+            except ActorDiedError:
+                self._places[number] = self._place(number)
+            except RayActorError:  # Ray is restarting it
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _look_after(self, member: Member) -> None:
+        """A place is gone: with its whole machine, or alone."""
+        if member is not self._traffic.own:
+            try:
+                await asyncio.wait_for(member.ask("instead"), 1.0)
+            except (RayError, TimeoutError):
+                self._traffic.gone(member)
+
+    def _hear(self, process: RayProcess, heard: Heard) -> None:
+        if heard.log:
+            with process.log.open("ab") as log:
+                log.write(heard.log)
+        if heard.messages:
+            with self._changed:
+                process.said.extend(heard.messages)
+                self._changed.notify_all()
+
+    def _ended(self, process: RayProcess, status: int) -> None:
+        with self._changed:
+            process.status = status
+            self._changed.notify_all()
+
+    def _lost(self, roles: set[int]) -> None:
+        """The host of these roles is gone: without it they are of no use."""
+        for number in roles:
+            if number in self._running:
+                self._places[number].kill.remote()
+
+    def _give_up(self, process: RayProcess) -> None:
+        if process.work is not None and not process.work.done():
+            process.work.cancel()
+
+    def _place(self, number: int) -> Any:
+        spec = self._plan.roles[number]
+        return (
+            ray.remote(RolePlace)
+            .options(
+                num_cpus=spec.cpus,
+                num_gpus=spec.gpus,
+                resources=dict(spec.resources),
+                max_restarts=-1,
+                max_concurrency=4,
+                name=f"{self._commons.board.segment.name}-{spec.name}-{os.urandom(2).hex()}",
+            )
+            .remote(self._plan, number)
+        )
+
+    def _do(self, work: Coroutine[Any, Any, _T], timeout: float) -> _T:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)

@@ -1,0 +1,312 @@
+"""Between the machines of a run: counters, rows and weights, carried by Ray; asyncio on one thread.
+
+The orchestrator's machine sets everything going and sees nothing of the data: it asks the host that has rows or a
+publication for them, gets a reference, and hands that to the host that wants them. Ray moves the bytes from node to
+node, once for each node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from jurybox.training.cluster.actors import HostActor
+from jurybox.training.cluster.counters import Counters
+from jurybox.training.cluster.host import Host, Seen
+from jurybox.training.runtime.plan import Plan
+
+PERIOD = 0.01  # seconds between two looks at a host, where there is time for so many
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Member:
+    """A host as the orchestrator's machine sees it.
+
+    Attributes:
+        node: Ray's id of the machine.
+        host: where it is this machine's own. actor: where it is another's.
+        board: name of its board.
+        here: roles that run on it.
+        known: by channel, the newest version in its copy.
+        busy: what is on its way to it or from it: names of channels and replays.
+        gone: whether it was lost.
+    """
+
+    node: str
+    board: str
+    host: Host | None = None
+    actor: Any = None
+    here: set[int] = field(default_factory=set)
+    known: dict[str, int] = field(default_factory=dict)
+    busy: set[str] = field(default_factory=set)
+    missed: int = 0
+    gone: bool = False
+
+    def fetch(self, method: str, *arguments: Any) -> Any:
+        """Begin a call whose result is not wanted here: a reference to it, or the result itself of this machine's own
+        host."""
+        if self.host is not None:
+            return getattr(self.host, method)(*arguments)
+        return getattr(self.actor, method).remote(*arguments)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call the host; arguments may be references."""
+        if self.host is None:
+            return await getattr(self.actor, method).remote(*arguments)
+        have = [await each if isinstance(each, ray.ObjectRef) else each for each in arguments]
+        return getattr(self.host, method)(*have)
+
+
+class Traffic:
+    """All of it, for one run. Methods belong to the thread of its event loop.
+
+    Args:
+        host: of this machine.
+        lost: called with the roles of a host that is gone.
+        told: takes lines for whoever watches.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        host: Host,
+        node: str,
+        lost: Callable[[set[int]], None],
+        told: Callable[[str], None],
+        period: float = PERIOD,
+    ) -> None:
+        self._plan, self._lost, self._told, self._period = plan, lost, told, period
+        self._board = host.commons.board
+        self.own = Member(node, host.board, host=host)
+        self.members: dict[str, Member] = {node: self.own}
+        self._coming: dict[str, asyncio.Task[Member]] = {}
+        self._homes: dict[str, Member] = {}  # by replay, where it is sampled
+        self._sources: dict[str, Member] = {}  # by channel, where it is published on
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._go(self._look_here())
+
+    # ---- coming and going
+
+    async def member(self, node: str) -> Member:
+        """The host of a machine, made where there is none yet."""
+        found = self.members.get(node)
+        if found is not None:
+            return found
+        if node not in self._coming:
+            self._coming[node] = asyncio.ensure_future(self._make(node))
+        try:
+            return await asyncio.shield(self._coming[node])
+        finally:
+            self._coming.pop(node, None)
+
+    async def _make(self, node: str) -> Member:
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        name = f"{self.own.board}-{node}"
+        options: dict[str, Any] = {"num_cpus": 0, "name": name, "scheduling_strategy": here, "get_if_exists": True}
+        actor: Any = ray.remote(HostActor).options(**options).remote(self._plan)
+        made = Member(node, await actor.ready.remote(), actor=actor)
+        for channel in self._plan.channels:
+            # What was published so far: who starts there goes on from it, and need not wait for the next publication.
+            if self._newest_here(channel.name):
+                newest = self.own.fetch("publication", channel.name)
+                made.known[channel.name] = await made.ask("adopt", channel.name, newest)
+        self.members[node] = made
+        self._go(self._look_at(made))
+        return made
+
+    async def seat(self, number: int, member: Member) -> dict[str, str]:
+        """A role is about to start on a machine; gives the replays that it uses instead of the way in.
+
+        Raises:
+            ValueError: it samples a replay that a role on another machine samples.
+        """
+        spec = self._plan.roles[number]
+        for name in spec.samples:
+            home = self._homes.get(name)
+            others = [other for other in (home.here if home else ()) if name in self._plan.roles[other].samples]
+            if home is not None and home is not member and not home.gone and set(others) - {number}:
+                other = self._plan.roles[others[0]].name
+                raise ValueError(
+                    f"{spec.name} was placed on another machine than {other}, and both sample {name!r}: give them "
+                    "resources (RoleSpec.resources) that one machine alone has"
+                )
+        await member.ask("make_home", spec.samples)
+        for name in spec.samples:
+            self._homes[name] = member
+        if spec.publishes is not None:
+            self._sources[spec.publishes] = member
+        if member is not self.own:
+            await member.ask("seat", Counters.of(self._board, [number], orders=True))
+        member.here.add(number)
+        instead: dict[str, str] = await member.ask("instead")
+        return instead
+
+    async def leave(self, number: int, member: Member) -> None:
+        """A role's process has ended: its last counts."""
+        if member is not self.own and not member.gone:
+            seen: Seen = await member.ask("seen", {number}, ())
+            seen.counters.write(self._board, {number}, orders=False, life=True)
+        member.here.discard(number)
+
+    def gone(self, member: Member) -> None:
+        """A machine is lost, or its host."""
+        if member.gone or member is self.own:
+            return
+        member.gone = True
+        self.members.pop(member.node, None)
+        self._homes = {name: home for name, home in self._homes.items() if home is not member}
+        self._sources = {name: source for name, source in self._sources.items() if source is not member}
+        self._lost(set(member.here))
+
+    # ---- looking
+
+    async def _look_at(self, member: Member) -> None:
+        everybody = range(len(self._plan.roles))
+        try:
+            while not member.gone:
+                began = time.monotonic()
+                others = Counters.of(self._board, everybody, orders=True)
+                if self._behind(member):
+                    others = others.unfinished()
+                seen: Seen = await member.ask("exchange", others, set(member.here), list(self._homes))
+                self._note(member, seen)
+                counters = seen.counters.unfinished() if self._behind(self.own) else seen.counters
+                counters.write(self._board, member.here, orders=False, life=True)
+                if seen.missed > member.missed:
+                    self._told(f"{seen.missed - member.missed} rows of a machine were overwritten before they left it")
+                    member.missed = seen.missed
+                self._move(member, seen)
+                await asyncio.sleep(max(0.0, self._period - (time.monotonic() - began)))
+        except RayError:
+            self.gone(member)
+
+    async def _look_here(self) -> None:
+        assert self.own.host is not None
+        while True:
+            if len(self.members) > 1:
+                away = [name for name, home in self._homes.items() if home is not self.own]
+                seen: Seen = self.own.host.seen((), away)
+                self._note(self.own, seen)
+                self._move(self.own, seen)
+            await asyncio.sleep(self._period)
+
+    def _move(self, member: Member, seen: Seen) -> None:
+        for name, count in seen.rows.items():
+            if count:
+                self._once(member, name, self._carry(member, name))
+        for channel in self._plan.channels:
+            if self._sources.get(channel.name) is member:
+                self._fan_out(channel.name, member, member.known[channel.name])
+
+    def _note(self, member: Member, seen: Seen) -> None:
+        for channel, newest in zip(self._plan.channels, seen.newest, strict=True):
+            member.known[channel.name] = max(newest, member.known.get(channel.name, 0))
+
+    def _behind(self, member: Member) -> bool:
+        """Whether a publication is on its way to this host. Read after the counters, which tell of nothing newer."""
+        self.own.known |= {channel.name: self._newest_here(channel.name) for channel in self._plan.channels}
+        return any(member.known.get(name, 0) < source.known.get(name, 0) for name, source in self._sources.items())
+
+    # ---- rows
+
+    async def _carry(self, member: Member, name: str) -> bool:
+        """One batch on its way to where it is sampled; whether there was anything in it."""
+        home = self._homes.get(name)
+        if home is None or home is member is self.own:
+            return False
+        batch = member.fetch("rows", name)
+        return bool(await home.ask("put", name, member.node, batch))
+
+    # ---- weights
+
+    def _fan_out(self, channel: str, source: Member, newest: int) -> None:
+        behind = [
+            each
+            for each in self.members.values()
+            if each is not source and each.known.get(channel, 0) < newest and channel not in each.busy
+        ]
+        if not behind:
+            return
+        publication = source.fetch("publication", channel)
+        if not isinstance(publication, ray.ObjectRef):
+            publication = ray.put(publication)
+        for each in behind:
+            self._once(each, channel, self._adopt(each, channel, publication))
+
+    async def _adopt(self, member: Member, channel: str, publication: Any) -> None:
+        member.known[channel] = await member.ask("adopt", channel, publication)
+
+    def _newest_here(self, channel: str) -> int:
+        return self.own.host.newest(channel) if self.own.host else 0
+
+    # ---- checkpoints and the end
+
+    async def settle(self) -> None:
+        """While all roles rest: every row to where it is sampled, the newest weights to this machine."""
+        for member in list(self.members.values()):
+            for name in list(self._homes):
+                while name in member.busy:  # noqa: ASYNC110 (some milliseconds, once a checkpoint)
+                    await asyncio.sleep(0.001)
+                while await self._carry(member, name):
+                    pass
+        for channel, source in self._sources.items():
+            if source is not self.own:
+                await self._adopt(self.own, channel, source.fetch("publication", channel))
+
+    async def replay_file(self, name: str) -> bytes | None:
+        """The replay that is sampled on another machine, as a file's bytes; None where it is on this one."""
+        home = self._homes.get(name, self.own)
+        return None if home is self.own else await home.ask("replay_file", name)
+
+    async def close(self) -> None:
+        """End all of it; every host frees its shared memory."""
+        for task in self._tasks:
+            task.cancel()
+        others = [member for member in self.members.values() if member is not self.own]
+        await asyncio.gather(*(self._close(member) for member in others))
+
+    async def _close(self, member: Member) -> None:
+        try:
+            await asyncio.wait_for(member.ask("close"), _CLOSE_SECONDS)
+            ray.kill(member.actor)
+        except (RayError, TimeoutError):
+            self._told(f"the host of node {member.node[:8]} did not end in order; the next run there frees its memory")
+
+    # ---- inside
+
+    def _once(self, member: Member, what: str, work: Awaitable[Any]) -> None:
+        """Do it unless the like of it is being done for this member."""
+        if what in member.busy:
+            work.close()  # type: ignore[attr-defined]
+            return
+        member.busy.add(what)
+
+        async def doing() -> None:
+            try:
+                await work
+            except RayTaskError as error:
+                self._told(f"between the machines, {what}: {error.cause!r}")
+            except RayError:
+                pass  # a machine is gone; whoever looks at it notices
+            finally:
+                member.busy.discard(what)
+
+        self._go(doing())
+
+    def _go(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._told(f"between the machines: {type(error).__name__}: {error}")
