@@ -17,7 +17,7 @@ SOURCES = sorted(
 OWN_CHILDREN = {
     "recipes/workers.py",
     "recipes/worker_process.py",
-    "runtime/child.py",
+    "runtime/launching.py",
     "runtime/process.py",
     "vector/crew.py",
     "vector/process_env.py",
