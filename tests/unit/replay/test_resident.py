@@ -49,6 +49,10 @@ def test_every_stored_form_is_widened_as_on_the_host(make) -> None:
     there = resident.rows.columns(torch.from_numpy(host.indices), Windows(), resident.taken)
     for name in fields:
         np.testing.assert_array_equal(there[name].numpy(), host[name])
+    nothing = resident.rows.columns(torch.from_numpy(host.indices[:0]), Windows(), resident.taken)
+    assert {name: tuple(nothing[name].shape) for name in fields} == {
+        name: (0, *field.shape) for name, field in fields.items()
+    }
     drawn = resident.sample(64)
     assert torch.equal(drawn["n"], drawn["indices"])
 

@@ -210,7 +210,7 @@ def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
             values = stored.view(dtype)
         case Codec.BITS | Codec.BITS_OF_BYTES:
             places = torch.arange(8, dtype=torch.uint8, device=stored.device)
-            values = ((stored[:, :, None] >> places) & 1).reshape(m, -1)[:, : spec.elements].to(dtype)
+            values = ((stored[:, :, None] >> places) & 1).flatten(1)[:, : spec.elements].to(dtype)
         case Codec.BYTES:
             values = stored.float() * spec.scale
         case Codec.HALF:
