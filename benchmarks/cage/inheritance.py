@@ -5,9 +5,7 @@
 For each seed some workflows drawn at random, one after the other: the first from scratch, the others each with the
 policy of the one before; with --scratch-all each of those from scratch as well. 100 networks, 100 steps, an update
 after each episode of all; the gate of `jurybox train workflow`. A workflow that is given up counts with all its
-episodes, so a ratio is not flattered by failures. --reachable draws only orders that put enterprise before user: the
-others pass no gate within 10,000 episodes at the default lambda, however they begin, and would only add equal numbers
-to both sides.
+episodes, so a ratio is not flattered by failures.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ import numpy as np
 import torch
 
 from jurybox.training.algorithms.ppo import PPO
-from jurybox.training.environments.cage.tables import N_ACTIONS, UNIT_TYPES
+from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search import environments
 from jurybox.training.search.rollouts import INPUTS, play
 from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.search.workflows import ORDERS, Order, describe
-
-_ENTERPRISE, _USER = UNIT_TYPES.index("enterprise"), UNIT_TYPES.index("user")
 
 
 def to_the_gate(learner: PPO, order: Order, settings: WorkflowTraining, stream: int) -> tuple[int, float, float]:
@@ -78,14 +74,13 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=3)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--scratch-all", action="store_true")
-    parser.add_argument("--reachable", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| seed | workflow | episodes from scratch | episodes inherited |\n|---|---|---|---|")
     scratch: list[int] = []
     inherited: list[int] = []
     for seed in range(options.seeds):
-        known = [order for order in ORDERS if not options.reachable or order.index(_ENTERPRISE) < order.index(_USER)]
+        known = list(ORDERS)
         chosen = np.random.default_rng(seed).choice(len(known), options.orders, replace=False)
         settings = WorkflowTraining(seed=seed, max_train_episodes_per_env=options.updates)
         alone, after = compare(seed, [known[each] for each in chosen], settings, options.scratch_all)
