@@ -16,3 +16,4 @@ while (message := lifeline.receive(20.0)) is not None and message["kind"] != "la
     if message["kind"] == "order":
         numbers.append(message["number"])
 lifeline.send("read", numbers=len(numbers), ordered=numbers == sorted(numbers))
+lifeline.receive(60.0)  # stays until it is killed: its death would be news as well
