@@ -1,23 +1,15 @@
 // The doorbell between threads: nothing lost, nothing answered twice, nobody left asleep.
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include <fcntl.h>
 
+#include "check.hpp"
 #include "doorbell.hpp"
 
 using namespace jurybox;
-
-#define CHECK(what)                                                         \
-    do {                                                                    \
-        if (!(what)) {                                                      \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #what); \
-            std::abort();                                                   \
-        }                                                                   \
-    } while (0)
 
 namespace {
 

@@ -1,21 +1,13 @@
 // Every stored form gives back what its precision allows, at every length.
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <vector>
 
+#include "check.hpp"
 #include "replay_codec.hpp"
 
 using namespace jurybox::replay::codec;
-
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        if (!(condition)) {                                                           \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                             \
-        }                                                                             \
-    } while (false)
 
 namespace {
 

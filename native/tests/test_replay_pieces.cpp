@@ -1,24 +1,16 @@
 // Blocks and records come back as they were, and no damaged one is taken for whole or leads out of its buffer.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "replay_draw.hpp"
 #include "replay_pieces.hpp"
 #include "replay_write.hpp"
 
 using namespace jurybox::replay;
-
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        if (!(condition)) {                                                           \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                             \
-        }                                                                             \
-    } while (false)
 
 namespace {
 

@@ -1,22 +1,14 @@
 // Writers and readers of one ring in one process: what a reader hands out is never mixed, lost or older than asked.
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "replay_sample.hpp"
 #include "replay_write.hpp"
 
 using namespace jurybox::replay;
-
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        if (!(condition)) {                                                           \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                             \
-        }                                                                             \
-    } while (false)
 
 namespace {
 

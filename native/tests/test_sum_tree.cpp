@@ -1,22 +1,14 @@
 // The sums are exact after any interleaving of updates, and draws follow the priorities.
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "replay_draw.hpp"
 #include "sum_tree.hpp"
 
 using jurybox::replay::SumTree;
-
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        if (!(condition)) {                                                           \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                             \
-        }                                                                             \
-    } while (false)
 
 namespace {
 

@@ -42,6 +42,18 @@ def _group() -> None:
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
 Seed = Annotated[int, typer.Option(min=0, help="Everything random comes from it.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")]
+Mlflow = Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")]
+Wandb = Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")]
+Serial = Annotated[bool, typer.Option("--serial", help="The same algorithm in one process.")]
+# Where settings come from a file, an option that is not given leaves what stands there.
+SeedOfFile = Annotated[int | None, typer.Option(min=0, help="Everything random comes from it.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings, as TOML.", exists=True, dir_okay=False)
+]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML.")
+]
 Launched = Annotated[str, typer.Option("--launcher", help="Where processes run: local, or ray (jurybox[ray]).")]
 
 
@@ -51,7 +63,7 @@ def train_photo(
     workers: Annotated[int, typer.Option("--workers", "--n-envs", min=1, help="Environments, a process each.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Edit steps in all, rounded up to whole rollouts.")] = 40_000,
     seed: Seed = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    resume: Resume = False,
     single_process: Annotated[
         bool, typer.Option("--single-process", help="All environments in this process, for debugging.")
     ] = False,
@@ -62,8 +74,8 @@ def train_photo(
     ] = None,
     rollout: Annotated[int, typer.Option(min=1, help="Steps of all workers together between two updates.")] = 4000,
     damages: Annotated[int, typer.Option(min=2, help="Seeds of degradation in the evaluation.")] = 24,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
-    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+    mlflow: Mlflow = False,
+    wandb: Wandb = False,
 ) -> None:
     """Teach a policy to edit photos so that the server's juror likes them better."""
 
@@ -96,17 +108,13 @@ def train_photo(
 @train.command("marl")
 def train_marl(
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder for everything; log_dir.")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings, as TOML.", exists=True, dir_okay=False)
-    ] = None,
-    change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML.")
-    ] = None,
+    config: Config = None,
+    change: Changes = None,
     agents: Annotated[int | None, typer.Option(min=1, help="Agents in the treasure hunt.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Turns of the world.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Everything random comes from it.")] = None,
-    serial: Annotated[bool, typer.Option("--serial", help="The same algorithm in one process.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    seed: SeedOfFile = None,
+    serial: Serial = False,
+    resume: Resume = False,
     debug_state: Annotated[
         bool, typer.Option("--debug-state", help="Print what the run in DIR shares at this moment, and end.")
     ] = False,
@@ -115,8 +123,8 @@ def train_marl(
         str | None,
         typer.Option("--address", "--ray-address", help="Of the Ray cluster: host:port or auto; else this machine."),
     ] = None,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
-    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+    mlflow: Mlflow = False,
+    wandb: Wandb = False,
 ) -> None:
     """Teach many agents in one world, a learner process for each."""
 
@@ -148,20 +156,16 @@ def train_marl(
 @train.command("hockey")
 def train_hockey(
     out: Out = Path("hockey-out"),
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Settings, as TOML.", exists=True, dir_okay=False)
-    ] = None,
-    change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML.")
-    ] = None,
+    config: Config = None,
+    change: Changes = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Collecting processes.")] = None,
     envs_per_worker: Annotated[int | None, typer.Option(min=2, help="Games of each, stepped in two halves.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Env steps in all.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Stop after so many.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop at so many points (wins - losses).")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Everything random comes from it.")] = None,
-    serial: Annotated[bool, typer.Option("--serial", help="The same algorithm in one process.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    seed: SeedOfFile = None,
+    serial: Serial = False,
+    resume: Resume = False,
     on_failure: Annotated[str | None, typer.Option(help="end or serial, when a process fails too often.")] = None,
     env: Annotated[str | None, typer.Option(help="module:Class made like the original.")] = None,
     mode: Annotated[int | None, typer.Option(min=0, max=2, help="0 whole games, 1 shooting, 2 defence.")] = None,
@@ -174,8 +178,8 @@ def train_hockey(
     max_lag: Annotated[int | None, typer.Option(min=0, help="Staler than so many publications: sync at once.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(min=0, help="Env steps between evaluations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=0, help="Env steps between checkpoints.")] = None,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
-    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+    mlflow: Mlflow = False,
+    wandb: Wandb = False,
 ) -> None:
     """Teach a policy to play hockey against bots and its past selves, collecting and learning at the same time."""
     given = {
@@ -213,7 +217,7 @@ def train_workflow(
     total_episodes: Annotated[int, typer.Option(min=1, help="Episodes of training in all.")] = 100_000,
     red: Annotated[str, typer.Option(help="The attacker: B_line or Meander.")] = "B_line",
     seed: Seed = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")] = False,
+    resume: Resume = False,
     env: Annotated[str, typer.Option(help="cage: our simulator; cyborg: the real one, where installed.")] = "cage",
     policy: Annotated[str, typer.Option(help="local: acts in this process; served: from a server.")] = "local",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes, with --env cyborg.")] = None,
@@ -226,8 +230,8 @@ def train_workflow(
     inherit: Annotated[bool, typer.Option(help="Begin each workflow with the last one's policy.")] = True,
     masks: Annotated[bool, typer.Option("--masks", help="Leave out actions that are sure to fail.")] = False,
     quirk: Annotated[bool, typer.Option("--quirk", help="No Impact costs after Op_Server0's restore.")] = False,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="Record to MLflow too.")] = False,
-    wandb: Annotated[bool, typer.Option("--wandb", help="Record to Weights & Biases too.")] = False,
+    mlflow: Mlflow = False,
+    wandb: Wandb = False,
 ) -> None:
     """Search the order of repairs that best defends a network, and the policy that keeps to it."""
     for name, value, known in (
