@@ -39,14 +39,14 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
 
 
 def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
-    settings = MarlTraining(**PPO, publish_interval=0)
+    # Without a checkpoint on the way: a learner publishes for it, and where the actor stands then is chance.
+    frozen = {name: value for name, value in PPO.items() if name != "checkpoint_interval"}
+    settings = MarlTraining(**frozen, publish_interval=0)
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())
     one, two = (rows(tmp_path / name, "agent_1") for name in ("serial", "parallel"))
-    # A rollout is let go where the checkpoint falls into it: how many rows came before differs, the rows do not.
-    both = min(len(one["action"]), len(two["action"]))
-    assert both >= 56 and len(set(one["action"].tolist())) > 2
-    assert all(np.array_equal(one[name][:both], two[name][:both]) for name in one)
+    assert len(one["action"]) >= 56 and len(set(one["action"].tolist())) > 2
+    assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
 @pytest.fixture
