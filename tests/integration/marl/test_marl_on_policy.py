@@ -39,7 +39,7 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
 
 
 def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
-    # Without a checkpoint on the way: a learner publishes for it, and where the actor stands then is chance.
+    # Without a checkpoint on the way: it ends the episode that is going on, and in which turn it falls is chance.
     frozen = {name: value for name, value in PPO.items() if name != "checkpoint_interval"}
     settings = MarlTraining(**frozen, publish_interval=0)
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
