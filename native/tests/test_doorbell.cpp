@@ -175,6 +175,27 @@ void tickets_for_an_earlier_life_of_the_engine_are_dropped() {
     CHECK(taken[0].sequence == 2);
 }
 
+void a_client_is_told_whether_it_is_alone() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    BellClient one(bell.get(), 1, 1, pipe.ends[1], 0), other(bell.get(), 2, 2, pipe.ends[1], 0);
+    Ticket taken[1];
+    const auto told = [&](BellClient& client) {
+        CHECK(client.submit(ticket(1)));
+        CHECK(engine.collect(taken, 1) == 1);
+        CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);
+        Answer answer;
+        CHECK(client.receive(&answer, 1) == 1);
+        return answer.alone;
+    };
+    CHECK(told(one) == 0);  // who is new may be the first of many
+    for (int i = 0; i < 16; ++i) told(one);
+    CHECK(told(one) == 1);
+    CHECK(told(other) == 0);
+    CHECK(told(one) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -185,6 +206,7 @@ int main() {
     answers_to_an_earlier_lease_are_skipped();
     positions_that_are_nonsense_harm_only_their_lane();
     a_client_that_never_reads_does_not_stop_the_engine();
+    a_client_is_told_whether_it_is_alone();
     tickets_for_an_earlier_life_of_the_engine_are_dropped();
     std::puts("ok");
 }

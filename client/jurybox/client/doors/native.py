@@ -25,7 +25,8 @@ class NativeDoor:
     """A lane's side of the engines' bells, each attached when its engine is first chosen, anew when it has restarted.
 
     Args:
-        spin_us: how long to spin for an answer before sleeping; what is useful below that it finds out itself.
+        spin_us: how long to spin for an answer before sleeping, three times as long while nobody else asks this
+            engine; what is useful below that it finds out itself.
     """
 
     def __init__(self, board: Board, lane: int, lease: int, spin_us: int) -> None:
