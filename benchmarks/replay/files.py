@@ -114,6 +114,9 @@ def one_case(name: str, options: argparse.Namespace, shared: Path) -> dict[str, 
                 for _ in range(max(1, options.rows // 20 // len(few["value"]))):
                     replay.extend(**few)
                 timed("step", lambda: replay.save(path, incremental=True))
+                # Before the load, so that both get memory which this machine has used before.
+                for key, value in storage(shared, options.folder, size, replay.nbytes).items():
+                    times.setdefault(f"C {key}", []).append(value)
                 drop_cache(path)
                 loaded = timed("load", Replay.load, path, f"loaded-{os.getpid()}")
                 assert len(loaded) == options.rows
@@ -122,8 +125,6 @@ def one_case(name: str, options: argparse.Namespace, shared: Path) -> dict[str, 
                 del loaded
                 drop_cache(path)
                 timed("restore", replay.restore, path)
-                for key, value in storage(shared, options.folder, size, replay.nbytes).items():
-                    times.setdefault(f"C {key}", []).append(value)
             memory = replay.nbytes
     finally:
         path.unlink(missing_ok=True)

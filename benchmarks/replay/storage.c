@@ -40,13 +40,17 @@ static double touched(void) {
 int main(int argc, char **argv) {
     if (argc != 5) return 2;
     size = strtoull(argv[3], NULL, 10) / 2 * 2;
-    int shared = open(argv[1], O_TMPFILE | O_RDWR, 0600);
-    if (shared < 0 || ftruncate(shared, (off_t)size) != 0) return 1;
-    memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, shared, 0);
-    if (memory == MAP_FAILED) return 1;
-    const double first = touched(), again = touched();
-    munmap(memory, size);
-    close(shared);
+    // The first round is not told: memory that this machine has never used before has to be had from its host first.
+    double first = 0, again = 0;
+    for (int round = 0; round < 2; ++round) {
+        int shared = open(argv[1], O_TMPFILE | O_RDWR, 0600);
+        if (shared < 0 || ftruncate(shared, (off_t)size) != 0) return 1;
+        memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, shared, 0);
+        if (memory == MAP_FAILED) return 1;
+        first = touched(), again = touched();
+        munmap(memory, size);
+        close(shared);
+    }
 
     const size_t length = (strtoull(argv[4], NULL, 10) + BLOCK - 1) / BLOCK * BLOCK;
     int file = open(argv[2], O_TMPFILE | O_RDWR, 0600);

@@ -68,10 +68,11 @@ def test_chunks_are_blocks_as_lz4_itself_has_them(make, loaded, tmp_path, small_
     path = tmp_path / "a"
     replay.save(path)
     archive = Archive(path, recover=False)
+    records = list(archive.records())
     file = path.read_bytes()
-    out = bytearray(file[: archive.records[0].offset - RECORD_BYTES])
+    out = bytearray(file[: records[0].offset - RECORD_BYTES])
     slots = replay.parts[0].slots
-    for record in archive.records:
+    for record in records:
         payload = file[record.offset : record.offset + record.stored_bytes]
         if record.kind is Kind.ROWS:
             assert CODECS[record.codec] == "lz4" and record.stored_bytes < record.raw_bytes / 4

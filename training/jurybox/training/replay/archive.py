@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -50,6 +50,10 @@ class Kind(IntEnum):
     LINKS = 2
     PRIORITIES = 3
     COMMIT = 4
+
+
+_COMMIT_MAGIC = b"JBRC" + struct.pack("<I", Kind.COMMIT)
+_LONGEST_COMMIT = 1 << 20  # one that is longer is found by going through the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,6 @@ class Archive:
 
     Attributes:
         layout: of the saved replay.
-        records: all records up to the last commit, in order (with `recover`: up to the end).
         commit: the last commit's JSON; None where there is none (only with `recover`).
         lost: names of the chunks that are damaged or missing.
     """
@@ -152,7 +155,7 @@ class Archive:
     def __init__(self, path: Path, *, recover: bool) -> None:
         self.path = path
         self.lost: list[str] = []
-        self.records: list[Record] = []
+        self._records: list[Record] | None = None
         self.commit: dict[str, Any] | None = None
         self._last = "the head"
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -169,7 +172,9 @@ class Archive:
         self._recover = recover
         self._asked = 0
         try:
-            self._scan(self._read_head(), recover)
+            self._begin = self._read_head()
+            if recover or not self._ends_with_commit():
+                self._records = self._scan(self._begin, recover)
             if self.commit is None and not recover:
                 raise Damaged(
                     f"{path} is cut off after {self._last}: no commit follows; recover=True loads what is whole"
@@ -197,43 +202,80 @@ class Archive:
             )
         return int(_HEAD.size + length)
 
-    def _scan(self, at: int, recover: bool) -> None:
+    def records(self) -> Iterator[Record]:
+        """All records up to the last commit, in order (with `recover`: up to the end).
+
+        Those of a file that ends with its commit, as all do but after an accident, are read off while they are used, so
+        that nobody waits for the disk twice.
+
+        Raises:
+            Damaged: a record's head is not what was written.
+        """
+        if self._records is not None:
+            yield from self._records
+            return
+        at, number = self._begin, 0
+        while at < len(self.data):
+            self._read_ahead(at)
+            record = self._record(at, number)
+            if record is None:
+                raise self._head_damaged(at, number)
+            yield record
+            at, number = record.offset + record.stored_bytes, number + 1
+
+    def _ends_with_commit(self) -> bool:
+        """Whether the file's last bytes are a whole commit; it is taken up then."""
+        tail = max(self._begin, len(self.data) - _LONGEST_COMMIT)
+        place = bytes(self.data[tail:]).rfind(_COMMIT_MAGIC)
+        record = self._record(tail + place, 0) if place >= 0 else None
+        if record is None or record.offset + record.stored_bytes != len(self.data):
+            return False
+        payload = self.payload(record)
+        if payload is None:
+            return False
+        self.commit = json.loads(bytes(payload))
+        return True
+
+    def _scan(self, at: int, recover: bool) -> list[Record]:
+        records: list[Record] = []
         size, number, committed = len(self.data), 0, 0
         while at < size:
+            self._read_ahead(at)
             record = self._record(at, number)
             if record is None:
                 following = bytes(self._map[at + 1 :]).find(b"JBRC") if recover or self._commit_follows(at) else -1
                 if not recover:
                     if following >= 0:
-                        raise Damaged(
-                            f"{self.path}: the head of chunk {number} (at byte {at}) is damaged; "
-                            "recover=True loads the rest"
-                        )
+                        raise self._head_damaged(at, number)
                     break  # an unfinished save: what was committed before it counts
                 self.lost.append(f"chunk {number} (at byte {at})")
                 if following < 0:
                     break
                 at += 1 + following
             else:
-                self.records.append(record)
+                records.append(record)
                 self._last = record.name
                 at = record.offset + record.stored_bytes
                 if record.kind is Kind.COMMIT:
                     payload = self.payload(record)
                     if payload is not None:
-                        self.commit, committed = json.loads(bytes(payload)), len(self.records)
+                        self.commit, committed = json.loads(bytes(payload)), len(records)
             number += 1
-        if not recover:
-            del self.records[committed:]
+        return records if recover else records[:committed]
+
+    def _head_damaged(self, at: int, number: int) -> Damaged:
+        return Damaged(
+            f"{self.path}: the head of chunk {number} (at byte {at}) is damaged; recover=True loads the rest"
+        )
 
     def _commit_follows(self, at: int) -> bool:
         """Whether a whole commit lies behind `at`: then what is there is damage, not an unfinished save."""
         rest = bytes(self._map[at + 1 :])
-        place = rest.find(b"JBRC" + struct.pack("<I", Kind.COMMIT))
+        place = rest.find(_COMMIT_MAGIC)
         while place >= 0:
             if self._record(at + 1 + place, 0) is not None:
                 return True
-            place = rest.find(b"JBRC" + struct.pack("<I", Kind.COMMIT), place + 1)
+            place = rest.find(_COMMIT_MAGIC, place + 1)
         return False
 
     def _record(self, at: int, number: int) -> Record | None:
@@ -249,11 +291,10 @@ class Archive:
         record = Record(Kind(kind), part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum, number, offset)
         return record if record.offset + record.stored_bytes <= len(self.data) else None
 
-    def read_ahead(self, record: Record) -> None:
-        """Have the kernel read what comes behind a record, so that no thread waits for the disk chunk by chunk."""
-        behind = record.offset + record.stored_bytes
-        if self._asked - behind < _READ_AHEAD // 2:
-            first, self._asked = max(self._asked, behind), behind + _READ_AHEAD
+    def _read_ahead(self, at: int) -> None:
+        """Have the kernel read what lies behind byte `at`, so that nobody waits for the disk chunk by chunk."""
+        if self._asked - at < _READ_AHEAD // 2:
+            first, self._asked = max(self._asked, at), at + _READ_AHEAD
             os.posix_fadvise(self._fd, first, self._asked - first, os.POSIX_FADV_WILLNEED)
 
     def bring(

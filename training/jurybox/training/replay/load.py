@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,18 +97,25 @@ def put_in_order(replay: Replay) -> None:
 
 def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None) -> None:
     """Put an archive's records where they belong; `bare`: the memory, where its slots are yet to be allocated."""
-    # Later records replace earlier ones of the same slots, so an incremental save's come after what they replace.
-    saves: list[list[Record]] = [[]]
-    for record in archive.records:
-        if record.kind is Kind.COMMIT:
-            saves.append([])
-        else:
-            saves[-1].append(record)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
-        for records in saves:
-            for damaged in pool.map(lambda batch: _place(replay, archive, batch, bare), _batches(records)):
-                for record in damaged:
+        placing: list[Future[list[Record]]] = []
+
+        def wait() -> None:
+            for future in placing:
+                for record in future.result():
                     archive.damaged(record, recover)
+            placing.clear()
+
+        try:
+            for batch in _batches(archive.records()):
+                if batch:
+                    placing.append(pool.submit(_place, replay, archive, batch, bare))
+                else:  # what an incremental save wrote comes after what it replaces
+                    wait()
+            wait()
+        finally:
+            for future in placing:
+                future.cancel()
     if bare is not None:
         bare.allocate(0, bare.size)
     counters = archive.commit["parts"] if archive.commit is not None else None
@@ -116,14 +123,18 @@ def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None)
         _settle(part, counters[number] if counters is not None else None, bool(archive.lost))
 
 
-def _batches(records: list[Record]) -> Iterator[list[Record]]:
-    """Neighbouring records, read in one way: enough that a thread works long without the interpreter."""
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    """Neighbouring records, read in one way, enough to work long without the interpreter; [] for a commit."""
     batch: list[Record] = []
     size = 0
     for record in records:
-        if batch and (size + record.raw_bytes > _BATCH_BYTES or record.is_native != batch[0].is_native):
+        closed = record.kind is Kind.COMMIT
+        if batch and (closed or size + record.raw_bytes > _BATCH_BYTES or record.is_native != batch[0].is_native):
             yield batch
             batch, size = [], 0
+        if closed:
+            yield []
+            continue
         batch.append(record)
         size += record.raw_bytes
     if batch:
@@ -132,7 +143,6 @@ def _batches(records: list[Record]) -> Iterator[list[Record]]:
 
 def _place(replay: Replay, archive: Archive, records: list[Record], bare: Segment | None) -> list[Record]:
     """Put records where they belong; gives those that are damaged."""
-    archive.read_ahead(records[-1])
     targets = [_target(replay, record) for record in records]
     fitting = [(record, at) for record, at in zip(records, targets, strict=True) if at is not None]
     damaged = [record for record, at in zip(records, targets, strict=True) if at is None]
