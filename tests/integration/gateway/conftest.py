@@ -40,6 +40,13 @@ def web(gateway):
         yield client
 
 
+@pytest.fixture(params=["grpc", "http"])
+def kind(request):
+    """tritonclient's module and a client, which share most of their calls."""
+    module = {"grpc": tritonclient.grpc, "http": tritonclient.http}[request.param]
+    return module, request.getfixturevalue({"grpc": "rpc", "http": "web"}[request.param])
+
+
 @pytest.fixture
 def curl(gateway):
     with httpx.Client(base_url=f"http://{gateway.http}", timeout=20.0) as client:

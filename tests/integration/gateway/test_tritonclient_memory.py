@@ -1,0 +1,106 @@
+"""An unmodified tritonclient with inputs and outputs in shared memory."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+from tests.tritons import ANSWER, ROWS, observation, plain
+from tritonclient.utils import InferenceServerException, shared_memory
+
+
+@pytest.fixture
+def region():
+    made = []
+
+    def make(name, size):
+        made.append(shared_memory.create_shared_memory_region(name, f"/oip_test_{name}", size))
+        return made[-1]
+
+    yield make
+    for handle in made:
+        shared_memory.destroy_shared_memory_region(handle)
+
+
+def test_inputs_and_outputs_in_shared_memory(kind, region):
+    module, client = kind
+    given, got = region("given", 2 * ROWS.nbytes), region("got", 2 * ROWS.nbytes)
+    shared_memory.set_shared_memory_region(given, [np.zeros_like(ROWS), ROWS])
+    client.register_system_shared_memory("given", "/oip_test_given", 2 * ROWS.nbytes)
+    client.register_system_shared_memory("got", "/oip_test_got", ROWS.nbytes, offset=ROWS.nbytes)
+    try:
+        told = plain(client.get_system_shared_memory_status())
+        told = told["regions"].values() if isinstance(told, dict) else told
+        assert {(one["name"], one["key"], int(one.get("offset", 0)), int(one["byte_size"])) for one in told} == {
+            ("given", "/oip_test_given", 0, 2 * ROWS.nbytes), ("got", "/oip_test_got", ROWS.nbytes, ROWS.nbytes),
+        }  # fmt: skip
+        tensor = module.InferInput("observation", [3, 4], "FP32")
+        tensor.set_shared_memory("given", ROWS.nbytes, offset=ROWS.nbytes)
+        output = module.InferRequestedOutput("action")
+        output.set_shared_memory("got", ROWS.nbytes)
+        client.infer("affine", [tensor], outputs=[output])
+        read = partial(shared_memory.get_contents_as_numpy, got, np.float32, [3, 4])
+        np.testing.assert_array_equal(read(offset=ROWS.nbytes), ANSWER)
+        np.testing.assert_array_equal(read(), np.zeros_like(ROWS))  # beside the region nothing is written
+
+        # Input in shared memory, output in the answer.
+        np.testing.assert_array_equal(client.infer("affine", [tensor]).as_numpy("action"), ANSWER)
+        output.set_shared_memory("got", ROWS.nbytes, offset=4)
+        with pytest.raises(InferenceServerException, match="of region 'got' were asked for, it has"):
+            client.infer("affine", [tensor], outputs=[output])
+    finally:
+        client.unregister_system_shared_memory("given")
+        client.unregister_system_shared_memory()
+    assert not plain(client.get_system_shared_memory_status())
+    with pytest.raises(InferenceServerException, match="no region 'given' is registered"):
+        client.infer("affine", [tensor])
+
+
+@pytest.mark.parametrize(
+    ("key", "offset", "size", "said"),
+    [
+        ("/oip_test_small", 0, 1 << 40, "has 64"),
+        ("/oip_test_small", 60, 8, "has 64"),
+        ("/oip_test_small", 2**63 - 1, 8, "has 64"),
+        ("/oip_test_small", 0, 0, "has 64"),
+        ("/oip_test_absent", 0, 8, "cannot be opened"),
+        ("/../etc/passwd", 0, 8, "expected a name as shm_open"),
+        ("..", 0, 8, "expected a name as shm_open"),
+        ("/jurybox-0-abcd-board-0", 0, 8, "the server's own memory"),
+    ],
+)
+def test_memory_that_is_not_there_cannot_be_registered(kind, region, key, offset, size, said):
+    _, client = kind
+    region("small", 64)
+    with pytest.raises(InferenceServerException, match=said):
+        client.register_system_shared_memory("wrong", key, size, offset)
+    assert not plain(client.get_system_shared_memory_status())
+
+
+def test_a_region_that_was_shrunk_is_an_error_and_ends_nothing(kind, region):
+    module, client = kind
+    region("shrunk", 4096)
+    client.register_system_shared_memory("shrunk", "/oip_test_shrunk", 4096)
+    try:
+        os.truncate("/dev/shm/oip_test_shrunk", 8)
+        tensor = module.InferInput("observation", [3, 4], "FP32")
+        tensor.set_shared_memory("shrunk", ROWS.nbytes)
+        with pytest.raises(InferenceServerException, match="shrunk since it was registered"):
+            client.infer("affine", [tensor])
+        output = module.InferRequestedOutput("action")
+        output.set_shared_memory("shrunk", ROWS.nbytes)
+        with pytest.raises(InferenceServerException, match="shrunk since it was registered"):
+            client.infer("affine", [observation(module)], outputs=[output])
+    finally:
+        client.unregister_system_shared_memory("shrunk")
+        os.truncate("/dev/shm/oip_test_shrunk", 4096)
+    assert client.is_server_ready()
+
+
+def test_cuda_shared_memory_is_refused_in_words(kind):
+    _, client = kind
+    assert not plain(client.get_cuda_shared_memory_status())
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is not served here"):
+        client.register_cuda_shared_memory("x", b"aGFuZGxl", 0, 64)
