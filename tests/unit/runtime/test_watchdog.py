@@ -86,6 +86,15 @@ def test_whoever_was_just_started_gets_its_time(board):
     assert examine(PLAN, board, NOW) is None
 
 
+def test_a_start_that_takes_longer_than_a_stall_leaves_its_role_a_stalls_time_for_its_first_step(board):
+    let_wait(board, ACTOR, Subject.WEIGHTS, 110)
+    board.orders[LEARNER][Told.STARTED_AT] = NOW - 110 * SECOND
+    board.words[LEARNER][Word.READY_AT] = NOW - 1 * SECOND
+    assert examine(PLAN, board, NOW) is None
+    board.words[LEARNER][Word.READY_AT] = NOW - 61 * SECOND
+    assert examine(PLAN, board, NOW).role == LEARNER
+
+
 def test_all_waits_can_be_listed(board):
     let_wait(board, ACTOR, Subject.LEARNERS, 2)
     assert waits(PLAN, board, NOW) == ["actor-0 has waited 2.0 s for learners that are behind, on learner"]

@@ -92,8 +92,10 @@ def _stalls(plan: Plan, board: Board, number: int, now: int) -> bool:
     words = board.words[number]
     if subject in AT_REST or words[Word.STATE] != State.RUNNING:
         return False
-    # Whoever was just started gets its time as well, before anybody else is held to be the reason.
-    since = max([words[Word.WAITS_SINCE], *(orders[Told.STARTED_AT] for orders in board.orders)])
+    # Whoever was just started gets its time as well, before anybody is held to be the reason; and a start may take
+    # longer than a stall, so that time counts from its end.
+    starts = (orders[Told.STARTED_AT] for orders in board.orders)
+    since = max([words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in board.words)])
     return (now - since) / 1e9 > plan.patience.stall
 
 
