@@ -63,6 +63,21 @@ def test_a_pause_of_everything_longer_than_anybody_may_be_silent_is_no_outage(se
 
 
 @pytest.mark.slow
+def test_a_supervisor_without_a_core_for_seconds_fails_no_scrape(server):
+    http = f"http://{server.listening('http')}"
+    assert httpx.get(f"{http}/metrics", timeout=10).status_code == 200
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            time.sleep(1.0)
+            scraped = httpx.get(f"{http}/metrics", timeout=10)
+            assert scraped.status_code == 200, scraped.text
+            assert "jurybox_requests_total" in scraped.text
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
 def test_a_model_that_hangs_costs_its_engine_and_no_more(server):
     with server.connect() as client:
         moody, affine = client.model("moody", rows=2), client.model("affine", rows=2)

@@ -86,12 +86,27 @@ async def test_metrics_without_a_server_are_unavailable(http, source):
     assert (answer.status_code, answer.json()["code"]) == (503, "SERVER_GONE")
 
 
-async def test_a_supervisor_that_is_slow_to_answer_does_not_end_the_numbers(source, monkeypatch):
+@pytest.mark.parametrize("error", [Timeout("too slow"), ServerGone("no answer within 1.0 s")])
+async def test_a_supervisor_that_is_slow_to_answer_does_not_end_the_numbers(source, monkeypatch, error):
     watch = Watch(source)
     await watch.snapshot()
     monkeypatch.setattr("jurybox.server.gateway.watch._NAMES_FOR", 0.0)
-    source.error = Timeout("too slow")
+    source.error = error
     assert (await watch.snapshot()).models
+    monkeypatch.setattr("jurybox.server.gateway.watch._SILENT_FOR", 0.0)
+    with pytest.raises(type(error)):
+        await watch.snapshot()
+    watch.close()
+
+
+async def test_a_server_that_died_is_gone_at_once_though_its_names_are_known(source, scene, monkeypatch):
+    watch = Watch(source)
+    await watch.snapshot()
+    monkeypatch.setattr("jurybox.server.gateway.watch._NAMES_FOR", 0.0)
+    source.error = ServerGone("no answer within 1.0 s")
+    scene.board.close()
+    with pytest.raises(ServerGone, match="is gone"):
+        await watch.snapshot()
     watch.close()
 
 

@@ -14,6 +14,7 @@ from jurybox.server.watch.history import History
 from jurybox.server.watch.snapshot import BoardReader, Document, Snapshot
 
 _NAMES_FOR = 1.0  # seconds a status document is good for: it tells the names, the board tells the numbers
+_SILENT_FOR = 30.0  # seconds a supervisor may owe the next one; then it is no longer busy, but hangs
 INTERVAL = 0.4  # seconds between two documents of the stream
 _MOST_WATCHERS = 64
 
@@ -31,15 +32,17 @@ class Watch:
         """The board now.
 
         Raises:
-            ServerGone, Timeout: no server answers, and none of which the names are known still lives.
+            ServerGone, Timeout: no server answers, and none lives that has lately.
         """
         if self._document is None or time.monotonic() - self._asked >= _NAMES_FOR:
             try:
                 self._document = await self._source.status()
                 self._asked = time.monotonic()
-            except Timeout:
-                if self._document is None:
-                    raise  # a busy supervisor; its board still tells the truth, under the names it had
+            except (ServerGone, Timeout):
+                # The client calls gone who died and who had no core for a second alike. The board knows better: its
+                # owner's lock says whether it lives, and then it tells the truth, under the names it had.
+                if self._document is None or time.monotonic() - self._asked >= _SILENT_FOR:
+                    raise
         try:
             return self._reader.read(self._document)
         except ServerGone:
