@@ -33,7 +33,9 @@ def main() -> int:
     found, said = report(sys.argv[1:])
     if found is None:
         last = said.strip().splitlines()[-1:] or ["pip-audit said nothing"]
-        sys.stderr.write(f"nothing was audited, the vulnerability service cannot be reached from here: {last[0]}\n")
+        sys.stderr.write(
+            f"nothing was audited: {last[0]} ('make setup' installs pip-audit; it must reach the vulnerability service)\n"
+        )
         return UNKNOWN
     unknown = [each for each in found["dependencies"] if "skip_reason" in each]
     weak = [each for each in found["dependencies"] if each.get("vulns")]
