@@ -34,7 +34,8 @@ def main() -> int:
     if found is None:
         last = said.strip().splitlines()[-1:] or ["pip-audit said nothing"]
         sys.stderr.write(
-            f"nothing was audited: {last[0]} ('make setup' installs pip-audit; it must reach the vulnerability service)\n"
+            f"nothing was audited: {last[0]} ('make setup' installs pip-audit, which must reach the vulnerability "
+            "service)\n"
         )
         return UNKNOWN
     unknown = [each for each in found["dependencies"] if "skip_reason" in each]

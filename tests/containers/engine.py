@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 
 from tests.containers import client_program
@@ -45,6 +46,15 @@ def why_none() -> str:
     return ""
 
 
+@cache
+def bridges() -> bool:
+    """Whether containers can have a bridge network; an engine may come without its own and make others all the same."""
+    name = f"jurybox-test-{secrets.token_hex(3)}"
+    made = docker("network", "create", "--driver", "bridge", name, check=False)
+    docker("network", "rm", "--force", name, check=False)
+    return "rror" not in made
+
+
 def build(target: str, tag: str) -> str:
     """Build one target of the Dockerfile. JURYBOX_TEST_WHEELS names a folder of wheels that come before PyPI's."""
     wheels = os.environ.get("JURYBOX_TEST_WHEELS")
@@ -71,7 +81,7 @@ class Project:
         self._env = {"IMAGE": image, "TAG": tag, "HTTP_PORT": str(self.http), "GRPC_PORT": str(free_port()),
                      "SHARED_MEMORY": "512m"}  # fmt: skip
         self._files = ["-f", "compose.yaml"]
-        if not docker("network", "ls", "--quiet", "--filter", "name=^bridge$"):
+        if not bridges():
             self._files += ["-f", "tests/containers/host.yaml"]
         self._started: list[Container] = []
 
@@ -101,7 +111,7 @@ class Project:
 
 
 class Container:
-    """The client program, running by itself: no network, no rights, nothing it could write to."""
+    """The client program, running by itself: no network unless told, no rights, nothing it could write to."""
 
     def __init__(
         self,
@@ -112,12 +122,13 @@ class Container:
         user: str = USER,
         env: dict[str, str] | None = None,
         ipc: str = "private",
+        network: str = "none",
         rights: bool = False,
     ) -> None:
         self.name = f"jurybox-test-client-{secrets.token_hex(3)}"
         program = Path(client_program.__file__).read_text()
         docker(
-            "run", "--detach", "--name", self.name, "--network", "none", "--read-only", "--init", "--ipc", ipc,
+            "run", "--detach", "--name", self.name, "--network", network, "--read-only", "--init", "--ipc", ipc,
             "--user", user, "--security-opt", "no-new-privileges", *([] if rights else ["--cap-drop", "ALL"]),
             *(part for volume in volumes for part in ("--volume", volume)),
             *(part for key, value in (SHARED if env is None else env).items() for part in ("--env", f"{key}={value}")),

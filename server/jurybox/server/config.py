@@ -92,6 +92,7 @@ class ServerSettings(SecuritySettings):
     replicas: int = Field(default=1, ge=1, le=MAX_ENGINES)
     devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)
+    standby: bool = False
     spin_us: int = Field(default=100, ge=0, le=100_000)
     start_timeout: Seconds = 120.0
     drain_timeout: Seconds = 10.0

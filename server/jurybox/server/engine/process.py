@@ -159,9 +159,13 @@ class EngineProcess:
 
 
 def run(lifeline: Lifeline) -> int:
-    """The engine's main: the first message configures it."""
-    orders = lifeline.receive(30.0)
-    if orders is None or orders["kind"] != "configure":
+    """The engine's main: the first message configures it, and may be long in coming to one on standby."""
+    try:
+        while (orders := lifeline.receive(30.0)) is None:
+            continue
+    except EOFError:
+        return 0
+    if orders["kind"] != "configure":
         return 3
     EngineProcess(lifeline, orders).serve()
     return 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jurybox.protocol.lifeline import Lifeline, spawn
+from jurybox.server.supervisor.standby import Standby
 
 # Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
 _BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -22,6 +23,7 @@ class Child:
         module: what ``python -m`` runs.
         configure: gives the fields of the first message, anew for every life.
         environment: variables set for it.
+        standby: of the same module and environment; a start takes the process that waits there, where one does.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Child:
         module: str,
         configure: Callable[[], dict[str, Any]],
         environment: dict[str, str] | None = None,
+        standby: Standby | None = None,
     ) -> None:
         self.role = role
         self.serving = False
@@ -40,6 +43,7 @@ class Child:
         self._module = module
         self._configure = configure
         self._environment = environment
+        self._standby = standby
         self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: Lifeline | None = None
@@ -66,7 +70,8 @@ class Child:
         self.started_at = now
         self.restart_at = now + _SHORT
         configuration = self._configure()
-        self._process, self._lifeline = spawn(self._module, environment=self._environment)
+        waiting = self._standby.take() if self._standby else None
+        self._process, self._lifeline = waiting or spawn(self._module, environment=self._environment)
         self._orders.clear()
         self.send("configure", **configuration)
 

@@ -14,6 +14,9 @@ from jurybox.protocol.timings import Timings
 from jurybox.server.config import ServerSettings
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.models import Models
+from jurybox.server.supervisor.standby import Standby
+
+_MODULE = "jurybox.server.engine"
 
 
 class Fleet:
@@ -28,6 +31,10 @@ class Fleet:
         self._bells: dict[int, Bell] = {}
         self._bells_made = 0
         self._timings = Timings.create(segment_name(server_id, "timings")) if settings.traces else None
+        # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
+        threads = str(settings.engine_threads())
+        self._environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        self._standby = Standby(_MODULE, self._environment) if settings.standby else None
         self.engines = [self._child(index) for index in range(len(self.devices))]
 
     @property
@@ -44,6 +51,15 @@ class Fleet:
         for index in self.living():
             self.engines[index].send(kind, **fields)
 
+    def prepare(self, now: float) -> None:
+        """Have a process on standby where that is configured; not while an engine starts, which needs the cores more.
+
+        Raises:
+            OSError: memory or files are short.
+        """
+        if self._standby is not None and all(child.serving for child in self.engines):
+            self._standby.look(now)
+
     def died(self, index: int) -> None:
         """Show on the board that an engine is dead."""
         record = self._board.engines[index : index + 1]
@@ -51,7 +67,9 @@ class Fleet:
         record["restarts"] += 1
 
     def close(self) -> None:
-        """Remove every bell, and the timings; the children are stopped before."""
+        """Remove every bell, the timings and who is on standby; the children are stopped before."""
+        if self._standby is not None:
+            self._standby.close()
         for bell in self._bells.values():
             bell.close()
         self._bells.clear()
@@ -84,9 +102,7 @@ class Fleet:
                 ],
             }
 
-        # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
-        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        return Child(f"engine-{index}", "jurybox.server.engine", configure, environment)
+        return Child(f"engine-{index}", _MODULE, configure, self._environment, self._standby)
 
     def _new_bell(self, index: int) -> str:
         """A bell for a new life of an engine: nothing its predecessor left can be taken for the new one's."""

@@ -119,6 +119,7 @@ class Supervisor:
             for child in self._children():
                 if not child.alive and now >= child.restart_at:
                     self._start(child)
+            self._prepare(now)
         elif now > self._drain_until:
             self._log.warning("draining took too long, stopping")
             self._exit = _STOPPED
@@ -155,6 +156,12 @@ class Supervisor:
         self._poller.register(child.fileno(), zmq.POLLIN)
         self._log.debug("started", role=child.role, child=child.pid)
 
+    def _prepare(self, now: float) -> None:
+        try:
+            self._fleet.prepare(now)
+        except OSError as error:
+            self._log.warning("cannot start the engine on standby yet", error=str(error))
+
     def _hear(self, child: Child) -> None:
         fd = child.fileno()
         try:
@@ -182,6 +189,8 @@ class Supervisor:
         if child.failures > self._settings.max_restarts:
             self._log.error("gave up on a child", role=child.role, failures=child.failures)
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
+        elif time.monotonic() >= child.restart_at:
+            self._start(child)  # now, not at the next tick: somebody waits for its answers
 
     def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
         child.heard_at = time.monotonic()
