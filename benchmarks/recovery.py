@@ -1,6 +1,6 @@
 """How long a client waits when the engine is killed: from kill -9 to the answer of the next engine.
 
-    python -m benchmarks.recovery [--kills 20] [--out FILE.md]
+    python -m benchmarks.recovery [--kills 20] [--standby] [--out FILE.md]
 
 Each kill is the first of its server, since a second one soon after waits half a second before it starts again. In turn
 with them a bare Python imports what an engine imports, which is most of the wait, and whatever else the machine does
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from tests.serving import serving
 from benchmarks.replay.machine import description
 
 _PATIENCE = 60.0  # seconds for an answer
-_ON_STANDBY = 5.0  # seconds in which the one on standby has imported all it needs
+_ON_STANDBY = 4.0  # seconds in which the one on standby has imported all it needs
 _CASES: dict[str, tuple[str, np.ndarray]] = {
     "a small network": ("tests.models:affine", np.ones((1, 4), np.float32)),
     "the photo jury": ("jurybox.server.jurors:panel", np.zeros((1, 384, 384, 3), np.uint8)),
@@ -60,12 +59,12 @@ def importing() -> float:
     return time.monotonic() - began
 
 
-def table(taken: dict[str, Sequence[float]], kills: int) -> str:
+def table(taken: dict[str, list[float]], command: str) -> str:
     """Markdown."""
     lines = [
         "# From a kill to the next answer",
         "",
-        f"{datetime.now():%Y-%m-%d}, {description()}; `python -m benchmarks.recovery --kills {kills}`; seconds.",
+        f"{datetime.now():%Y-%m-%d}, {description()}; `{command}`; seconds.",
         "",
         "| of | times | least | median | worst |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -80,15 +79,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="of each model's server")
     parser.add_argument("--out", type=Path, help="a file for the table")
+    parser.add_argument("--standby", action="store_true", help="with an engine on standby")
     options = parser.parse_args()
     bare = "the same imports in a bare Python"
     taken: dict[str, list[float]] = {}
     for _ in range(options.kills):
         for name, (factory, row) in _CASES.items():
-            taken.setdefault(name, []).append(waits(factory, row, standby=False))
-            taken.setdefault(f"{name}, with `standby = true`", []).append(waits(factory, row, standby=True))
+            taken.setdefault(name, []).append(waits(factory, row, standby=options.standby))
         taken.setdefault(bare, []).append(importing())
-    text = table(taken, options.kills)
+    command = f"python -m benchmarks.recovery --kills {options.kills}{' --standby' if options.standby else ''}"
+    text = table(taken, command)
     if options.out is not None:
         options.out.write_text(text)
     print(text)

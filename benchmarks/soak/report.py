@@ -103,11 +103,14 @@ def draw(
         axis.set_xlabel("minutes", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(True, alpha=0.25)
-        axis.legend(fontsize=7, frameon=False)
+        # Room above the lines for who they are.
+        top = axis.get_ylim()[1]
         if axis in (median, tail):
             axis.set_yscale("log")
+            axis.set_ylim(top=4 * top)
         else:
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(bottom=0, top=1.2 * top)
+        axis.legend(fontsize=7, frameon=False, loc="upper center", ncols=4)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.faults.asker import Asker
 from tests.faults.conftest import MODELS
-from tests.serving import children_of, launch, segments, serving, wait_until
+from tests.serving import START, children_of, launch, segments, serving, wait_until
 
 PARTS = 5  # files in shared memory of a server with these models: board, bell and its pipe, two arenas
 CHILDREN = ("engine-0", "engine-1", "relay", "gateway")
@@ -148,15 +148,17 @@ def test_a_server_started_right_after_its_predecessors_death_simply_works(tmp_pa
     dead, http = [], "127.0.0.1:0"
     for _ in range(20):
         server = launch(tmp_path, MODELS, http=http)
-        wait_until(lambda: "serving" in server.text() or server.process.poll() is not None, 60)  # noqa: B023
-        assert server.process.poll() is None, server.text()
-        http = server.listening("http")  # the same from now on
-        asker = Asker(server.address, "native")
-        asker.ready()
-        server.process.kill()  # and not waited for: its processes are dying while the next one starts
+        dead.append(server)
+        try:
+            wait_until(lambda: "serving" in server.text() or server.process.poll() is not None, START)  # noqa: B023
+            assert server.process.poll() is None, server.text()
+            http = server.listening("http")  # the same from now on
+            asker = Asker(server.address, "native")
+            asker.ready()
+        finally:
+            server.process.kill()  # and not waited for: its processes are dying while the next one starts
         asker.process.kill()
         asker.process.communicate()
-        dead.append(server)
     with serving(tmp_path, MODELS, http=http) as server:
         wait_until(lambda: len(segments() - before) <= PARTS, 15, "the sweep")
         assert server.stop() == 0

@@ -69,7 +69,8 @@ class Snapshot:
 class BoardReader:
     """Reads a server's board, mapped for reading alone: the server does nothing for it, and nothing can go wrong there.
 
-    The board's name follows from the server's id, so that a new server's is mapped as soon as a document names it.
+    The document names the board among the server's segments: its owner may be another user than this process, which
+    root may look at. A new server's is mapped as soon as a document names it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class BoardReader:
             ServerGone: that server is dead.
             SharedMemoryError: its board cannot be mapped: this process sees another /dev/shm.
         """
-        board = self._of(document["server"]["id"])
+        board = self._of(document)
         if not board.server_lives():
             self.close()
             raise ServerGone(f"the server {document['server']['id']} is gone")
@@ -103,9 +104,12 @@ class BoardReader:
             self._board.close()
         self._server_id, self._board = "", None
 
-    def _of(self, server_id: str) -> Board:
+    def _of(self, document: Document) -> Board:
+        server_id = document["server"]["id"]
         if self._board is None or self._server_id != server_id:
             self.close()
-            self._board = Board.attach(segment_name(server_id, "board"), writable=False)
+            ours = segment_name(server_id, "board")
+            named = (name for name in document["memory"]["segments"] if name.endswith(f"-{server_id}-board-0"))
+            self._board = Board.attach(next(named, ours), writable=False)
             self._server_id = server_id
         return self._board
