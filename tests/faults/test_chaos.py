@@ -66,7 +66,9 @@ def run(folder, deeds, *, pause: float, seed: int) -> None:
     rng = random.Random(seed)
     before = segments()
     done: list[str] = []
-    with serving(folder, MODELS, tcp="127.0.0.1:0", http="127.0.0.1:0", replicas=2) as server:
+    doors = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    # So many deaths of the same child within minutes are a reason to give up, but not where they are meant.
+    with serving(folder, MODELS, replicas=2, max_restarts=1000, **doors) as server:
         remote = f"tcp://{server.listening('tcp')}"
         askers = [Asker(server.address, "native"), Asker(server.address, "zmq"), Asker(remote, "auto")]
         processes = []
