@@ -14,6 +14,7 @@ from tests.faults.conftest import MODELS
 from tests.serving import START, children_of, launch, segments, serving, wait_until
 
 PARTS = 5  # files in shared memory of a server with these models: board, bell and its pipe, two arenas
+KILLS = 4  # of one child: the server waits longer from death to death, and gives up after the sixth
 CHILDREN = ("engine-0", "engine-1", "relay", "gateway")
 
 
@@ -39,13 +40,15 @@ def kill(pid: int, _: float) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def mistreat(server, askers: list[Asker], rng: random.Random, deed=None, role: str = "") -> str:
-    """Do one thing to one process; gives what."""
+def mistreat(server, askers: list[Asker], rng: random.Random, deed, role: str, done: list[str]) -> str:
+    """Do one thing to one process, after those that are done; gives what."""
     pids = server.pids()
     role = role or rng.choice([*CHILDREN, "supervisor", "client"])
     deed = deed or rng.choice([kill, stop_for_a_while, slow_down])
     if role == "supervisor" and deed is kill:
         deed = stop_for_a_while  # its death is another file's matter: nobody is there afterwards to answer
+    if deed is kill and done.count(f"{role}: kill") >= KILLS:
+        deed = stop_for_a_while
     if role == "client" and deed is kill:
         victim = Asker(server.address, rng.choice(["native", "zmq"]))
         victim.ready()
@@ -66,9 +69,7 @@ def run(folder, deeds, *, pause: float, seed: int) -> None:
     rng = random.Random(seed)
     before = segments()
     done: list[str] = []
-    doors = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
-    # So many deaths of the same child within minutes are a reason to give up, but not where they are meant.
-    with serving(folder, MODELS, replicas=2, max_restarts=1000, **doors) as server:
+    with serving(folder, MODELS, tcp="127.0.0.1:0", http="127.0.0.1:0", replicas=2) as server:
         remote = f"tcp://{server.listening('tcp')}"
         askers = [Asker(server.address, "native"), Asker(server.address, "zmq"), Asker(remote, "auto")]
         processes = []
@@ -76,7 +77,7 @@ def run(folder, deeds, *, pause: float, seed: int) -> None:
             for asker in askers:
                 asker.ready()
             for deed, role in deeds:
-                done.append(mistreat(server, askers, rng, deed, role))
+                done.append(mistreat(server, askers, rng, deed, role, done))
                 time.sleep(rng.uniform(0, pause))
             with server.connect() as client:
                 wait_until(lambda: client.status()["server"]["state"] == "serving", 60, "the server's health")
