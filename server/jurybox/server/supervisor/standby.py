@@ -44,6 +44,8 @@ class Standby:
         if taken is not None and taken[0].poll() is not None:
             taken[1].close()
             return None
+        if taken is not None:
+            self._start_at = 0.0  # it did stay; the next one need not wait
         return taken
 
     def close(self) -> None:
