@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.cluster.compare import compare
 
 
 class _Rows:
@@ -50,12 +44,6 @@ def one(launcher: str, steps: int) -> float:
     return (last - first) / (ended - began)
 
 
-def _in_a_process(launcher: str, steps: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.cluster", "--one", launcher, "--steps", str(steps)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
-    return float(json.loads(said.strip().splitlines()[-1])["turns_per_second"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=4000)
@@ -63,33 +51,12 @@ def main() -> None:
     parser.add_argument("--one")
     given = parser.parse_args()
     if given.one:
-        print(json.dumps({"turns_per_second": one(given.one, given.steps)}))
+        print(json.dumps({"figure": one(given.one, given.steps)}))
         return
-    cases: dict[str, Any] = {"local": lambda: _in_a_process("local", given.steps)}
-    cases["ray, one node"] = lambda: _in_a_process("ray", given.steps)
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    loads = [os.getloadavg()[0]]
-    for _ in range(given.rounds):
-        for name, case in cases.items():
-            found[name].append(case())
-            loads.append(os.getloadavg()[0])
-            print(name, f"{found[name][-1]:.0f} turns/s, load {loads[-1]:.1f}", flush=True)
-    base = statistics.median(found["local"])
-    lines = [
-        f"`python -m benchmarks.cluster --steps {given.steps} --rounds {given.rounds}`, {date.today()}, "
-        f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}; "
-        f"load average of the machine {min(loads):.0f} to {max(loads):.0f}, this benchmark included",
-        "",
-        "| | turns a second (median) | each | of local |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, values in found.items():
-        middle = statistics.median(values)
-        each = ", ".join(f"{value:.0f}" for value in values)
-        lines.append(f"| {name} | {middle:.0f} | {each} | {middle / base:.0%} |")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "training.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
+    command = f"python -m benchmarks.cluster --steps {given.steps} --rounds {given.rounds}"
+    steps = ["--steps", str(given.steps)]
+    cases = {"local": ["--one", "local", *steps], "ray, one node": ["--one", "ray", *steps]}
+    compare("benchmarks.cluster", "turns", cases, given.rounds, command, "training.md")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,10 @@ Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML.")
 ]
 Launched = Annotated[str, typer.Option("--launcher", help="Where processes run: local, or ray (jurybox[ray]).")]
+ClusterAddress = Annotated[
+    str | None,
+    typer.Option("--address", "--ray-address", help="Of the Ray cluster: host:port or auto; else this machine."),
+]
 
 
 @train.command("photo")
@@ -74,10 +78,20 @@ def train_photo(
     ] = None,
     rollout: Annotated[int, typer.Option(min=1, help="Steps of all workers together between two updates.")] = 4000,
     damages: Annotated[int, typer.Option(min=2, help="Seeds of degradation in the evaluation.")] = 24,
+    launcher: Launched = "local",
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="Of the Ray cluster: host:port or auto; else this machine.")
+    ] = None,
+    network_address: Annotated[
+        str | None, typer.Option("--network-address", help="The server's for the cluster's other machines.")
+    ] = None,
+    envs_per_worker: Annotated[int, typer.Option(min=1, help="Environments of a Ray actor.")] = 2,
     mlflow: Mlflow = False,
     wandb: Wandb = False,
 ) -> None:
     """Teach a policy to edit photos so that the server's juror likes them better."""
+    if single_process and launcher != "local":
+        raise typer.BadParameter("environments of this process need no launcher", param_hint="--single-process")
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.recipes.trackers import require, trackers
@@ -85,12 +99,16 @@ def train_photo(
         require(mlflow=mlflow, wandb=wandb)
         _check_server(address, model)
         from jurybox.training.environments.photo import PhotoConfig
+        from jurybox.training.recipes.env_spread import spread_named
         from jurybox.training.recipes.photo import PhotoTraining
         from jurybox.training.recipes.photo_run import run
         from jurybox.training.recipes.progress import ConsoleProgress
 
         config = PhotoConfig(model=model, address=address, photos=str(photos) if photos else None, seed=seed)
-        settings = PhotoTraining(config, steps, workers, single_process, rollout, checkpoint_every=min(rollout, steps))
+        settings = PhotoTraining(
+            config, steps, workers, single_process, envs_per_worker, rollout, checkpoint_every=min(rollout, steps)
+        )
+        spread = resources.enter_context(spread_named(launcher, ray_address))
         verdict = run(
             settings,
             out,
@@ -99,6 +117,8 @@ def train_photo(
             damages=damages,
             resume=resume,
             trackers=lambda: trackers("photo", out, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+            spread=spread,
+            far=network_address,
         )
         return "\n".join((verdict.headline, *verdict.sentences))
 
@@ -119,10 +139,7 @@ def train_marl(
         bool, typer.Option("--debug-state", help="Print what the run in DIR shares at this moment, and end.")
     ] = False,
     launcher: Launched = "local",
-    address: Annotated[
-        str | None,
-        typer.Option("--address", "--ray-address", help="Of the Ray cluster: host:port or auto; else this machine."),
-    ] = None,
+    address: ClusterAddress = None,
     mlflow: Mlflow = False,
     wandb: Wandb = False,
 ) -> None:
@@ -220,7 +237,12 @@ def train_workflow(
     resume: Resume = False,
     env: Annotated[str, typer.Option(help="cage: our simulator; cyborg: the real one, where installed.")] = "cage",
     policy: Annotated[str, typer.Option(help="local: acts in this process; served: from a server.")] = "local",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes, with --env cyborg.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes, with --env cyborg; actors, with --launcher ray.")
+    ] = None,
+    halves: Annotated[
+        bool, typer.Option("--halves", help="Act for half of the networks while the other half steps.")
+    ] = False,
     episode_length: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 100,
     gate: Annotated[float, typer.Option(min=0.01, max=1, help="Share of fixes that must comply.")] = 0.95,
     max_train_episodes_per_env: Annotated[int, typer.Option(min=1, help="Then a workflow is given up.")] = 100,
@@ -230,6 +252,8 @@ def train_workflow(
     inherit: Annotated[bool, typer.Option(help="Begin each workflow with the last one's policy.")] = True,
     masks: Annotated[bool, typer.Option("--masks", help="Leave out actions that are sure to fail.")] = False,
     quirk: Annotated[bool, typer.Option("--quirk", help="No Impact costs after Op_Server0's restore.")] = False,
+    launcher: Launched = "local",
+    address: ClusterAddress = None,
     mlflow: Mlflow = False,
     wandb: Wandb = False,
 ) -> None:
@@ -243,6 +267,7 @@ def train_workflow(
             raise typer.BadParameter(f"expected {' or '.join(known)}, got {value!r}", param_hint=name)
 
     def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes.env_spread import spread_named
         from jurybox.training.recipes.progress import ConsoleProgress
         from jurybox.training.recipes.trackers import require, trackers
         from jurybox.training.recipes.workflow_run import run
@@ -264,9 +289,11 @@ def train_workflow(
             use_masks=masks,
             beta=beta,
             workers=workers,
+            halves=halves,
             served=policy == "served",
             seed=seed,
         )
+        spread = resources.enter_context(spread_named(launcher, address))
         return run(
             settings,
             out,
@@ -274,6 +301,7 @@ def train_workflow(
             command=shlex.join(["jurybox", *sys.argv[1:]]),
             resume=resume,
             trackers=lambda: trackers("workflow", out, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+            spread=spread,
         )
 
     _until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")

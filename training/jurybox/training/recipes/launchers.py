@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from jurybox.training.runtime.errors import RunError
 from jurybox.training.runtime.launching import Launcher, Local
 
 NAMES = ("local", "ray")
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class LauncherMissing(RunError):
@@ -27,20 +29,46 @@ def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
         LauncherMissing: the name is unknown, or its library is not here; NoCluster: nobody answers at `address`.
     """
     if name == "local":
-        if address is not None:
-            raise LauncherMissing(f"an address ({address}) goes with --launcher ray")
+        check_local(address)
         yield Local()
-    elif name == "ray":
-        if address is None:
-            # Read when Ray is imported: it then listens on this machine's loopback alone, as it does on macOS.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        try:
-            from jurybox.training.cluster.launcher import RayLauncher
-        except ModuleNotFoundError as error:
-            raise LauncherMissing(
-                f"--launcher ray needs Ray, which is not installed ({error}): pip install 'jurybox[ray]'"
-            ) from error
-        with RayLauncher(address) as launcher:
-            yield launcher
-    else:
+        return
+    require_ray(name, address)
+    from jurybox.training.cluster.launcher import RayLauncher
+
+    with RayLauncher(address) as launcher:
+        yield launcher
+
+
+def check_local(address: str | None) -> None:
+    """Raises LauncherMissing where an address is given, which "local" has no use for."""
+    if address is not None:
+        raise LauncherMissing(f"an address ({address}) goes with --launcher ray")
+
+
+def require_ray(name: str, address: str | None) -> None:
+    """Make sure that the launcher's name is "ray", that Ray can be imported, and that it listens where it should.
+
+    Raises:
+        LauncherMissing: one of these is not so.
+    """
+    if name != "ray":
         raise LauncherMissing(f"--launcher {name!r}: expected {' or '.join(NAMES)}")
+    if address is None:
+        _on_loopback()
+    try:
+        import ray  # noqa: F401 (whether it is there)
+    except ModuleNotFoundError as error:
+        raise LauncherMissing(
+            f"--launcher ray needs Ray, which is not installed ({error}): pip install 'jurybox[ray]'"
+        ) from error
+
+
+def _on_loopback() -> None:
+    """Ray of this machine alone then listens on its loopback, as it does on macOS. Read once, when Ray is imported."""
+    asked = os.environ.setdefault(_LOOPBACK, "0")
+    known = sys.modules.get("ray._private.ray_constants")
+    if asked == "0" and known is not None and getattr(known, "ENABLE_RAY_CLUSTER", False):
+        raise LauncherMissing(
+            f"Ray was imported before this launcher was asked for, without {_LOOPBACK}=0, and would listen on every "
+            f"interface of this machine: set that variable before the first 'import ray' (to 1 if others may reach it)"
+        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from jurybox.protocol.wire import build_version
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import checkpoints
 from jurybox.training.recipes.checkpoints import Checkpoint
+from jurybox.training.recipes.env_spread import Spread
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps
@@ -47,6 +49,7 @@ class PhotoTraining:
         steps: env steps in all; rounded up to whole rollouts.
         workers: environments side by side, each in a process of its own.
         single_process: all environments in this process instead, one after the other, for debugging.
+        per_worker: environments of one worker on a cluster; of two, one renders while the other waits for its score.
         rollout: env steps of all workers together between two updates.
         epochs, batch_size: passes over a rollout, and steps of it in one optimiser step.
         learning_rate, final_learning_rate: at the first and the last step, linear in between.
@@ -62,6 +65,7 @@ class PhotoTraining:
     steps: int = 40_000
     workers: int = 8
     single_process: bool = False
+    per_worker: int = 2
     rollout: int = ROLLOUT
     epochs: int = 10
     batch_size: int = 64
@@ -86,10 +90,30 @@ class PhotoTraining:
         return own | {f"environment.{name}": value for name, value in asdict(self.environment).items()}
 
 
-def make_environments(settings: PhotoTraining) -> VecEnv:
-    """The environments of a training: worker processes, or objects in this one."""
+def make_environments(settings: PhotoTraining, spread: Spread | None = None, far: str | None = None) -> VecEnv:
+    """The environments of a training: worker processes, objects in this one, or workers of a cluster (see `train`)."""
+    if spread is not None:
+        return _on_cluster(settings, spread, far)
     make = [environment_maker(settings.environment, i, settings.patience) for i in range(settings.workers)]
     return DummyVecEnv(list(make)) if settings.single_process else WorkerVecEnv(make)
+
+
+def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> VecEnv:
+    from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
+    from jurybox.training.cluster.server_way import credentials
+    from jurybox.training.recipes.photo_spread import seats
+
+    config, numbers = settings.environment, dealt(settings.workers, settings.per_worker)
+    way = None if config.scorer == "local" else spread.way_to(config.address, far)
+    makers = [partial(seats, config, each, settings.patience, way) for each in numbers]
+    # A step may wait for a server that is restarted, and then for its score.
+    timeout = settings.patience + 2 * config.timeout + 60.0
+    workers = spread.workers(makers, environment=credentials(), timeout=timeout)
+    try:
+        return SpreadVecEnv(workers, [len(each) for each in numbers], settings.seed)
+    except BaseException:
+        workers.close()
+        raise
 
 
 def train(
@@ -98,12 +122,16 @@ def train(
     *,
     resume: Checkpoint | None = None,
     watcher: Watcher | None = None,
+    spread: Spread | None = None,
+    far: str | None = None,
 ) -> PPO:
     """Train; leaves metrics, checkpoints and summary.json in the log's folder.
 
     Args:
         resume: go on from this checkpoint.
         watcher: is told how it goes.
+        spread: the cluster that holds the environments; None: this machine. far: the server's address for its other
+            machines; None: asked of the server.
 
     Returns:
         The trained model; its environments are closed.
@@ -114,7 +142,7 @@ def train(
     """
     watcher = watcher or Silence()
     torch.set_num_threads(1)  # a network this small is slower on two
-    environments = make_environments(settings)
+    environments = make_environments(settings, spread, far)
     try:
         model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
         model.set_logger(Logger(None, []))
@@ -135,6 +163,8 @@ def train(
         watcher.end()
         environments.close()
     log.summarise(_summary(settings, model, recorder))
+    if spread is not None:
+        log.extend_summary(env_worker_restarts=getattr(environments, "restarts", 0), episodes_cut=recorder.cut)
     return model
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from jurybox.client import connect
 from jurybox.protocol.wire import build_version
 from jurybox.training.recipes import checkpoints, interrupts, settings_file
+from jurybox.training.recipes.env_spread import Spread
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
@@ -25,6 +26,7 @@ _MAY_CHANGE = (
     "steps",
     "workers",
     "single_process",
+    "per_worker",
     "checkpoint_every",
     "patience",
     "seconds",
@@ -43,6 +45,8 @@ def run(
     resume: bool = False,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
     before: Mapping[str, float] | None = None,
+    spread: Spread | None = None,
+    far: str | None = None,
 ) -> Verdict:
     """Train, evaluate on held-out photos, and write the report.
 
@@ -53,6 +57,7 @@ def run(
         resume: go on from the newest checkpoint in `folder`.
         trackers: makes those that record the run elsewhere; called when the folder has been found usable.
         before: seconds that something took before this, by name, for the report.
+        spread, far: see `train`.
 
     Returns:
         The verdict, which is also in the report and in summary.json.
@@ -69,7 +74,7 @@ def run(
         settings_file.write(folder, settings.as_dict())
         log.add_trackers(trackers())
         began = time.monotonic()
-        model = train(settings, log, resume=checkpoint, watcher=watcher)
+        model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far)
         took["training"] = time.monotonic() - began
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
@@ -78,7 +83,7 @@ def run(
         interrupts.check()
         verdict = judge(found := comparisons(evaluation))
         evaluation.save(folder / "evaluation.csv")
-        facts = _facts(settings, took)
+        facts = _facts(settings, took, "processes" if spread is None else "by Ray")
         text = render(
             PhotoRun(evaluation, log.rows(), status, settings.environment.model, settings.as_dict(), facts, command)
         )
@@ -99,9 +104,9 @@ def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
         return server.status()
 
 
-def _facts(settings: PhotoTraining, took: Mapping[str, float]) -> dict[str, str]:
+def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> dict[str, str]:
     packages = ("torch", "stable_baselines3", "gymnasium", "numpy", "opencv-python-headless")
-    place = "in this process" if settings.single_process else "processes"
+    place = "in this process" if settings.single_process else where
     return {
         "Seed": str(settings.seed),
         "Steps": f"{settings.steps:,} edit steps, {settings.rollout} between two updates",

@@ -52,6 +52,9 @@ class Recorder(BaseCallback):
         counted: what an earlier part of the run had counted, from its checkpoint.
         episode_numbers: further numbers of a finished episode, from its last info; their means get columns.
         seconds: stop after so many seconds of training; None for no limit.
+
+    Attributes:
+        cut: episodes that ended because their worker was replaced (``info["restarted"]``). They count nowhere else.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Recorder(BaseCallback):
         super().__init__()
         counted = counted or {}
         self.episodes = int(counted.get("episodes", 0))
+        self.cut = 0
         self.returns: deque[float] = deque(counted.get("returns", ()), maxlen=_LAST)
         self._seconds_before = float(counted.get("seconds", 0.0))
         self._log = log
@@ -102,6 +106,9 @@ class Recorder(BaseCallback):
         self._sums += self.locals["rewards"]
         for index in np.flatnonzero(self.locals["dones"]):
             total, self._sums[index] = float(self._sums[index]), 0.0
+            if self.locals["infos"][index].get("restarted"):
+                self.cut += 1
+                continue
             self.episodes += 1
             self.returns.append(total)
             self._finished.append({"return": total, **self._episode_numbers(self.locals["infos"][index])})

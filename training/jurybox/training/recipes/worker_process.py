@@ -67,12 +67,16 @@ def _serve(pipe: Connection, environment: Any) -> None:
             return
         if command == "close":
             return
-        try:
-            answer = _answer(environment, command, data)
-        except Exception as error:  # noqa: BLE001 (the learner raises it)
-            answer = described(error)
-        if not _tell(pipe, answer):
+        if not _tell(pipe, answered(environment, command, data)):
             return
+
+
+def answered(environment: Any, command: str, data: Any) -> Any:
+    """The environment's answer to a command of SubprocVecEnv; a `WorkerFailed` where it raised."""
+    try:
+        return _answer(environment, command, data)
+    except Exception as error:  # noqa: BLE001 (the learner raises it)
+        return described(error)
 
 
 def _answer(environment: Any, command: str, data: Any) -> Any:

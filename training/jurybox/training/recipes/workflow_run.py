@@ -18,7 +18,9 @@ import torch
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.recipes import interrupts, settings_file
+from jurybox.training.recipes.env_spread import Spread
 from jurybox.training.recipes.progress import Silence, Watcher
+from jurybox.training.recipes.workflow_networks import networks
 from jurybox.training.recipes.workflow_served import served_policy
 from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
 from jurybox.training.search import checkpoints, environments
@@ -61,8 +63,12 @@ def run(
     command: str = "",
     resume: bool = False,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    spread: Spread | None = None,
 ) -> str:
     """Search, and write the report; returns what came of it in a few sentences.
+
+    Args:
+        spread: the cluster that holds the networks; None: this machine.
 
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set.
@@ -73,7 +79,14 @@ def run(
     if found is not None:
         settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
     resume_at = None if found is None else int(found[0]["counted"][2])
-    with RunLog(folder, METRICS, resume_at=resume_at) as log, _one_thread(), _trainer(settings, folder) as trainer:
+    with (
+        RunLog(folder, METRICS, resume_at=resume_at) as log,
+        _one_thread(),
+        _trainer(settings, folder, spread) as (
+            trainer,
+            restarts,
+        ),
+    ):
         settings_file.write(folder, settings.as_dict())
         log.add_trackers(trackers())
         spent = 0.0
@@ -83,7 +96,7 @@ def run(
         _write_workflows(trainer, folder)
         log.summarise(_summary(trainer, settings, spent))
         sentences = conclusion(trainer)
-        log.extend_summary(**_more(trainer), conclusion=sentences)
+        log.extend_summary(**_more(trainer), env_worker_restarts=restarts(), conclusion=sentences)
         write_atomically(
             folder / "report.html", render(WorkflowRun(trainer, log.rows(), _facts(settings, spent), command))
         )
@@ -103,17 +116,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _trainer(settings: WorkflowTraining, folder: Path) -> Iterator[WorkflowTrainer]:
-    env = environments.make(settings, 0)
-    try:
-        evaluation = environments.make(settings, 1)
-        try:
-            with served_policy(settings, folder / "server.log") as policy:
-                yield WorkflowTrainer(settings, env, evaluation, policy)
-        finally:
-            evaluation.close()
-    finally:
-        env.close()
+def _trainer(
+    settings: WorkflowTraining, folder: Path, spread: Spread | None
+) -> Iterator[tuple[WorkflowTrainer, Callable[[], int]]]:
+    """The trainer, and what tells how many env workers were replaced."""
+    with (
+        networks(settings, spread) as (env, evaluation, restarts),
+        served_policy(settings, folder / "server.log") as policy,
+    ):
+        yield WorkflowTrainer(settings, env, evaluation, policy), restarts
 
 
 def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watcher, before: float) -> float:
@@ -144,7 +155,7 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
 
 
 def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
-    streams = [environments.random_state(env) for env in trainer.environments]
+    streams = [environments.random_state(trainer.settings, parts) for parts in trainer.environments]
     with interrupts.held():
         checkpoints.save(
             folder / "checkpoints", trainer.updates, trainer.state(), {"seconds": seconds, "environments": streams}
@@ -153,8 +164,8 @@ def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
 
 def _restore(trainer: WorkflowTrainer, state: Mapping[str, Any], random: Mapping[str, Any]) -> float:
     trainer.restore(state)
-    for env, stream in zip(trainer.environments, random["environments"], strict=True):
-        environments.restore_random_state(env, stream)
+    for parts, stream in zip(trainer.environments, random["environments"], strict=True):
+        environments.restore_random_state(trainer.settings, parts, stream)
     return float(random["seconds"])
 
 

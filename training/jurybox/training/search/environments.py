@@ -1,45 +1,108 @@
-"""The networks of a search: our own simulator in this process, or the real CybORG in worker processes."""
+"""The networks of a search: our own simulator, or the real CybORG; in this process, in its workers, or spread wide.
+
+They come in parts, each a VectorEnv over some of the rows: one part, or two halves, of which one steps while the other
+is acted for. What a network of our simulator does depends on the run's seed and its row, not on parts or workers;
+CybORG draws from generators of its process.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from jurybox.training.environments.cage import CageVectorEnv, CyborgEnv
+from jurybox.training.environments.cage import CageRows, CyborgEnv
 from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.vector import ProcessVectorEnv
 
+Part = VectorEnv[Any, Any, Any]
+Parts = tuple[Part, ...]
+Maker = Callable[[], Part]
+
 TRUTH = {"true_state": (np.int8, (13,))}
+STREAMS = 2  # training, evaluation
 
 
-def make(settings: WorkflowTraining, stream: int) -> VectorEnv[Any, Any, Any]:
-    """`n_envs` networks, seeded from the run's seed and `stream`, a number for each use of them."""
-    seed = int(np.random.SeedSequence((settings.seed, 77, stream)).generate_state(1)[0])
+def make(settings: WorkflowTraining, stream: int) -> Parts:
+    """`n_envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use of them."""
+    made: list[Part] = []
+    try:
+        for rows in halves(settings):
+            made.append(_here(settings, rows))
+            reset(made[-1], settings, stream, rows)
+    except BaseException:
+        for part in made:
+            part.close()
+        raise
+    return tuple(made)
+
+
+def halves(settings: WorkflowTraining) -> tuple[range, ...]:
+    """Rows of the parts: all, or two halves."""
+    return share_out(range(settings.n_envs), 2 if settings.halves else 1)
+
+
+def share_out(rows: range, among: int) -> tuple[range, ...]:
+    """Neighbouring rows for each of so many, as evenly as whole rows allow."""
+    bounds = [rows.start + round(index * len(rows) / among) for index in range(among + 1)]
+    return tuple(range(first, end) for first, end in itertools.pairwise(bounds))
+
+
+def maker(settings: WorkflowTraining, rows: range) -> Maker:
+    """A picklable function that makes these rows, as one object that steps one after the other."""
     if settings.env == "cage":
-        env: VectorEnv[Any, Any, Any] = CageVectorEnv(
-            settings.n_envs,
+        return partial(
+            CageRows,
+            len(rows),
             settings.red,
+            first=rows.start,
+            of=settings.n_envs,
+            masks=settings.use_masks,
             episode_length=settings.episode_length,
             quirk=settings.quirk,
             autoreset_mode="Disabled",
         )
-    else:
-        one = partial(CyborgEnv, settings.red, episode_length=settings.episode_length)
-        workers = settings.workers or len(os.sched_getaffinity(0))
-        env = ProcessVectorEnv([one] * settings.n_envs, workers=workers, info_fields=TRUTH)
-    env.reset(seed=seed)
-    return env
+    return partial(SyncVectorEnv, [_cyborg(settings)] * len(rows))
 
 
-def random_state(env: VectorEnv[Any, Any, Any]) -> dict[str, Any] | None:
-    """Of our own simulator; CybORG has none that could be kept."""
-    return dict(env.networks.random.bit_generator.state) if isinstance(env, CageVectorEnv) else None
+def reset(part: Part, settings: WorkflowTraining, stream: int, rows: range) -> None:
+    """The first reset, which seeds."""
+    seed = int(np.random.SeedSequence((settings.seed, 77, stream)).generate_state(1)[0])
+    part.reset(seed=seed + rows.start)  # as Gymnasium spreads one seed over all rows
 
 
-def restore_random_state(env: VectorEnv[Any, Any, Any], state: dict[str, Any] | None) -> None:
-    if state is not None and isinstance(env, CageVectorEnv):
-        env.networks.random.bit_generator.state = state
+def random_state(settings: WorkflowTraining, parts: Parts) -> dict[str, Any] | None:
+    """Of our own simulator, the same in all parts; CybORG has none that could be kept."""
+    if settings.env != "cage":
+        return None
+    state: dict[str, Any] = _call(parts[0], "random_state")
+    return state
+
+
+def restore_random_state(settings: WorkflowTraining, parts: Sequence[Part], state: dict[str, Any] | None) -> None:
+    if state is not None and settings.env == "cage":
+        for part in parts:
+            _call(part, "restore_random_state", state)
+
+
+def _call(part: Part, name: str, *arguments: Any) -> Any:
+    if isinstance(part, CageRows):
+        return getattr(part, name)(*arguments)
+    return part.call(name, *arguments)[0]
+
+
+def _here(settings: WorkflowTraining, rows: range) -> Part:
+    if settings.env == "cage":
+        return maker(settings, rows)()
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    own = max(1, workers * len(rows) // settings.n_envs)
+    return ProcessVectorEnv([_cyborg(settings)] * len(rows), workers=own, info_fields=TRUTH)
+
+
+def _cyborg(settings: WorkflowTraining) -> Callable[[], CyborgEnv]:
+    return partial(CyborgEnv, settings.red, episode_length=settings.episode_length)

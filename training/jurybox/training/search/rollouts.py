@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from jurybox.training.search.workflows import ENCODED, encode
 INPUTS = 4 * t.N_HOSTS + ENCODED
 
 Floats = npt.NDArray[np.float32]
+Part = VectorEnv[Any, Any, Any]
 
 
 class Policy(Protocol):
@@ -48,7 +50,7 @@ class Episodes:
 
 
 def play(
-    env: VectorEnv[Any, Any, Any],
+    env: Part | Sequence[Part],
     policy: Policy,
     order: Sequence[int] | None,
     *,
@@ -62,44 +64,92 @@ def play(
     """One episode of every environment, all of `steps` steps.
 
     Args:
-        env: its infos hold ``true_state``.
+        env: its infos hold ``true_state``; with masks also ``action_masks``, or it has a method of that name. Where it
+            comes in parts, they are acted for in turn: a part with `step_async` steps while the next is acted for.
         order: the workflow; None for none: the policy sees zeros in its place, and nothing is paid for compliance.
         weight: lambda of the alignment reward.
         no_fix_penalty, strict: see `Alignment`.
         use_masks: leave out actions that are sure to fail.
         greedy: the likeliest action instead of a drawn one.
     """
-    n = env.num_envs
+    parts = [env] if isinstance(env, VectorEnv) else list(env)
+    n = sum(part.num_envs for part in parts)
     rollout = _empty(steps, n, use_masks)
     rollout.observations[:, :, 4 * t.N_HOSTS :] = 0.0 if order is None else encode(order)
-    alignment = Alignment.begin(
-        n,
-        range(5) if order is None else order,
-        0.0 if order is None else weight,
+    alignment = partial(
+        Alignment.begin,
+        order=range(5) if order is None else order,
+        weight=0.0 if order is None else weight,
         no_fix_penalty=no_fix_penalty,
         strict=strict,
     )
     returns = np.zeros(n)
-    observation, info = env.reset()
+    last = np.zeros((n, INPUTS), np.float32)
+    games, first = [], 0
+    for part in parts:
+        rows = slice(first, first := first + part.num_envs)
+        games.append(_Game(part, rows, alignment(part.num_envs), rollout, returns))
     for step in range(steps):
-        seen = rollout.observations[step]
-        seen[:, : 4 * t.N_HOSTS] = observation
-        masks = _masks(env) if use_masks else None
-        if rollout.masks is not None:
-            rollout.masks[step] = masks
-        before = info["true_state"]
-        actions, rollout.log_probs[step], rollout.values[step] = policy.act(seen, masks, greedy=greedy)
-        observation, rewards, terminated, truncated, info = env.step(actions)
-        over = terminated | truncated
-        over |= step == steps - 1
-        rollout.actions[step], rollout.terminated[step], rollout.over[step] = actions, terminated, over
-        returns += rewards
-        rollout.rewards[step] = rewards + alignment.step(actions, before, over)
-    last = rollout.observations[-1].copy()
-    last[:, : 4 * t.N_HOSTS] = observation
+        for game in games:
+            if step > 0:
+                game.finish(step - 1)
+            game.act(step, policy, greedy=greedy)
+    for game in games:
+        game.finish(steps - 1)
+        last[game.rows] = rollout.observations[-1, game.rows]
+        last[game.rows, : 4 * t.N_HOSTS] = game.observation
     _, _, rollout.last_values[:] = policy.act(last, None, greedy=True)
     rollout.final_values[-1] = rollout.last_values
-    return rollout, Episodes(returns, int(alignment.fixes.sum()), int(alignment.complied.sum()))
+    fixes, complied = (sum(int(found.sum()) for found in each) for each in zip(*(g.counts for g in games), strict=True))
+    return rollout, Episodes(returns, fixes, complied)
+
+
+class _Game:
+    """The episodes of one part, which go into its rows of the rollout."""
+
+    def __init__(
+        self, env: Part, rows: slice, alignment: Alignment, rollout: Rollout, returns: npt.NDArray[np.float64]
+    ) -> None:
+        self.rows, self._env, self._alignment, self._rollout, self._returns = rows, env, alignment, rollout, returns
+        self.observation, self._info = env.reset()
+        self._result: Callable[[], Any] = lambda: None
+        self._actions: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @property
+    def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return self._alignment.fixes, self._alignment.complied
+
+    def act(self, step: int, policy: Policy, *, greedy: bool) -> None:
+        """Choose this step's actions and set the environments going."""
+        rollout, rows = self._rollout, self.rows
+        seen = rollout.observations[step, rows]
+        seen[:, : 4 * t.N_HOSTS] = self.observation
+        masks = None
+        if rollout.masks is not None:
+            masks = rollout.masks[step, rows] = _masks(self._env, self._info)
+        actions, rollout.log_probs[step, rows], rollout.values[step, rows] = policy.act(seen, masks, greedy=greedy)
+        rollout.actions[step, rows] = self._actions = actions
+        self._result = _begin(self._env, actions)
+
+    def finish(self, step: int) -> None:
+        """Wait for them, and write down what came of it."""
+        before, rollout, rows = self._info["true_state"], self._rollout, self.rows
+        self.observation, rewards, terminated, truncated, self._info = self._result()
+        over = terminated | truncated
+        over |= step == len(rollout.over) - 1
+        rollout.terminated[step, rows], rollout.over[step, rows] = terminated, over
+        self._returns[rows] += rewards
+        rollout.rewards[step, rows] = rewards + self._alignment.step(self._actions, before, over)
+
+
+def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
+    """Step, and give what waits for the result."""
+    if hasattr(env, "step_async"):
+        env.step_async(actions)
+        wait: Callable[[], Any] = env.step_wait
+        return wait
+    done = env.step(actions)
+    return lambda: done
 
 
 def _empty(steps: int, n: int, use_masks: bool) -> Rollout:
@@ -120,6 +170,9 @@ def _empty(steps: int, n: int, use_masks: bool) -> Rollout:
     )
 
 
-def _masks(env: VectorEnv[Any, Any, Any]) -> npt.NDArray[np.bool_]:
+def _masks(env: Part, info: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    if "action_masks" in info:
+        told: npt.NDArray[np.bool_] = info["action_masks"]
+        return told
     known = getattr(env, "action_masks", None)
     return known() if known is not None else np.broadcast_to(t.POSSIBLE, (env.num_envs, t.N_ACTIONS))

@@ -33,7 +33,8 @@ class WorkflowTraining:
         shortfall_cost: points of score that a shortfall of compliance of 1 costs; a workflow that is not complied with
             must not win by its return.
         evaluation_episodes: after a workflow's training; ten times as many at the end.
-        workers: processes, with "cyborg".
+        workers: that networks are spread over: processes, with "cyborg"; actors of a cluster, with either.
+        halves: act for half of the networks while the other half steps. Draws other random numbers than acting for all.
         served: actions come from a policy server that this training starts, instead of from this process.
         seed: everything random comes from it.
         ppo: the learner's settings.
@@ -62,6 +63,7 @@ class WorkflowTraining:
     shortfall_cost: float = 100.0
     evaluation_episodes: int = 200
     workers: int | None = None
+    halves: bool = False
     served: bool = False
     seed: int = 0
     ppo: PPOSettings = field(default_factory=PPOSettings)
@@ -75,6 +77,8 @@ class WorkflowTraining:
             )
         if min(shares) < 0 or sum(shares) >= 1:
             raise ValueError(f"expected shares of at least 0 that leave something for the search, got {shares}")
+        if self.halves and self.n_envs < 2:
+            raise ValueError(f"expected at least 2 environments to make halves of, got n_envs {self.n_envs}")
         if not 0 < self.gate <= 1:
             raise ValueError(f"expected a gate above 0 and up to 1, got {self.gate}")
 

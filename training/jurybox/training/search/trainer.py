@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv
 
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
-from jurybox.training.search.rollouts import INPUTS, Episodes, Policy, play
+from jurybox.training.search.rollouts import INPUTS, Episodes, Part, Policy, play
 from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.search.workflows import Order
 
-Env = VectorEnv[Any, Any, Any]
+Parts = tuple[Part, ...]
 
 REFERENCE, SEARCH, FINAL, DONE = "reference", "search", "final", "done"
 _PHASES = (REFERENCE, SEARCH, FINAL, DONE)
@@ -61,11 +60,12 @@ class WorkflowTrainer:
     """Searches.
 
     Args:
-        env: training networks, as many as the settings say. evaluation: the same, with other random numbers.
+        env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
+            other random numbers.
         policy: makes who acts for a learner; the learner itself by default.
     """
 
-    def __init__(self, settings: WorkflowTraining, env: Env, evaluation: Env, policy: Any = None) -> None:
+    def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
         self.settings = settings
         self._env, self._evaluation = env, evaluation
         self._make_policy = policy or (lambda learner: learner)
@@ -95,7 +95,7 @@ class WorkflowTrainer:
         return self.phase == DONE
 
     @property
-    def environments(self) -> tuple[Env, Env]:
+    def environments(self) -> tuple[Parts, Parts]:
         """Those of training and of evaluation."""
         return self._env, self._evaluation
 

@@ -3,6 +3,6 @@
 from .cyborg import CyborgEnv, CyborgMissing
 from .environment import CageEnv
 from .network import Networks, RedName
-from .vector import CageVectorEnv
+from .vector import CageRows, CageVectorEnv
 
-__all__ = ["CageEnv", "CageVectorEnv", "CyborgEnv", "CyborgMissing", "Networks", "RedName"]
+__all__ = ["CageEnv", "CageRows", "CageVectorEnv", "CyborgEnv", "CyborgMissing", "Networks", "RedName"]

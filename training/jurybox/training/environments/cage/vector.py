@@ -129,6 +129,76 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
         }
 
 
+class CageRows(CageVectorEnv):
+    """Some of many networks: what `CageVectorEnv` of all would do with these rows, whoever has the others.
+
+    The generator is drawn from for all networks and only these rows' numbers are used, which is cheap: a step draws
+    four numbers a network. That holds as long as all parts are reset and stepped equally often, and no row is reset
+    alone.
+
+    Args:
+        first: the first row of these. of: all networks. masks: infos hold ``action_masks``, too.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        red: RedName = "B_line",
+        *,
+        first: int,
+        of: int,
+        masks: bool = False,
+        episode_length: int = 100,
+        quirk: bool = False,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        if not 0 <= first <= of - num_envs:
+            raise ValueError(f"expected {num_envs} rows among {of}, got them from row {first} on")
+        super().__init__(num_envs, red, episode_length=episode_length, quirk=quirk, autoreset_mode=autoreset_mode)
+        self._first, self._of, self._masks = first, of, masks
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """As `CageVectorEnv` does; `seed` is the first row's, as Gymnasium spreads one seed: that of all + its number.
+
+        Raises:
+            ValueError: other seeds than one number.
+        """
+        if seed is not None:
+            if not isinstance(seed, int):
+                raise ValueError(f"expected one seed, that of the first row, got {seed!r}")
+            generator = np.random.default_rng([max(0, seed - self._first)])
+            self.networks.random = _RowsOfRandom(generator, self._first, self.num_envs, self._of)
+        return super().reset(options=options)
+
+    def random_state(self) -> dict[str, Any]:
+        """Of the generator: the same in all parts."""
+        return dict(self.networks.random.bit_generator.state)
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `random_state` gave, of any part."""
+        self.networks.random.bit_generator.state = state
+
+    def _info(self) -> dict[str, Any]:
+        info = super()._info()
+        if self._masks:
+            info |= {"action_masks": self.action_masks(), "_action_masks": np.ones(self.num_envs, np.bool_)}
+        return info
+
+
+class _RowsOfRandom(np.random.Generator):
+    """Draws for all networks and gives the numbers of some."""
+
+    def __init__(self, generator: np.random.Generator, first: int, count: int, of: int) -> None:
+        super().__init__(generator.bit_generator)
+        self._rows, self._of = slice(first, first + count), of
+
+    def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+        *lead, _ = (size,) if isinstance(size, int) else size
+        return super().random((*lead, self._of), dtype, out)[..., self._rows]
+
+
 def _reset_mask(options: dict[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
     if not options or "reset_mask" not in options:
         return np.ones(n, np.bool_)

@@ -1,0 +1,98 @@
+"""Env workers of trainings that are no plans, on other nodes than the learner: the episodes of one machine."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+from tests.integration.cluster.clusters import nodes
+from tests.serving import serving
+
+from jurybox.training.cluster.env_workers import Needs
+from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.recipes import workflow_run
+from jurybox.training.recipes.env_spread import spread_named
+from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
+from jurybox.training.recipes.progress import Silence
+from jurybox.training.runlog import RunLog
+from jurybox.training.search.settings import WorkflowTraining
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+AWAY = Needs(0.5, {"away": 1})
+SEARCH = WorkflowTraining(
+    n_envs=6, total_episodes=60, episode_length=20, max_train_episodes_per_env=2, evaluation_episodes=12, workers=2
+)
+MODEL = {"photo": {"factory": "tests.unit.recipes.cheap_juror:middle_grey", "max_batch": 8, "rows": 16}}
+PHOTO = PhotoTraining(steps=32, workers=4, per_worker=2, rollout=16, epochs=1, checkpoint_every=16)
+
+
+def columns(folder, *names):
+    with (folder / "metrics.csv").open() as file:
+        return [tuple(row[name] for name in names) for row in csv.DictReader(file)]
+
+
+def learned(folder):
+    return columns(folder, "return_mean", "return_std", "compliance", "fixes", "policy_loss", "value_loss")
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_search_with_its_networks_on_another_node_is_that_of_one_machine(tmp_path, halves):
+    settings = replace(SEARCH, halves=halves)
+    workflow_run.run(settings, tmp_path / "local")
+    with nodes("away") as cluster, spread_named("ray", cluster.address, AWAY) as spread:
+        workflow_run.run(settings, tmp_path / "ray", spread=spread)
+        more = replace(settings, total_episodes=72)
+        workflow_run.run(more, tmp_path / "ray", resume=True, spread=spread)
+    workflow_run.run(more, tmp_path / "local", resume=True)
+    assert len(learned(tmp_path / "local")) == 12 and learned(tmp_path / "local") == learned(tmp_path / "ray")
+    local, ray = (json.loads((tmp_path / where / "summary.json").read_text()) for where in ("local", "ray"))
+    assert local["return_mean"] == ray["return_mean"] and local["workflow"] == ray["workflow"]
+    assert ray["env_worker_restarts"] == 0
+
+
+class KillsOnce(Silence):
+    """Takes a node away in the middle of a training, and brings another."""
+
+    def __init__(self, cluster, doomed, at):
+        self.cluster, self.doomed, self.at = cluster, doomed, at
+
+    def advance(self, done, numbers=None):
+        if self.doomed is not None and done >= self.at:
+            doomed, self.doomed = self.doomed, None
+            self.cluster.kill(doomed)
+            self.cluster.add("away")
+
+
+def test_a_search_goes_on_when_the_node_of_its_networks_dies(tmp_path):
+    with nodes() as cluster:
+        doomed = cluster.add("away")
+        with spread_named("ray", cluster.address, AWAY) as spread:
+            workflow_run.run(SEARCH, tmp_path, KillsOnce(cluster, doomed, 18), spread=spread)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["episodes"] == 60 and summary["env_worker_restarts"] == 2, "both workers were on it"
+
+
+def test_photos_are_edited_on_another_node_and_scored_over_the_network(tmp_path):
+    with serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
+        settings = replace(PHOTO, environment=PhotoConfig(address=server.address, seed=3))
+        with RunLog(tmp_path / "local", METRICS) as log:
+            train(settings, log)
+        with nodes() as cluster:
+            doomed = cluster.add("away")
+            with spread_named("ray", cluster.address, AWAY) as spread:
+                environments = make_environments(settings, spread)
+                addresses = {scorer._scorer.address for scorer in environments.get_attr("scorer")}
+                assert addresses == {f"grpc://{server.listening('grpc')}"}
+                environments.close()
+                with RunLog(tmp_path / "ray", METRICS) as log:
+                    train(settings, log, spread=spread)
+                with RunLog(tmp_path / "killed", METRICS) as log:
+                    train(settings, log, spread=spread, watcher=KillsOnce(cluster, doomed, 20))
+    names = ("episodes", "return_mean", "policy_loss", "value_loss", "score_after")
+    assert len(columns(tmp_path / "local", *names)) == 2
+    assert columns(tmp_path / "local", *names) == columns(tmp_path / "ray", *names)
+    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    assert summary["env_steps"] == 32 and summary["env_worker_restarts"] == 2 and summary["episodes_cut"] == 4

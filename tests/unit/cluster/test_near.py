@@ -1,0 +1,70 @@
+"""The line to a worker on the same machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jurybox.training.cluster.near import Ear, Line
+
+SOON = 20.0
+
+
+def test_questions_are_answered_in_order_whoever_asks_for_which_first() -> None:
+    line = Line(Ear(lambda method, arguments: (0, (method, *arguments))).name)
+    first, second = line.ask("step", (1,)), line.ask("step", (2,))
+    assert line.answer(second, time.monotonic() + SOON) == (0, ("step", 2))
+    assert line.answer(first, time.monotonic() + SOON) == (0, ("step", 1))
+    line.close()
+
+
+def test_an_answer_that_does_not_come_is_waited_for_no_longer_than_wanted() -> None:
+    line = Line(Ear(lambda method, arguments: (0, time.sleep(arguments[0]))).name)
+    asked = line.ask("sleep", (0.4,))
+    assert line.answer(asked, time.monotonic() + 0.05) is None
+    assert line.answer(asked, time.monotonic() + SOON) == (0, None), "it comes later"
+    line.close()
+
+
+def test_a_worker_listens_again_when_its_caller_has_gone() -> None:
+    ear = Ear(lambda method, arguments: (0, method))
+    for _ in range(2):
+        line = Line(ear.name)
+        assert line.answer(line.ask("hello", ()), time.monotonic() + SOON) == (0, "hello")
+        line.close()
+
+
+WORKER = """
+import os, time
+from jurybox.training.cluster.near import Ear
+print(Ear(lambda method, arguments: os._exit(9)).name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_end_of_a_worker_is_noticed() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        line = Line(worker.stdout.readline().strip())
+        asked = line.ask("exit", ())
+        with pytest.raises((EOFError, OSError)):
+            line.answer(asked, time.monotonic() + SOON)
+        assert worker.wait(SOON) == 9
+        later = line.ask("exit", ())
+        with pytest.raises((EOFError, OSError)):
+            line.answer(later, time.monotonic() + SOON)
+        line.close()
+    finally:
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()
+
+
+@pytest.mark.parametrize("name", ["", "jurybox-env-nobody"])
+def test_there_is_no_line_to_nobody(name) -> None:
+    with pytest.raises(OSError):
+        Line(name)

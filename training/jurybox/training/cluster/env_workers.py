@@ -1,0 +1,255 @@
+"""Env workers as Ray actors: each holds some of a training's environments; what is said to one is one call.
+
+They are placed by what they need, spread over the machines; those on the learner's own are asked over a socket
+(`near`). One that dies is started again by Ray, where there is room, and holds new environments: whoever asked is told
+`LOST`, and what becomes of the episodes is his.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+
+from jurybox.protocol.errors import Timeout
+from jurybox.training.cluster.near import Answer, Ear, Line
+from jurybox.training.cluster.workers import LOST
+from jurybox.training.recipes import interrupts
+from jurybox.training.recipes.worker_process import WorkerFailed, described
+
+_DEATHS = 3  # of one worker, with nothing done between them, before it is given up
+_LOOK = 0.5  # seconds between two looks for an interrupt
+_AGAIN = 0.2
+_STOP = 2.0  # seconds that workers get to close their environments
+_VALUE, _RAISED, _NEW = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What is set aside for one worker, as Ray counts it."""
+
+    cpus: float = 1.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question under way: to which worker, in which of its lives, until when."""
+
+    worker: int
+    life: int
+    until: float
+    answer: Any  # Ray's reference, or the number of a question over the line
+
+
+class EnvActor:
+    """One worker: makes what it holds when it is told to begin, and calls its methods."""
+
+    def __init__(self, path: list[str], environment: dict[str, str], make: bytes) -> None:
+        sys.path += [each for each in path if each not in sys.path and Path(each).exists()]
+        os.environ.update(environment)
+        self._make = make
+        self._held: Any = None
+        self._ear: Ear | None = None
+
+    def begin(self) -> Answer:
+        """Make all anew; says the node that it is on, and the name of its ear there."""
+        held, self._held = self._held, None
+        try:
+            if held is not None:
+                held.close()
+            self._held = cloudpickle.loads(self._make)()  # from the process that started this one
+        except Exception as error:  # noqa: BLE001 (the learner raises it)
+            return _RAISED, str(described(error))
+        if (cv2 := sys.modules.get("cv2")) is not None:
+            cv2.setNumThreads(0)
+        self._ear = self._ear or Ear(self.do)
+        return _VALUE, (ray.get_runtime_context().get_node_id(), self._ear.name)
+
+    def do(self, method: str, arguments: tuple[Any, ...]) -> Answer:
+        """Call a method of what it holds; a process that Ray started anew holds nothing yet."""
+        if self._held is None:
+            return _NEW, None
+        try:
+            return _VALUE, getattr(self._held, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 (the learner raises it)
+            return _RAISED, str(described(error))
+
+    def end(self) -> None:
+        """Close all that it holds."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+
+class EnvWorkers:
+    """All workers of a training. Close them, or use them in a ``with``.
+
+    Args:
+        makers: for each worker a function that makes what it holds: an object with methods, and `close`. Called in the
+            worker (cloudpickle).
+        environment: environment variables that workers get.
+        timeout: seconds for one answer before the worker is taken for dead.
+        start_timeout: seconds to be placed, and to make what it holds.
+
+    Attributes:
+        restarts: workers replaced so far.
+
+    Raises:
+        WorkerFailed: what a worker holds could not be made.
+        Timeout: Ray had no room for one, or it was not made in time.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[Callable[[], Any]],
+        needs: Needs | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self._needs = needs or Needs()
+        self._timeout, self._start_timeout = timeout, start_timeout
+        self._orders = [(list(sys.path), dict(environment or {}), cloudpickle.dumps(make)) for make in makers]
+        self._lives = [0] * len(makers)
+        self._deaths = [0] * len(makers)
+        self._lines: dict[int, Line] = {}  # to workers of this machine
+        self._node = ray.get_runtime_context().get_node_id()
+        self.restarts = 0
+        self._actors = [self._new(worker) for worker in range(len(makers))]
+        try:
+            begun = [actor.begin.remote() for actor in self._actors]
+            for worker, answer in enumerate(begun):
+                self._begun(worker, answer, time.monotonic() + start_timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def __enter__(self) -> EnvWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def life(self, worker: int) -> int:
+        """How often it was replaced."""
+        return self._lives[worker]
+
+    def ask(self, worker: int, method: str, *arguments: Any) -> Asked:
+        """Begin a call of what it holds; several may be under way, they are done in order."""
+        line = self._lines.get(worker)
+        answer = line.ask(method, arguments) if line else self._actors[worker].do.remote(method, arguments)
+        return Asked(worker, self._lives[worker], time.monotonic() + self._timeout, answer)
+
+    def answer(self, asked: Asked) -> Any:
+        """Wait for it; `LOST` where the worker was replaced since.
+
+        Raises:
+            WorkerFailed: the method raised, or the worker died several times without doing anything.
+        """
+        worker = asked.worker
+        if asked.life != self._lives[worker]:
+            return LOST
+        line = self._lines.get(worker)
+        try:
+            kind, value = _wait(asked.answer, asked.until, line)
+        except GetTimeoutError:
+            ray.kill(self._actors[worker], no_restart=False)  # Ray makes it anew
+            kind = _NEW
+        except (RayActorError, EOFError, OSError):
+            kind = _NEW
+        if kind == _NEW:
+            self._replace(worker)
+            return LOST
+        self._deaths[worker] = 0
+        if kind == _RAISED:
+            raise WorkerFailed(f"env worker {worker}: {value}")
+        return value
+
+    def close(self) -> None:
+        """End them, in order where they answer within two seconds."""
+        with interrupts.held():
+            actors, self._actors = self._actors, []
+            if actors:
+                ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_STOP)
+            for line in self._lines.values():
+                line.close()
+            self._lines.clear()
+            for actor in actors:
+                ray.kill(actor)
+
+    def _replace(self, worker: int) -> None:
+        """Wait until Ray has made it anew, and have it make what it holds."""
+        if (line := self._lines.pop(worker, None)) is not None:
+            line.close()
+        self._lives[worker] += 1
+        self._deaths[worker] += 1
+        self.restarts += 1
+        if self._deaths[worker] > _DEATHS:
+            raise WorkerFailed(
+                f"env worker {worker} ended, {_DEATHS} times in a row before it had done anything: given up"
+            )
+        until = time.monotonic() + self._start_timeout
+        while True:
+            try:
+                return self._begun(worker, self._actors[worker].begin.remote(), until)
+            except ActorDiedError:
+                self._actors[worker] = self._new(worker)
+            except RayActorError:  # Ray is restarting it
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_AGAIN)
+
+    def _begun(self, worker: int, answer: Any, until: float) -> None:
+        try:
+            kind, value = _wait(answer, until)
+        except GetTimeoutError as error:
+            wanted = {"CPU": self._needs.cpus, **self._needs.resources}
+            raise Timeout(
+                f"env worker {worker} of {len(self._orders)} has not begun within {self._start_timeout:g} s: "
+                f"no machine has {wanted} free for it (in all there are {ray.cluster_resources()}), or its "
+                "environments take long. Use fewer workers, or add machines"
+            ) from error
+        if kind == _RAISED:
+            raise WorkerFailed(f"env worker {worker}: {value}")
+        node, name = value
+        if node == self._node:
+            with suppress(OSError):
+                self._lines[worker] = Line(name)
+
+    def _new(self, worker: int) -> Any:
+        options: dict[str, Any] = {
+            "num_cpus": self._needs.cpus,
+            "resources": dict(self._needs.resources),
+            "max_restarts": -1,
+            "scheduling_strategy": "SPREAD",
+        }
+        return ray.remote(EnvActor).options(**options).remote(*self._orders[worker])
+
+
+def _wait(answer: Any, until: float, line: Line | None = None) -> Answer:
+    while True:
+        look = min(until, time.monotonic() + _LOOK)
+        try:
+            left = max(0.0, look - time.monotonic())
+            found: Answer | None = line.answer(answer, look) if line else ray.get(answer, timeout=left)
+        except GetTimeoutError:
+            found = None
+        if found is not None:
+            return found
+        interrupts.check()
+        if time.monotonic() >= until:
+            raise GetTimeoutError("no answer in time")

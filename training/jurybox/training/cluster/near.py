@@ -1,0 +1,117 @@
+"""A line to an env worker on the learner's own machine: a Unix socket, in a tenth of the time of a call through Ray.
+
+Its name is in no folder (an abstract socket), so nothing is left of it whatever dies. Both ends let nobody in but
+processes of their own user, as the kernel tells it: pickle is safe between them, as between a process and its child.
+Who cannot connect (another user, another network namespace) calls through Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+Answer = tuple[int, Any]  # its kind, and what `env_workers` says of kinds
+_PEER = struct.Struct("3i")  # process, user, group
+_PATIENCE = 5.0
+
+
+class Ear:
+    """The worker's end: listens, for one caller at a time, in a thread of its own.
+
+    Args:
+        do: answers a method's name and its arguments.
+    """
+
+    def __init__(self, do: Callable[[str, tuple[Any, ...]], Answer]) -> None:
+        self._do = do
+        self.name = ""
+        if sys.platform != "linux":
+            return
+        self.name = f"jurybox-env-{os.getuid()}-{secrets.token_hex(8)}"
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(f"\0{self.name}")
+        listening.listen(1)
+        threading.Thread(target=self._listen, args=(listening,), name="near", daemon=True).start()
+
+    def _listen(self, listening: socket.socket) -> None:
+        while True:
+            caller, _ = listening.accept()
+            if _own_user(caller):
+                with Connection(caller.detach()) as line:
+                    self._serve(line)
+            else:
+                caller.close()
+
+    def _serve(self, line: Connection) -> None:
+        try:
+            while True:
+                line.send_bytes(_packed(self._do(*pickle.loads(line.recv_bytes()))))
+        except (EOFError, OSError):
+            return  # whoever called is gone
+
+
+class Line:
+    """The learner's end. Questions are answered in their order.
+
+    Raises:
+        OSError: nobody of that name is on this machine, or it is another user's.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise OSError("this worker has no line")
+        caller = socket.socket(socket.AF_UNIX)
+        try:
+            caller.settimeout(_PATIENCE)
+            caller.connect(f"\0{name}")
+            if not _own_user(caller):
+                raise OSError(f"{name} belongs to another user")
+            caller.settimeout(None)
+        except BaseException:
+            caller.close()
+            raise
+        self._connection = Connection(caller.detach())
+        self._asked = self._answered = 0
+        self._early: dict[int, Answer] = {}
+
+    def ask(self, method: str, arguments: tuple[Any, ...]) -> int:
+        """Send a question; its number. One to a worker that is gone is answered with EOFError."""
+        self._asked += 1
+        with suppress(OSError):  # which `answer` raises
+            self._connection.send_bytes(_packed((method, arguments)))
+        return self._asked
+
+    def answer(self, number: int, until: float) -> Answer | None:
+        """Wait until that moment of the monotonic clock; None when it did not come.
+
+        Raises:
+            EOFError, OSError: the worker is gone.
+        """
+        while number not in self._early:
+            if not self._connection.poll(max(0.0, until - time.monotonic())):
+                return None
+            self._answered += 1
+            self._early[self._answered] = pickle.loads(self._connection.recv_bytes())
+        return self._early.pop(number)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _packed(message: Any) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def _own_user(peer: socket.socket) -> bool:
+    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(user == os.getuid())

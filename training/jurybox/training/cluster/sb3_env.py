@@ -1,0 +1,141 @@
+"""Environments of many workers as one VecEnv of Stable-Baselines3: SubprocVecEnv over calls instead of pipes.
+
+A worker holds several environments (`seats`); what is sent to them travels together, as one call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.vec_env import SubprocVecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+
+from jurybox.training.cluster.seats import Request
+from jurybox.training.cluster.workers import LOST, Workers
+from jurybox.training.recipes.worker_process import WorkerFailed
+
+
+class SpreadVecEnv(SubprocVecEnv):
+    """As `WorkerVecEnv`, but a worker that is replaced does not end the training: its episodes are cut.
+
+    The step in which that is noticed answers with the first observation of new environments, reward 0, the last
+    observation as ``terminal_observation``, ``TimeLimit.truncated`` and ``info["restarted"]``.
+
+    Args:
+        workers: each holds `Seats`; closed with this.
+        counts: environments of each.
+        seed: of the run; new environments get seeds of their own from it.
+
+    Raises:
+        WorkerFailed: an environment raised; the message holds the worker's traceback.
+    """
+
+    def __init__(self, workers: Workers, counts: Sequence[int], seed: int) -> None:
+        self.waiting = self.closed = False
+        self._workers, self._seed = workers, seed
+        self._lives = [workers.life(worker) for worker in range(len(counts))]
+        self._unsent: dict[int, dict[int, Request]] = {}
+        self._under_way: dict[int, tuple[dict[int, Request], Any]] = {}
+        self._answers: dict[tuple[int, int], Any] = {}
+        self._seen: dict[tuple[int, int], Any] = {}  # every environment's last observation
+        places = [(worker, seat) for worker, count in enumerate(counts) for seat in range(count)]
+        self._number = {place: number for number, place in enumerate(places)}
+        self.remotes = [_Remote(self, place) for place in places]
+        for remote in self.remotes:
+            remote.send(("get_spaces", None))
+        spaces = [remote.recv() for remote in self.remotes]
+        VecEnv.__init__(self, len(spaces), *spaces[0])
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were replaced."""
+        return self._workers.restarts
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._workers.close()
+
+    def send(self, place: tuple[int, int], request: Request) -> None:
+        """Keep a request until an answer is wanted; then all go, one call for each worker."""
+        self._unsent.setdefault(place[0], {})[place[1]] = request
+
+    def receive(self, place: tuple[int, int]) -> Any:
+        """The answer of one environment."""
+        for worker, requests in self._unsent.items():
+            self._under_way[worker] = (requests, self._ask(worker, requests))
+        self._unsent = {}
+        if (arrived := self._under_way.pop(place[0], None)) is not None:
+            self._settle(place[0], *arrived)
+        answer = self._answers.pop(place)
+        if isinstance(answer, WorkerFailed):
+            raise WorkerFailed(f"environment {self._number[place]}: {answer}")
+        return answer
+
+    def _ask(self, worker: int, requests: dict[int, Request]) -> Any:
+        """None: what it holds is new, and a step would be that of an episode that never began."""
+        steps = any(command == "step" for command, _ in requests.values())
+        if steps and self._workers.life(worker) != self._lives[worker]:
+            return None
+        return self._workers.ask(worker, "answer", requests)
+
+    def _settle(self, worker: int, requests: dict[int, Request], asked: Any) -> None:
+        answers = LOST if asked is None else self._workers.answer(asked)
+        while answers is LOST:
+            if any(command == "step" for command, _ in requests.values()):
+                answers = self._cut(worker, requests)
+            else:
+                # Nothing of it was an episode's: the new one is asked the same, its rows are cut at the next step.
+                answers = self._workers.answer(self._workers.ask(worker, "answer", requests))
+        for seat, answer in answers.items():
+            command = requests[seat][0]
+            if command == "reset":
+                self._lives[worker] = self._workers.life(worker)
+            if command in ("reset", "step") and not isinstance(answer, WorkerFailed):
+                self._seen[worker, seat] = answer[0]
+            self._answers[worker, seat] = answer
+
+    def _cut(self, worker: int, requests: dict[int, Request]) -> Any:
+        """Reset the new environments; what they answer instead of a step, or `LOST` again."""
+        self._lives[worker] = self._workers.life(worker)
+        resets = {seat: ("reset", (self._fresh_seed(worker, seat), None)) for seat in requests}
+        begun = self._workers.answer(self._workers.ask(worker, "answer", resets))
+        if begun is LOST:
+            return LOST
+        return {
+            seat: answer if isinstance(answer, WorkerFailed) else self._cut_short((worker, seat), *answer)
+            for seat, answer in begun.items()
+        }
+
+    def _cut_short(self, place: tuple[int, int], observation: Any, info: dict[str, Any]) -> Any:
+        last = self._seen.get(place, observation)
+        told = {"TimeLimit.truncated": True, "terminal_observation": last, "restarted": True}
+        return observation, 0.0, True, told, info
+
+    def _fresh_seed(self, worker: int, seat: int) -> int:
+        numbers = (self._seed, self._number[worker, seat], self._workers.restarts)
+        return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+class _Remote:
+    """What SubprocVecEnv takes for its end of a pipe."""
+
+    def __init__(self, env: SpreadVecEnv, place: tuple[int, int]) -> None:
+        self._env, self._place = env, place
+
+    def send(self, request: Request) -> None:
+        self._env.send(self._place, request)
+
+    def recv(self) -> Any:
+        return self._env.receive(self._place)
+
+
+def dealt(count: int, each: int) -> list[range]:
+    """Numbers of the environments of every worker, `each` of them, the last with what is left."""
+    if count < 1 or each < 1:
+        raise ValueError(f"expected at least one environment, and one for each worker, got {count} and {each}")
+    edges = [*range(0, count, each), count]
+    return [range(first, end) for first, end in itertools.pairwise(edges)]

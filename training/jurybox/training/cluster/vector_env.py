@@ -1,0 +1,213 @@
+"""Environments of many workers as one Gymnasium VectorEnv: one call for each worker and step, whole batches in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+
+from jurybox.training.cluster.workers import LOST, Workers
+
+Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+
+
+class Groups:
+    """What one worker holds: vector environments, numbered, each of which belongs to another `SpreadVectorEnv`."""
+
+    def __init__(self, makers: Sequence[Callable[[], VectorEnv[Any, Any, Any]]]) -> None:
+        self._groups = [make() for make in makers]
+
+    def spaces(self, group: int) -> tuple[Any, Any, dict[str, Any]]:
+        env = self._groups[group]
+        return env.single_observation_space, env.single_action_space, env.metadata
+
+    def reset(self, group: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        return self._groups[group].reset(seed=seed, options=options)
+
+    def step(self, group: int, actions: Any) -> Step:
+        observations, rewards, *ends, infos = self._groups[group].step(actions)
+        return observations, rewards, ends[0], ends[1], infos
+
+    def call(self, group: int, name: str, arguments: tuple[Any, ...]) -> Any:
+        found = getattr(self._groups[group], name)
+        return found(*arguments) if callable(found) else found
+
+    def close(self) -> None:
+        for env in self._groups:
+            env.close()
+
+
+class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
+    """Group `group` of every worker, one after the other in rows. It does not own the workers.
+
+    `step_async` and `step_wait` are the halves of `step`: whoever has two such environments acts for one while the
+    other's step is on its way. A worker that was replaced has new environments: the episodes of its rows are cut. They
+    answer with truncated=True, their last observation, reward 0 and ``info["restarted"]``, and the step after that is
+    the reset of the new ones, as after any end of an episode (gymnasium.vector.AutoresetMode.NEXT_STEP).
+
+    Args:
+        workers: each holds `Groups`.
+        group: as these count them.
+        counts: rows of each worker.
+    """
+
+    def __init__(self, workers: Workers, group: int, counts: Sequence[int]) -> None:
+        if len(counts) != len(workers) or min(counts) < 1:
+            raise ValueError(f"expected rows for each of {len(workers)} workers, got {list(counts)}")
+        self._workers, self._group = workers, group
+        bounds = [0, *itertools.accumulate(counts)]
+        self._rows = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        self.num_envs = bounds[-1]
+        self._seed: int | None = None
+        self._lives = [workers.life(worker) for worker in range(len(workers))]
+        self._asked: list[Any] = []
+        self._begun: dict[int, tuple[Any, dict[str, Any]]] = {}  # new environments that were reset and not told of
+        observation, action, self.metadata = self._insist(0, "spaces")
+        self.single_observation_space, self.single_action_space = observation, action
+        self.observation_space = batch_space(observation, self.num_envs)
+        self.action_space = batch_space(action, self.num_envs)
+        self._last: list[tuple[Any, dict[str, Any]]] = []  # each worker's, of its last step
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all; the row i gets `seed` + i, as Gymnasium spreads one seed.
+
+        Raises:
+            ValueError: other seeds than one number.
+        """
+        if seed is not None and not isinstance(seed, int):
+            raise ValueError(f"expected one seed for all rows, got {seed!r}")
+        for worker, asked in enumerate(self._asked):
+            if asked is not None and self._workers.answer(asked) is LOST:
+                self._lives[worker] = -1
+        self._seed = self._seed if seed is None else seed
+        self._asked = []
+        self._begun.clear()
+        asked_all = [self._ask_reset(worker, seed, options) for worker in range(len(self._rows))]
+        self._last = [self._reset(worker, asked, seed, options) for worker, asked in enumerate(asked_all)]
+        return self._joined([each[0] for each in self._last]), joined([each[1] for each in self._last], self._rows)
+
+    def step(self, actions: Any) -> Step:
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Send every worker its rows' actions."""
+        if self._asked:
+            raise RuntimeError("a step is under way already: receive its results first")
+        self._asked = [
+            self._workers.ask(worker, "step", self._group, actions[rows])
+            if worker not in self._begun and self._workers.life(worker) == self._lives[worker]
+            else None
+            for worker, rows in enumerate(self._rows)
+        ]
+
+    def step_wait(self) -> Step:
+        """Results of `step_async`."""
+        if not self._asked:
+            raise RuntimeError("expected actions sent before: call step_async first")
+        asked_all, self._asked = self._asked, []
+        steps = [self._result(worker, asked) for worker, asked in enumerate(asked_all)]
+        self._last = [(each[0], each[4]) for each in steps]
+        rewards, terminated, truncated = (np.concatenate([each[i] for each in steps]) for i in (1, 2, 3))
+        observations = self._joined([each[0] for each in steps])
+        return observations, rewards, terminated, truncated, joined([each[4] for each in steps], self._rows)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every worker's group, or get an attribute; one value for each worker."""
+        return tuple(self._insist(worker, "call", name, args) for worker in range(len(self._rows)))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """The workers are their owner's."""
+
+    def _result(self, worker: int, asked: Any) -> Step:
+        """One worker's step."""
+        n = self._rows[worker].stop - self._rows[worker].start
+        never = np.zeros(n, np.bool_)
+        if worker in self._begun:
+            observations, infos = self._begun.pop(worker)
+            return observations, np.zeros(n), never, never.copy(), infos
+        answer = LOST if asked is None else self._workers.answer(asked)
+        if answer is not LOST:
+            step: Step = answer
+            return step
+        self._begun[worker] = self._reset(worker, self._ask_reset(worker, None, None), None, None)
+        observations, infos = self._last[worker]
+        told = {"restarted": ~never, "_restarted": ~never}
+        return observations, np.zeros(n), never, ~never, {**_emptied(infos), **told}
+
+    def _ask_reset(self, worker: int, seed: int | None, options: dict[str, Any] | None) -> Any:
+        if seed is None and self._workers.life(worker) != self._lives[worker]:
+            seed = self._fresh_seed()
+        self._lives[worker] = self._workers.life(worker)
+        own = None if seed is None else seed + self._rows[worker].start
+        return self._workers.ask(worker, "reset", self._group, own, options)
+
+    def _reset(
+        self, worker: int, asked: Any, seed: int | None, options: dict[str, Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        while (answer := self._workers.answer(asked)) is LOST:
+            asked = self._ask_reset(worker, seed, options)
+        found: tuple[Any, dict[str, Any]] = answer
+        return found
+
+    def _insist(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Ask until there is an answer; a new worker's rows are told of at the next step."""
+        while (answer := self._workers.answer(self._workers.ask(worker, method, self._group, *arguments))) is LOST:
+            pass
+        return answer
+
+    def _fresh_seed(self) -> int | None:
+        """A seed for environments that begin anew in a new worker, where the run has one."""
+        if self._seed is None:
+            return None
+        return int(np.random.SeedSequence((self._seed, self._group, self._workers.restarts)).generate_state(1)[0])
+
+    def _joined(self, batches: list[Any]) -> Any:
+        if all(isinstance(batch, np.ndarray) for batch in batches):
+            return np.concatenate(batches)
+        rows = [row for batch, part in zip(batches, self._rows, strict=True) for row in _rows_of(batch, part)]
+        out = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, rows, out)
+
+
+def joined(infos: Sequence[dict[str, Any]], rows: Sequence[slice]) -> dict[str, Any]:
+    """Infos of groups as one, by Gymnasium's rules: where a group has not set a key, there are zeros (or None).
+
+    Args:
+        infos: of each group, arrays of its rows.
+        rows: of each group among all.
+    """
+    n = rows[-1].stop
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
+        having = [(info[name], where) for info, where in zip(infos, rows, strict=True) if name in info]
+        if isinstance(having[0][0], dict):
+            found[name] = joined([info.get(name, {}) for info in infos], rows)
+            continue
+        like = having[0][0]
+        empty = None if like.dtype == object else 0
+        found[name] = np.full((n, *like.shape[1:]), empty, like.dtype)
+        for values, where in having:
+            found[name][where] = values
+    return found
+
+
+def _emptied(infos: dict[str, Any]) -> dict[str, Any]:
+    """The same keys, and nobody has set them."""
+    return {name: _emptied(value) if isinstance(value, dict) else np.zeros_like(value) for name, value in infos.items()}
+
+
+def _rows_of(batch: Any, rows: slice) -> list[Any]:
+    if isinstance(batch, dict):
+        parts = {name: _rows_of(part, rows) for name, part in batch.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(rows.stop - rows.start)]
+    if isinstance(batch, tuple):
+        return list(zip(*(_rows_of(part, rows) for part in batch), strict=True))
+    return list(batch)
