@@ -38,17 +38,33 @@ def learned(folder):
     return columns(folder, "return_mean", "return_std", "compliance", "fixes", "policy_loss", "value_loss")
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_a_search_with_its_networks_on_another_node_is_that_of_one_machine(tmp_path, halves):
-    settings = replace(SEARCH, halves=halves)
-    workflow_run.run(settings, tmp_path / "local")
+class Stops(Silence):
+    """As if the process were killed, after some episodes."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def advance(self, done, numbers=None):
+        if done >= self.after:
+            raise InterruptedError
+
+
+def test_a_search_with_its_networks_on_another_node_is_that_of_one_machine(tmp_path):
     with nodes("away") as cluster, spread_named("ray", cluster.address, AWAY) as spread:
-        workflow_run.run(settings, tmp_path / "ray", spread=spread)
-        more = replace(settings, total_episodes=72)
-        workflow_run.run(more, tmp_path / "ray", resume=True, spread=spread)
-    workflow_run.run(more, tmp_path / "local", resume=True)
-    assert len(learned(tmp_path / "local")) == 12 and learned(tmp_path / "local") == learned(tmp_path / "ray")
-    local, ray = (json.loads((tmp_path / where / "summary.json").read_text()) for where in ("local", "ray"))
+        for name, settings in (("whole", SEARCH), ("halves", replace(SEARCH, halves=True))):
+            workflow_run.run(settings, tmp_path / name / "local")
+            workflow_run.run(settings, tmp_path / name / "ray", spread=spread)
+            local, ray = (learned(tmp_path / name / where) for where in ("local", "ray"))
+            assert len(local) == 10 and local == ray
+        longer = replace(SEARCH, total_episodes=90)
+        with pytest.raises(InterruptedError):  # there is a checkpoint after ten updates
+            workflow_run.run(longer, tmp_path / "first here", Stops(72), spread=spread)
+        assert learned(tmp_path / "whole" / "local") != learned(tmp_path / "halves" / "local")
+    workflow_run.run(longer, tmp_path / "first here", resume=True)
+    workflow_run.run(longer, tmp_path / "at once")
+    assert len(learned(tmp_path / "at once")) == 15
+    assert learned(tmp_path / "at once") == learned(tmp_path / "first here"), "begun on a cluster, ended without"
+    local, ray = (json.loads((tmp_path / "whole" / where / "summary.json").read_text()) for where in ("local", "ray"))
     assert local["return_mean"] == ray["return_mean"] and local["workflow"] == ray["workflow"]
     assert ray["env_worker_restarts"] == 0
 
@@ -76,21 +92,20 @@ def test_a_search_goes_on_when_the_node_of_its_networks_dies(tmp_path):
 
 
 def test_photos_are_edited_on_another_node_and_scored_over_the_network(tmp_path):
-    with serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
+    with nodes() as cluster, serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
         settings = replace(PHOTO, environment=PhotoConfig(address=server.address, seed=3))
         with RunLog(tmp_path / "local", METRICS) as log:
             train(settings, log)
-        with nodes() as cluster:
-            doomed = cluster.add("away")
-            with spread_named("ray", cluster.address, AWAY) as spread:
-                environments = make_environments(settings, spread)
-                addresses = {scorer._scorer.address for scorer in environments.get_attr("scorer")}
-                assert addresses == {f"grpc://{server.listening('grpc')}"}
-                environments.close()
-                with RunLog(tmp_path / "ray", METRICS) as log:
-                    train(settings, log, spread=spread)
-                with RunLog(tmp_path / "killed", METRICS) as log:
-                    train(settings, log, spread=spread, watcher=KillsOnce(cluster, doomed, 20))
+        doomed = cluster.add("away")
+        with spread_named("ray", cluster.address, AWAY) as spread:
+            environments = make_environments(settings, spread)
+            addresses = {scorer._scorer.address for scorer in environments.get_attr("scorer")}
+            assert addresses == {f"grpc://{server.listening('grpc')}"}
+            environments.close()
+            with RunLog(tmp_path / "ray", METRICS) as log:
+                train(settings, log, spread=spread)
+            with RunLog(tmp_path / "killed", METRICS) as log:
+                train(settings, log, spread=spread, watcher=KillsOnce(cluster, doomed, 20))
     names = ("episodes", "return_mean", "policy_loss", "value_loss", "score_after")
     assert len(columns(tmp_path / "local", *names)) == 2
     assert columns(tmp_path / "local", *names) == columns(tmp_path / "ray", *names)

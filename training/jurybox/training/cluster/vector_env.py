@@ -173,7 +173,7 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         if all(isinstance(batch, np.ndarray) for batch in batches):
             return np.concatenate(batches)
         rows = [row for batch, part in zip(batches, self._rows, strict=True) for row in _rows_of(batch, part)]
-        out = create_empty_array(self.single_observation_space, self.num_envs)
+        out: Any = create_empty_array(self.single_observation_space, self.num_envs)
         return concatenate(self.single_observation_space, rows, out)
 
 

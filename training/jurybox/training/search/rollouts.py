@@ -144,9 +144,9 @@ class _Game:
 
 def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
     """Step, and give what waits for the result."""
-    if hasattr(env, "step_async"):
-        env.step_async(actions)
-        wait: Callable[[], Any] = env.step_wait
+    begin, wait = (getattr(env, name, None) for name in ("step_async", "step_wait"))
+    if begin is not None and wait is not None:
+        begin(actions)
         return wait
     done = env.step(actions)
     return lambda: done
