@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -12,9 +11,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from jurybox.training.recipes import interrupts
-
-_FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
+from jurybox.training.recipes.command import check_server, until_interrupted
 
 train = typer.Typer(
     help="Train a policy against a running server.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -22,16 +19,6 @@ train = typer.Typer(
 demo = typer.Typer(
     help="See it all at once: server, workers, training, report.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-
-_NO_SERVER = """\
-{error}
-
-A training asks a running server for its scores. Start one in another terminal:
-
-    printf '[models.{model}]\\nfactory = "jurybox.server.jurors:panel"\\n' > photo.toml
-    jurybox serve photo.toml
-
-or see the whole with a server of its own: jurybox demo photo --out demo-out"""
 
 
 @train.callback()
@@ -97,7 +84,7 @@ def train_photo(
         from jurybox.training.recipes.trackers import require, trackers
 
         require(mlflow=mlflow, wandb=wandb)
-        _check_server(address, model)
+        check_server(address, model)
         from jurybox.training.environments.photo import PhotoConfig
         from jurybox.training.recipes.env_spread import spread_named
         from jurybox.training.recipes.photo import PhotoTraining
@@ -122,7 +109,7 @@ def train_photo(
         )
         return "\n".join((verdict.headline, *verdict.sentences))
 
-    _until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+    until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
 
 
 @train.command("marl")
@@ -167,7 +154,7 @@ def train_marl(
             address=address,
         )
 
-    _until_interrupted(work, None, told="stopping; --resume goes on from here")
+    until_interrupted(work, None, told="stopping; --resume goes on from here")
 
 
 @train.command("hockey")
@@ -224,7 +211,7 @@ def train_hockey(
         settings = settings_of(config, change or [], given)
         return train_hockey(settings, out, console, serial=serial, resume=resume, mlflow=mlflow, wandb=wandb)
 
-    _until_interrupted(work, out, told="stopping; --resume goes on from here")
+    until_interrupted(work, out, told="stopping; --resume goes on from here")
 
 
 @train.command("workflow")
@@ -304,7 +291,7 @@ def train_workflow(
             spread=spread,
         )
 
-    _until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+    until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
 
 
 @demo.command("photo")
@@ -338,67 +325,7 @@ def demo_photo(
         )
         return "\n".join((verdict.headline, *verdict.sentences))
 
-    _until_interrupted(work, out, told="stopping the server and the workers")
-
-
-def _until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
-    """Do the work and end the process with its exit status; whatever happens, what it started is stopped."""
-    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    resources = ExitStack()
-    interrupts.take_over(lambda: errors.print(told, highlight=False))
-    status, said = 0, ""
-    try:
-        said = work(console, resources)
-    except KeyboardInterrupt:
-        status = interrupts.exit_status() or 130
-    except Exception as error:  # noqa: BLE001 (the outermost place: resources are closed below)
-        status = _status_of(error)
-        if status == _FAILED:
-            _show(errors, error)
-        else:
-            errors.print(str(error), highlight=False, markup=False)
-    interrupts.ignore_from_now_on()
-    resources.close()
-    if status == 0:
-        where = f"\n\nreport: {out / 'report.html'}" if out else ""
-        console.print(f"\n{said}{where}", highlight=False, markup=False)
-    raise typer.Exit(status)
-
-
-def _status_of(error: Exception) -> int:
-    """Exit status for an error: those that the user can mend are told without a traceback."""
-    from jurybox.client import Error
-    from jurybox.training.environments.cage.cyborg import CyborgMissing
-    from jurybox.training.environments.photo import PhotoError
-    from jurybox.training.recipes.checkpoints import CheckpointError
-    from jurybox.training.recipes.local_server import ServerNotStarted
-    from jurybox.training.recipes.trackers import TrackerMissing
-    from jurybox.training.runlog import RunLogError
-    from jurybox.training.runtime.errors import RunError
-
-    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing):
-        return _USAGE
-    return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
-
-
-def _show(errors: Console, error: Exception) -> None:
-    import traceback
-
-    errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
-
-
-class NoServer(RuntimeError):
-    """There is no server to train against, or it has no such juror."""
-
-
-def _check_server(address: str | None, model: str) -> None:
-    from jurybox.client import Error, connect
-
-    try:
-        with connect(address, timeout=2.0) as server:
-            server.describe(model)
-    except Error as error:
-        raise NoServer(_NO_SERVER.format(error=error, model=model)) from error
+    until_interrupted(work, out, told="stopping the server and the workers")
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -1,0 +1,85 @@
+"""How a training's command ends: interrupted or not, with everything stopped, and a status that says how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from jurybox.training.recipes import interrupts
+
+_FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
+
+_NO_SERVER = """\
+{error}
+
+A training asks a running server for its scores. Start one in another terminal:
+
+    printf '[models.{model}]\\nfactory = "jurybox.server.jurors:panel"\\n' > photo.toml
+    jurybox serve photo.toml
+
+or see the whole with a server of its own: jurybox demo photo --out demo-out"""
+
+
+def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
+    """Do the work and end the process with its exit status; whatever happens, what it started is stopped."""
+    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    resources = ExitStack()
+    interrupts.take_over(lambda: errors.print(told, highlight=False))
+    status, said = 0, ""
+    try:
+        said = work(console, resources)
+    except KeyboardInterrupt:
+        status = interrupts.exit_status() or 130
+    except Exception as error:  # noqa: BLE001 (the outermost place: resources are closed below)
+        status = _status_of(error)
+        if status == _FAILED:
+            _show(errors, error)
+        else:
+            errors.print(str(error), highlight=False, markup=False)
+    interrupts.ignore_from_now_on()
+    resources.close()
+    if status == 0:
+        where = f"\n\nreport: {out / 'report.html'}" if out else ""
+        console.print(f"\n{said}{where}", highlight=False, markup=False)
+    raise typer.Exit(status)
+
+
+def _status_of(error: Exception) -> int:
+    """Exit status for an error: those that the user can mend are told without a traceback."""
+    from jurybox.client import Error
+    from jurybox.training.environments.cage.cyborg import CyborgMissing
+    from jurybox.training.environments.photo import PhotoError
+    from jurybox.training.recipes.checkpoints import CheckpointError
+    from jurybox.training.recipes.local_server import ServerNotStarted
+    from jurybox.training.recipes.trackers import TrackerMissing
+    from jurybox.training.runlog import RunLogError
+    from jurybox.training.runtime.errors import RunError
+
+    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing):
+        return _USAGE
+    return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
+
+
+def _show(errors: Console, error: Exception) -> None:
+    import traceback
+
+    errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
+
+
+class NoServer(RuntimeError):
+    """There is no server to train against, or it has no such juror."""
+
+
+def check_server(address: str | None, model: str) -> None:
+    """Raises NoServer where none answers at that address, or it has no such model."""
+    from jurybox.client import Error, connect
+
+    try:
+        with connect(address, timeout=2.0) as server:
+            server.describe(model)
+    except Error as error:
+        raise NoServer(_NO_SERVER.format(error=error, model=model)) from error
