@@ -218,9 +218,10 @@ class EnvWorkers:
             kind, value = _wait(answer, until)
         except GetTimeoutError as error:
             wanted = {"CPU": self._needs.cpus, **self._needs.resources}
+            there: Any = ray.cluster_resources  # Ray has no types for it
             raise Timeout(
                 f"env worker {worker} of {len(self._orders)} has not begun within {self._start_timeout:g} s: "
-                f"no machine has {wanted} free for it (in all there are {ray.cluster_resources()}), or its "
+                f"no machine has {wanted} free for it (in all there are {there()}), or its "
                 "environments take long. Use fewer workers, or add machines"
             ) from error
         if kind == _RAISED:

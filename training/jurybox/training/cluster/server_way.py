@@ -6,6 +6,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -37,7 +38,7 @@ class Way:
 
     def here(self) -> str:
         """The address for this process, wherever Ray has put it."""
-        return self.from_node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        return self.from_node(*_this_node())
 
     def from_node(self, node: str, host: str) -> str:
         """The address for processes of a machine.
@@ -67,11 +68,11 @@ def way_to(address: str | None, far: str | None = None, timeout: float = 10.0) -
     near = address or default_address()
     if not near.startswith("ipc://"):
         return Way(near)
-    host = ray.util.get_node_ip_address()
+    node, host = _this_node()
     if far is None:
         with connect(near, timeout=timeout) as server:
             far = far_address(server.status()["server"]["grpc"], host)
-    return Way(near, far, ray.get_runtime_context().get_node_id(), host)
+    return Way(near, far, node, host)
 
 
 def far_address(listens: str, host: str) -> str:
@@ -90,6 +91,12 @@ def far_address(listens: str, host: str) -> str:
 def credentials(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables by which clients show who they are, and know the server."""
     return {name: environment[name] for name in _CREDENTIALS if name in environment}
+
+
+def _this_node() -> tuple[str, str]:
+    """Ray's id of this machine, and its address."""
+    util: Any = ray.util
+    return ray.get_runtime_context().get_node_id(), util.get_node_ip_address()
 
 
 def _is_loopback(host: str) -> bool:

@@ -70,7 +70,8 @@ def spread_named(name: str, address: str | None = None, needs: Needs | None = No
     connect(address)
     try:
         own = len(os.sched_getaffinity(0))
-        cores = own if address is None else int(ray.cluster_resources().get("CPU", own))
+        there: Any = ray.cluster_resources  # Ray has no types for it
+        cores = own if address is None else int(there().get("CPU", own))
         yield Spread(needs or Default(), max(1, cores))
     finally:
         disconnect()

@@ -93,7 +93,8 @@ def restore_random_state(settings: WorkflowTraining, parts: Sequence[Part], stat
 def _call(part: Part, name: str, *arguments: Any) -> Any:
     if isinstance(part, CageRows):
         return getattr(part, name)(*arguments)
-    return part.call(name, *arguments)[0]
+    everywhere: Callable[..., tuple[Any, ...]] = getattr(part, "call")  # noqa: B009 (Gymnasium's base class has none)
+    return everywhere(name, *arguments)[0]
 
 
 def _here(settings: WorkflowTraining, rows: range) -> Part:

@@ -144,9 +144,10 @@ class _Game:
 
 def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
     """Step, and give what waits for the result."""
-    begin, wait = (getattr(env, name, None) for name in ("step_async", "step_wait"))
-    if begin is not None and wait is not None:
+    begin: Callable[..., None] | None = getattr(env, "step_async", None)
+    if begin is not None:
         begin(actions)
+        wait: Callable[[], Any] = getattr(env, "step_wait")  # noqa: B009 (Gymnasium's base class has none)
         return wait
     done = env.step(actions)
     return lambda: done
