@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
@@ -9,6 +10,7 @@ import pytest
 
 from jurybox.training.recipes.launchers import LauncherMissing, launcher_named, require_ray
 
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when Ray is imported, which other tests use too
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
 
 from jurybox.training.cluster.server_way import NoWay, Way, credentials, far_address
