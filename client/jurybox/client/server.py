@@ -32,6 +32,7 @@ def connect(
     server_key: str | None = None,
     client_key: str | None = None,
     token: str | None = None,
+    tls_ca: str | bytes | None = None,
 ) -> Server:
     """Connect to a server; waits up to `timeout` seconds for one that is still starting.
 
@@ -44,6 +45,8 @@ def connect(
         client_key: for tcp://, the .key_secret file with this client's own pair; JURYBOX_CLIENT_KEY without it. A
             server that does not ask who its clients are takes any: one is made up then.
         token: for grpc://, the server's token; JURYBOX_TOKEN without it.
+        tls_ca: for grpcs://, the certificate of the server's authority: a PEM file, or as bytes what stands in one;
+            JURYBOX_TLS_CA without it.
 
     Raises:
         ServerGone: no server answers there in time.
@@ -70,7 +73,7 @@ def connect(
             from jurybox.client.remote.grpc_link import GrpcLink
         except ModuleNotFoundError as error:
             raise Refused("grpc:// addresses need grpcio, not installed here: pip install 'jurybox[grpc]'") from error
-        return Server(where, GrpcLink(where, token, timeout), timeout)
+        return Server(where, GrpcLink(where, token, timeout, tls_ca), timeout)
     raise ValueError(f"{where!r} is no address: expected ipc:///path, tcp://host:port, grpc://host:port or grpcs://")
 
 

@@ -182,6 +182,8 @@ def train_hockey(
     max_lag: Annotated[int | None, typer.Option(min=0, help="Staler than so many publications: sync at once.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(min=0, help="Env steps between evaluations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=0, help="Env steps between checkpoints.")] = None,
+    launcher: Launched = "local",
+    address: ClusterAddress = None,
     mlflow: Mlflow = False,
     wandb: Wandb = False,
 ) -> None:
@@ -209,7 +211,17 @@ def train_hockey(
         from jurybox.training.recipes.hockey_command import settings_of, train_hockey
 
         settings = settings_of(config, change or [], given)
-        return train_hockey(settings, out, console, serial=serial, resume=resume, mlflow=mlflow, wandb=wandb)
+        return train_hockey(
+            settings,
+            out,
+            console,
+            serial=serial,
+            resume=resume,
+            mlflow=mlflow,
+            wandb=wandb,
+            launcher=launcher,
+            address=address,
+        )
 
     until_interrupted(work, out, told="stopping; --resume goes on from here")
 

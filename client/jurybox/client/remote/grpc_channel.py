@@ -49,20 +49,26 @@ _MEANING = {
 _BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
 
 
-def open_channel(address: str) -> grpc.Channel:
+def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channel:
     """A channel to grpc://host:port, or with TLS to grpcs://host:port.
 
+    Args:
+        tls_ca: the authority's certificate, a PEM file or what stands in one; JURYBOX_TLS_CA without it.
+
     Raises:
-        Refused: JURYBOX_TLS_CA names no file.
+        Refused: there is no such file.
     """
     scheme, _, where = address.partition("://")
     if scheme == "grpc":
         return grpc.insecure_channel(where, _OPTIONS)
-    authority = os.environ.get("JURYBOX_TLS_CA")
+    if isinstance(tls_ca, bytes):
+        return grpc.secure_channel(where, grpc.ssl_channel_credentials(tls_ca), _OPTIONS)
+    authority = tls_ca or os.environ.get("JURYBOX_TLS_CA")
     try:
         roots = Path(authority).read_bytes() if authority else None
     except OSError as error:
-        raise Refused(f"JURYBOX_TLS_CA={authority!r} cannot be read: {error.strerror}; expected a PEM file") from error
+        named = "tls_ca" if tls_ca else "JURYBOX_TLS_CA"
+        raise Refused(f"{named}={authority!r} cannot be read: {error.strerror}; expected a PEM file") from error
     return grpc.secure_channel(where, grpc.ssl_channel_credentials(roots), _OPTIONS)
 
 

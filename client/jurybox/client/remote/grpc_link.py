@@ -31,12 +31,13 @@ class GrpcLink:
         address: grpc://host:port, grpcs:// with TLS.
         token: the server's; None: JURYBOX_TOKEN.
         timeout: seconds to wait for a server that is still starting.
+        tls_ca: for grpcs://, the authority's certificate; None: JURYBOX_TLS_CA.
     """
 
-    def __init__(self, address: str, token: str | None, timeout: float) -> None:
+    def __init__(self, address: str, token: str | None, timeout: float, tls_ca: str | bytes | None = None) -> None:
         self._address = address
         self._metadata = token_metadata(address, token)
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls_ca)
         self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.closed = False
         try:

@@ -15,7 +15,7 @@ import ray
 from jurybox.training.runtime.errors import RunError
 
 _OBJECT_STORE_BYTES = 256 << 20
-_NAMESPACE = "jurybox"
+NAMESPACE = "jurybox"
 
 
 class NoCluster(RunError):
@@ -34,7 +34,7 @@ def connect(address: str | None) -> None:
 
 
 def _connect(address: str | None) -> None:
-    quiet: dict[str, Any] = {"namespace": _NAMESPACE, "logging_level": logging.WARNING, "log_to_driver": False}
+    quiet: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.WARNING, "log_to_driver": False}
     if address is not None:
         try:
             ray.init(address=address, **quiet)

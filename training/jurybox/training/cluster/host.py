@@ -20,6 +20,7 @@ from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import sweep
 from jurybox.training.cluster.counters import Counters
+from jurybox.training.cluster.folders import Folders
 from jurybox.training.replay import Replay
 from jurybox.training.replay.graft import Batch, Graft, Source
 from jurybox.training.runtime.commons import Commons
@@ -39,6 +40,18 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
+class Instead:
+    """What a role's process uses on its machine.
+
+    Attributes:
+        replays: by the plan's name, replays instead of the way in. folders: by the plan's name, paths.
+    """
+
+    replays: dict[str, str]
+    folders: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """What a host has for the others.
 
@@ -47,12 +60,14 @@ class Seen:
         newest: by channel, the newest version in its copy.
         rows: by replay that was asked for, rows that came into its way in and have not left.
         missed: rows that were overwritten before they left.
+        files: (folder, name) of files in the run's folders, those that came after the ones asked about.
     """
 
     counters: Counters
     newest: tuple[int, ...]
     rows: dict[str, int]
     missed: int
+    files: tuple[tuple[str, str], ...] = ()
 
 
 class Host:
@@ -72,6 +87,9 @@ class Host:
         self._sources: dict[str, Source] = {}
         self._grafts: dict[tuple[str, str], Graft] = {}
         self._readers: dict[str, WeightsReader] = {}
+        self._copies = None if commons is not None else tempfile.TemporaryDirectory(prefix="jurybox-run-")
+        copies = {name: str(Path(self._copies.name) / name) for name in plan.folders} if self._copies else {}
+        self.folders = Folders({**plan.folders, **copies})
 
     @property
     def board(self) -> str:
@@ -80,27 +98,29 @@ class Host:
 
     # ---- counters
 
-    def exchange(self, others: Counters, here: Collection[int], leaving: Sequence[str]) -> Seen:
+    def exchange(self, others: Counters, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
         """Take what the orchestrator's board shows, and tell what there is.
 
         Args:
             here: roles that run on this machine. leaving: replays that are sampled, and whose rows so have a way to go.
+            files: how many of this machine's files the orchestrator's knows of.
         """
         away = set(others.roles.tolist()) - set(here)
         others.write(self.commons.board, away, orders=True)
-        return self.seen(here, leaving)
+        return self.seen(here, leaving, files)
 
     def seat(self, counters: Counters) -> None:
         """A role is about to start here: its counts go on from what the orchestrator's board shows."""
         counters.write(self.commons.board, counters.roles.tolist(), orders=True)
 
-    def seen(self, here: Collection[int], leaving: Sequence[str]) -> Seen:
+    def seen(self, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
         """What there is for the others."""
         return Seen(
             Counters.of(self.commons.board, here, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
             {name: self._source(name).new.waiting for name in leaving},
             sum(source.new.missed for source in self._sources.values()),
+            self.folders.after(files),
         )
 
     # ---- weights
@@ -147,9 +167,9 @@ class Host:
                     seed=self._plan.seed,
                 )
 
-    def instead(self) -> dict[str, str]:
-        """By the plan's name, the replays that processes on this machine use instead of the way in."""
-        return {name: str(replay.name) for name, replay in self._homes.items()}
+    def instead(self) -> Instead:
+        """What processes on this machine use in the place of what the plan names."""
+        return Instead({name: str(replay.name) for name, replay in self._homes.items()}, self.folders.paths)
 
     def rows(self, name: str) -> Batch | None:
         """What came into this machine's way in, some of it; None where nothing did."""
@@ -184,6 +204,20 @@ class Host:
         self._homes.clear()
         if self._owns:
             self.commons.close()
+        if self._copies is not None:
+            self._copies.cleanup()
+
+    # ---- files
+
+    def file(self, folder: str, name: str) -> bytes:
+        """A file in one of the run's folders."""
+        return self.folders.read(folder, name)
+
+    def keep_file(self, folder: str, name: str, content: bytes) -> None:
+        """Put a file that was written elsewhere where it belongs here."""
+        self.folders.keep(folder, name, content)
+
+    # ---- inside
 
     def _home(self, name: str) -> Replay:
         # An empty replay is false.

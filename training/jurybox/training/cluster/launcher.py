@@ -17,6 +17,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from jurybox.training.cluster.actors import Heard, RolePlace
 from jurybox.training.cluster.connection import connect, disconnect
+from jurybox.training.cluster.doors import BOOK
+from jurybox.training.cluster.engine_keeper import EngineKeeper
+from jurybox.training.cluster.engine_spec import EngineSpec
 from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.commons import Commons
@@ -25,6 +28,7 @@ from jurybox.training.runtime.plan import Plan
 
 _LISTEN_SECONDS = 0.5
 _AGAIN_SECONDS = 0.2
+_CLOSE_SECONDS = 30.0
 _KILLED = -9
 _T = TypeVar("_T")
 
@@ -86,6 +90,8 @@ class RayLauncher:
         self._running: dict[int, RayProcess] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told: deque[str] = deque()
+        self._engines: list[tuple[EngineSpec, Path]] = []
+        self._keepers: list[EngineKeeper] = []
 
     def __enter__(self) -> RayLauncher:
         connect(self._address)
@@ -95,6 +101,14 @@ class RayLauncher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         disconnect()
+
+    def serve(self, spec: EngineSpec, log: Path) -> None:
+        """Have an engine beside the next run, whose plan has the folder `BOOK`: roles find it there by its name.
+
+        Args:
+            log: file on this machine that the log of its server goes to.
+        """
+        self._engines.append((spec, log))
 
     # ---- for the orchestrator, from its thread
 
@@ -106,7 +120,12 @@ class RayLauncher:
         node = ray.get_runtime_context().get_node_id()
 
         async def begin() -> Traffic:
-            return Traffic(plan, Host(plan, commons), node, self._lost, self._told.append)
+            traffic = Traffic(plan, Host(plan, commons), node, self._lost, self._told.append)
+            self._keepers = [
+                EngineKeeper(spec, traffic, Path(plan.folders[BOOK]), log, self._told.append)
+                for spec, log in self._engines
+            ]
+            return traffic
 
         self._traffic = self._do(begin(), 10.0)
         self._places = {number: self._place(number) for number in range(len(plan.roles))}
@@ -151,7 +170,7 @@ class RayLauncher:
         try:
             if self._places:  # else it did not begin
                 with suppress(TimeoutError, RayError):  # what does not answer ends with its actor
-                    self._do(self._traffic.close(), 10.0)
+                    self._do(self._close(), _CLOSE_SECONDS)
             for place in self._places.values():
                 ray.kill(place)
         finally:
@@ -198,7 +217,8 @@ class RayLauncher:
             node = await self._where(number)
             member = await self._traffic.member(node)
             instead = await self._traffic.seat(number, member)
-            configured = configuration(self._plan, number, life, member.board, None) | {"replays": instead}
+            configured = configuration(self._plan, number, life, member.board, None)
+            configured |= {"replays": instead.replays, "folders": instead.folders}
             place = self._places[number]
             process.pid = await place.start.remote(configured, state)
             status = await self._listen(process, place)
@@ -280,6 +300,11 @@ class RayLauncher:
             )
             .remote(self._plan, number)
         )
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(keeper.close() for keeper in self._keepers))
+        self._keepers, self._engines = [], []
+        await self._traffic.close()
 
     def _do(self, work: Coroutine[Any, Any, _T], timeout: float) -> _T:
         assert self._loop is not None

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jurybox.training.cluster.actors import HostActor
 from jurybox.training.cluster.counters import Counters
-from jurybox.training.cluster.host import Host, Seen
+from jurybox.training.cluster.host import Host, Instead, Seen
 from jurybox.training.runtime.plan import Plan
 
 PERIOD = 0.01  # seconds between two looks at a host, where there is time for so many
@@ -36,6 +36,7 @@ class Member:
         board: name of its board.
         here: roles that run on it.
         known: by channel, the newest version in its copy.
+        files: (folder, name) of those in the run's folders there; told: how many of them it has told of.
         busy: what is on its way to it or from it: names of channels and replays.
         gone: whether it was lost.
     """
@@ -47,6 +48,8 @@ class Member:
     here: set[int] = field(default_factory=set)
     known: dict[str, int] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
+    files: set[tuple[str, str]] = field(default_factory=set)
+    told: int = 0
     missed: int = 0
     gone: bool = False
 
@@ -122,8 +125,8 @@ class Traffic:
         self._go(self._look_at(made))
         return made
 
-    async def seat(self, number: int, member: Member) -> dict[str, str]:
-        """A role is about to start on a machine; gives the replays that it uses instead of the way in.
+    async def seat(self, number: int, member: Member) -> Instead:
+        """A role is about to start on a machine; gives what it uses there in the place of what the plan names.
 
         Raises:
             ValueError: it samples a replay that a role on another machine samples.
@@ -146,7 +149,7 @@ class Traffic:
         if member is not self.own:
             await member.ask("seat", Counters.of(self._board, [number], orders=True))
         member.here.add(number)
-        instead: dict[str, str] = await member.ask("instead")
+        instead: Instead = await member.ask("instead")
         return instead
 
     async def leave(self, number: int, member: Member) -> None:
@@ -176,7 +179,7 @@ class Traffic:
                 others = Counters.of(self._board, everybody, orders=True)
                 if self._behind(member):
                     others = others.unfinished()
-                seen: Seen = await member.ask("exchange", others, set(member.here), list(self._homes))
+                seen: Seen = await member.ask("exchange", others, set(member.here), list(self._homes), member.told)
                 self._note(member, seen)
                 counters = seen.counters.unfinished() if self._behind(self.own) else seen.counters
                 counters.write(self._board, member.here, orders=False, life=True)
@@ -193,7 +196,7 @@ class Traffic:
         while True:
             if len(self.members) > 1:
                 away = [name for name, home in self._homes.items() if home is not self.own]
-                seen: Seen = self.own.host.seen((), away)
+                seen: Seen = self.own.host.seen((), away, self.own.told)
                 self._note(self.own, seen)
                 self._move(self.own, seen)
             await asyncio.sleep(self._period)
@@ -202,6 +205,8 @@ class Traffic:
         for name, count in seen.rows.items():
             if count:
                 self._once(member, name, self._carry(member, name))
+        if self.own.files != member.files:
+            self._once(member, "files", self._carry_files(member))
         for channel in self._plan.channels:
             if self._sources.get(channel.name) is member:
                 self._fan_out(channel.name, member, member.known[channel.name])
@@ -209,6 +214,8 @@ class Traffic:
     def _note(self, member: Member, seen: Seen) -> None:
         for channel, newest in zip(self._plan.channels, seen.newest, strict=True):
             member.known[channel.name] = max(newest, member.known.get(channel.name, 0))
+        member.told += len(seen.files)
+        member.files.update(seen.files)
 
     def _behind(self, member: Member) -> bool:
         """Whether a publication is on its way to this host. Read after the counters, which tell of nothing newer."""
@@ -224,6 +231,15 @@ class Traffic:
             return False
         batch = member.fetch("rows", name)
         return bool(await home.ask("put", name, member.node, batch))
+
+    # ---- files
+
+    async def _carry_files(self, member: Member) -> None:
+        """What one of both machines has, this or that, to the other."""
+        for giver, taker in ((member, self.own), (self.own, member)):
+            for folder, name in sorted(giver.files - taker.files):
+                await taker.ask("keep_file", folder, name, giver.fetch("file", folder, name))
+                taker.files.add((folder, name))
 
     # ---- weights
 
@@ -257,6 +273,9 @@ class Traffic:
                     await asyncio.sleep(0.001)
                 while await self._carry(member, name):
                     pass
+        for member in list(self.members.values()):
+            if member is not self.own:
+                await self._carry_files(member)
         for channel, source in self._sources.items():
             if source is not self.own:
                 await self._adopt(self.own, channel, source.fetch("publication", channel))

@@ -8,8 +8,9 @@ from typing import Any
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.cluster.doors import BOOK
 from jurybox.training.environments.hockey.factory import make_game
-from jurybox.training.recipes.hockey_actor import CHANNEL, RESULTS, ROWS
+from jurybox.training.recipes.hockey_actor import CHANNEL, POOL, RESULTS, ROWS
 from jurybox.training.recipes.hockey_collector import fields
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.replay import Episodes, Field
@@ -36,12 +37,14 @@ def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
     return game.observation_size, game.action_size
 
 
-def plan(settings: HockeyTraining, folder: Path, address: str | None = None) -> Plan:
+def plan(settings: HockeyTraining, folder: Path, address: str | None = None, engine: str | None = None) -> Plan:
     """The run that these settings ask for.
 
     Args:
         folder: of the run; past selves are kept in its ``pool/``.
-        address: of a policy server with the models of `hockey_served.MODELS`, where the policy is to be served.
+        address: of a policy server on this machine with the models of `hockey_served.models`, where the policy is to
+            be served.
+        engine: name of an engine with them somewhere in a cluster, likewise; a launcher serves it.
 
     Raises:
         ConfigError: the environment cannot be made, or the ratio is too small.
@@ -51,7 +54,8 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None) -> 
     if not ratio:
         raise ConfigError(f"ratio={settings.ratio}: expected at least one learner step for 100 env steps")
     told: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
-    shared = {**told, "pool": str(folder.resolve() / "pool"), "address": address}
+    served = {**told, "address": address}
+    folders = {POOL: str(folder.resolve() / "pool")} | ({BOOK: str(folder.resolve() / "engines")} if engine else {})
     layout = WeightsLayout.of(TD3(*sizes, settings.learner).acting().state_dict())
     return Plan(
         roles=(
@@ -60,7 +64,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None) -> 
                     f"actor-{number}",
                     Kind.ACTOR,
                     f"{_ACTOR}:HockeyActor",
-                    shared,
+                    {**served, "engine": engine},
                     writes=(ROWS, RESULTS),
                     reads=(CHANNEL,),
                 )
@@ -70,10 +74,11 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None) -> 
                 "learner",
                 Kind.LEARNER,
                 f"{_LEARNER}:HockeyLearner",
-                {**shared, "sizes": sizes},
+                {**served, "sizes": sizes},
                 samples=(ROWS, RESULTS),
                 publishes=CHANNEL,
                 publish_every=settings.publish_interval,
+                gpus=settings.learner_gpus,
             ),
             RoleSpec(
                 "evaluator",
@@ -110,4 +115,5 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None) -> 
         log_every=settings.log_every,
         on_failure=settings.on_failure,
         best="points",
+        folders=folders,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from jurybox.training.runtime.board import Word
 from jurybox.training.runtime.roles import Actor, Evaluator
 from jurybox.training.runtime.seat import Seat
 
-ROWS, RESULTS, CHANNEL = "rows", "results", "policy"
+ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
+_CARRIED = 10.0  # seconds that a past self may be on its way from the learner's machine
 
 
 def number_of(opponent: str, anchors: tuple[str, ...]) -> int:
@@ -37,11 +37,13 @@ class HockeyActor(Actor):
 
     Args:
         settings: of `HockeyTraining`.
-        pool: folder of past selves.
-        address: of the policy server, where there is one.
+        address: of the policy server, where there is one on this machine.
+        engine: name of the engine that serves the policy, where there is one in the cluster.
     """
 
-    def __init__(self, seat: Seat, *, settings: Mapping[str, Any], pool: str, address: str | None = None) -> None:
+    def __init__(
+        self, seat: Seat, *, settings: Mapping[str, Any], address: str | None = None, engine: str | None = None
+    ) -> None:
         super().__init__(seat)
         self._settings = s = HockeyTraining(**settings)
         self._anchors = League(s.league).anchors
@@ -52,14 +54,15 @@ class HockeyActor(Actor):
                 undo.callback(game.close)
             published = PublishedActor(seat.reader(CHANNEL))
             seat.follow(CHANNEL, published)
-            past = Pool(Path(pool))
+            past = Pool(seat.folder(POOL), _CARRIED)
             local = LocalPolicies(published, past, games[0].action_size)
             policies: Policies = local
             self._held_back: Callable[[], int] = lambda: 0
-            if address is not None:
-                from jurybox.training.recipes.hockey_served import ServedPolicies
+            if address is not None or engine is not None:
+                from jurybox.training.recipes.hockey_served import Beside, InCluster, ServedPolicies
 
-                policies = served = undo.enter_context(ServedPolicies(address, len(games), local, past, s.max_lag))
+                where = Beside(address) if address is not None else InCluster(str(engine), seat)
+                policies = served = undo.enter_context(ServedPolicies(where, len(games), local, past, s.max_lag))
                 self._held_back = lambda: served.held_back
             self.collector = Collector(
                 games,

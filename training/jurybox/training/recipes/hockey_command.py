@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jurybox.training.recipes.hockey_run import train
 from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.recipes.launchers import launcher_named
 from jurybox.training.recipes.run_command import changes_of, conclude
 from jurybox.training.recipes.trackers import require, trackers
 from jurybox.training.runtime.stopping import Signals
@@ -35,25 +36,33 @@ def train_hockey(
     resume: bool,
     mlflow: bool,
     wandb: bool,
+    launcher: str = "local",
+    address: str | None = None,
 ) -> str:
     """Train, and say how it ended.
 
+    Args:
+        launcher: "local", or "ray" with the `address` of a cluster (None: Ray on this machine).
+
     Raises:
+        RunError: there is no such launcher, or no such cluster.
         RunFailed: a role failed for good.
         KeyboardInterrupt: it was told to stop, and has, in order.
     """
     require(mlflow=mlflow, wandb=wandb)
     signals = Signals()
-    outcome = train(
-        settings,
-        folder,
-        serial=serial,
-        resume=resume,
-        console=console,
-        signals=signals,
-        command=shlex.join(["jurybox", *sys.argv[1:]]),
-        trackers=lambda: trackers("hockey", folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
-    )
+    with launcher_named(launcher, address) as chosen:
+        outcome = train(
+            settings,
+            folder,
+            serial=serial,
+            resume=resume,
+            console=console,
+            signals=signals,
+            command=shlex.join(["jurybox", *sys.argv[1:]]),
+            trackers=lambda: trackers("hockey", folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+            launcher=chosen,
+        )
     conclude(outcome, signals)
     said = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
     for who in settings.league.anchors:

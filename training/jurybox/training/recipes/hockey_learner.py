@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from jurybox.client.weights_reader import WeightsReader
 from jurybox.training.algorithms.league import League
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.environments.hockey.symmetry import mirrors
-from jurybox.training.recipes.hockey_actor import RESULTS, ROWS, name_of
+from jurybox.training.recipes.hockey_actor import POOL, RESULTS, ROWS, name_of
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.replay import Windows
@@ -33,19 +32,18 @@ class HockeyLearner(Learner):
     Args:
         settings: of `HockeyTraining`.
         sizes: of an observation and of an action.
-        pool: folder of past selves.
-        address: of the policy server, where there is one.
+        address: of a policy server that this role publishes to, where there is one.
     """
 
     def __init__(
-        self, seat: Seat, *, settings: Mapping[str, Any], sizes: tuple[int, int], pool: str, address: str | None = None
+        self, seat: Seat, *, settings: Mapping[str, Any], sizes: tuple[int, int], address: str | None = None
     ) -> None:
         super().__init__(seat)
         torch.set_num_threads(seat.spec.threads)
         self._settings = s = HockeyTraining(**settings)
         self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
         self.league = League(s.league)
-        self._pool = Pool(Path(pool))
+        self._pool = Pool(seat.folder(POOL))
         self._replay = seat.replay(ROWS)
         self._results = Tail(seat.replay(RESULTS))
         self._snapshot_at = 0

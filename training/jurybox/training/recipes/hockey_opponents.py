@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,10 +53,13 @@ class Pool:
     """Weights of past selves: a file for each, written once by the learner, read by whoever plays against one.
 
     Files stay when their member has left: a checkpoint may name them, and a report may look back.
+
+    Args:
+        patience: seconds that a file may be on its way from another machine.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, patience: float = 0.0) -> None:
+        self._folder, self._patience = folder, patience
         self._actors: dict[str, NumpyActor] = {}
 
     def keep(self, name: str, actor: NumpyActor) -> None:
@@ -74,7 +78,9 @@ class Pool:
             KeyError: nobody plays under that name.
         """
         if name not in self._actors:
-            path = self._path(name)
+            path, until = self._path(name), time.monotonic() + self._patience
+            while not path.exists() and time.monotonic() < until:
+                time.sleep(0.01)
             if not path.exists():
                 raise KeyError(f"nobody plays as {name!r}: expected anchor:NAME or one of {', '.join(self.names())}")
             self._actors[name] = NumpyActor(read_state(path)["state"])

@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from jurybox.training.cluster.engine_spec import Serves
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.runlog import Tracker
+from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.ledger import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.outcome import Outcome
 from jurybox.training.runtime.stopping import Signals
@@ -27,6 +29,8 @@ MAY_CHANGE = (
     "envs_per_worker",
     "policy",
     "device",
+    "learner_gpus",
+    "engine_gpus",
     "max_ahead",
     "publish_interval",
     "weight_sync_interval",
@@ -67,6 +71,7 @@ def train(
     signals: Signals | None = None,
     command: str = "",
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    launcher: Launcher | None = None,
 ) -> Outcome:
     """Train; leaves metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif in `folder`.
 
@@ -80,13 +85,17 @@ def train(
     with ExitStack() as resources:
         # Networks this small are slower on two threads, and sums in another order would not be the same sums.
         resources.enter_context(threadpool_limits(1))
-        address = None
+        address = engine = None
         if settings.policy == "served":
-            from jurybox.training.recipes.hockey_served import policy_server
+            from jurybox.training.recipes.hockey_served import ENGINE, engine_of, policy_server
 
             folder.mkdir(parents=True, exist_ok=True)
-            address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
-        planned = plan(settings, folder, address)
+            if isinstance(launcher, Serves) and not serial:
+                engine = ENGINE
+                launcher.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
+            else:
+                address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
+        planned = plan(settings, folder, address, engine)
         return recorded_run(
             planned,
             folder,
@@ -99,4 +108,5 @@ def train(
             console=console,
             signals=signals,
             trackers=trackers,
+            launcher=launcher,
         )

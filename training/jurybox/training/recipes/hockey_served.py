@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,21 +14,38 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client import Refused, Server, Ticket, connect
+from jurybox.client import Error, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.training.algorithms.acting import NumpyActor
+from jurybox.training.cluster.doors import BOOK, find, reach
+from jurybox.training.cluster.engine_spec import EngineSpec, Feeds
 from jurybox.training.environments.hockey.bots import Opponent
+from jurybox.training.recipes.hockey_actor import CHANNEL, POOL
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.local_server import LocalServer
+from jurybox.training.runtime.seat import Seat
 
+_log = logging.getLogger("jurybox.hockey")
 # Versions of the first come several times a second and those of the second stay: the server keeps a model's last ones.
-MODEL, POOL = "policy/hockey", "policy/hockey-pool"
+MODEL, POOL_MODEL, ENGINE = "policy/hockey", "policy/hockey-pool", "hockey"
 _FACTORY = "jurybox.training.recipes.hockey_network:policy"
 _ANSWER = 10.0  # seconds
+_FOUND = 90.0  # seconds in which an engine that moves is expected back: its server imports torch
+_LOOK = 0.005
 _ADOPTED = 5.0  # seconds that a snapshot gets to be taken over by the engines
 
 Rows = npt.NDArray[np.float32]
+
+
+def models(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """Both models, as under [models.NAME] of a server's configuration; `sizes` of an observation and of an action."""
+    made = {
+        "factory": _FACTORY,
+        "args": {"observation": sizes[0], "action": sizes[1], "hidden": list(settings.learner.hidden_actor)},
+        "publish": "double_buffer",
+        "max_batch": settings.workers * settings.envs_per_worker,
+    }
+    return {MODEL: made, POOL_MODEL: {**made, "keep_versions": max(1, settings.league.pool)}}
 
 
 @contextmanager
@@ -35,19 +55,19 @@ def policy_server(settings: HockeyTraining, sizes: tuple[int, int], log: Path) -
     Raises:
         ServerNotStarted: it did not come up.
     """
-    made = {
-        "factory": _FACTORY,
-        "args": {"observation": sizes[0], "action": sizes[1], "hidden": list(settings.learner.hidden_actor)},
-        "publish": "double_buffer",
-        "max_batch": settings.workers * settings.envs_per_worker,
-    }
-    server = LocalServer({MODEL: made, POOL: {**made, "keep_versions": max(1, settings.league.pool)}}, log, http=False)
+    server = LocalServer(models(settings, sizes), log, http=False)
     try:
         server.start()
         server.wait()
         yield server.address
     finally:
         server.stop()
+
+
+def engine_of(settings: HockeyTraining, sizes: tuple[int, int]) -> EngineSpec:
+    """The same as an engine in a cluster, which has the weights from what the run publishes."""
+    feeds = Feeds({CHANNEL: MODEL}, {POOL: POOL_MODEL}, most=max(1, settings.league.pool))
+    return EngineSpec(ENGINE, models(settings, sizes), feeds, gpus=settings.engine_gpus)
 
 
 def _here(connection: Server, name: str) -> WeightsReader:
@@ -63,8 +83,8 @@ class ServedPublications:
     def __init__(self, address: str) -> None:
         with ExitStack() as undo:
             connection = undo.enter_context(connect(address))
-            self._newest, self._kept = connection.publisher(MODEL), connection.publisher(POOL)  # closed with it
-            self._engines = _here(connection, POOL)
+            self._newest, self._kept = connection.publisher(MODEL), connection.publisher(POOL_MODEL)  # closed with it
+            self._engines = _here(connection, POOL_MODEL)
             self._resources = undo.pop_all()
 
     def publish(self, policy: Any) -> None:
@@ -107,65 +127,95 @@ class ServedPast:
         return self.action
 
 
+class Beside:
+    """A server on this machine, to which the learner publishes."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def connect(self) -> Server:
+        return connect(self._address)
+
+    def newest(self, connection: Server) -> Callable[[], int]:
+        """What tells the newest version."""
+        weights = _here(connection, MODEL)
+        return lambda: weights.newest
+
+
+class InCluster:
+    """An engine that is found by its name, which has the weights of the run's channel; a role of that run asks it."""
+
+    def __init__(self, name: str, seat: Seat) -> None:
+        self._name, self._seat = name, seat
+        self._weights = seat.reader(CHANNEL)
+
+    def connect(self) -> Server:
+        book = self._seat.folder(BOOK)
+        return reach(self._name, lambda: find(book, self._name), _FOUND, self._seat.alive)
+
+    def newest(self, connection: Server) -> Callable[[], int]:
+        """What tells the newest version."""
+        return lambda: self._weights.newest
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What one half asks: for the learner's actions, and by version for those of past selves."""
+
+    seen: Rows
+    past: list[tuple[list[ServedPast], Rows]]
+    ticket: Ticket | None = None
+    theirs: list[Ticket] = field(default_factory=list)
+
+
 class ServedPolicies:
-    """`Policies` for a collector, asked of the server: one half's actions are computed while the other half steps.
+    """`Policies` for a collector, asked of a server: one half's actions are computed, and travel, while the other half
+    steps. One that is lost is looked for again, and asked again.
 
     Args:
+        where: the server is.
         rows: games of the collector.
         local: for anchors and the league's odds.
         pool: for past selves that the server does not hold.
-        max_lag: publications that answers may be behind; the collector is held back meanwhile. None: any number.
+        max_lag: publications that answers may be behind; older ones are asked for again. None: any number.
+
+    Attributes:
+        held_back: how often answers were too old.
     """
 
     def __init__(
-        self,
-        address: str,
-        rows: int,
-        local: LocalPolicies,
-        pool: Pool,
-        max_lag: int | None,
+        self, where: Beside | InCluster, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None
     ) -> None:
-        self._local, self._pool, self._max_lag = local, pool, max_lag
-        self._asked: dict[int, tuple[Ticket, list[tuple[list[ServedPast], Rows, Ticket]]]] = {}
-        with ExitStack() as undo:
-            connection = undo.enter_context(connect(address))
-            half = -(-rows // 2)
-            self._model = undo.enter_context(connection.model(MODEL, rows=2 * half))
-            # A lane for each half: requests of changing sizes would leave gaps in a common one.
-            self._past = [undo.enter_context(connection.model(POOL, rows=half)) for _ in (0, 1)]
-            self._weights = _here(connection, MODEL)
-            self._resources = undo.pop_all()
-
-    @property
-    def held_back(self) -> int:
-        """How often the collector had to wait for the server to take over newer weights."""
-        return self._weights.held_back
+        self._where, self._local, self._pool, self._max_lag = where, local, pool, max_lag
+        self._half = -(-rows // 2)
+        self._asked: dict[int, _Asked] = {}
+        self._resources = ExitStack()
+        self.held_back = 0
+        self._open()
 
     def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
-        if self._max_lag is not None:
-            self._weights.wait_until_fresh(1.0, max_lag=self._max_lag)
         by_version: dict[int, list[int]] = {}
         for row, opponent in enumerate(opponents):
             if isinstance(opponent, ServedPast):
                 by_version.setdefault(opponent.version, []).append(row)
         past = []
-        for version, rows in by_version.items():
+        for rows in by_version.values():
             players = [opponent for opponent in (opponents[row] for row in rows) if isinstance(opponent, ServedPast)]
-            shown = theirs[rows]
-            past.append((players, shown, self._past[half].submit(shown, timeout=_ANSWER, version=version)))
-        self._asked[half] = self._model.submit(seen, timeout=_ANSWER), past
+            past.append((players, theirs[rows]))
+        self._asked[half] = _Asked(seen, past)
+        try:
+            self._send(half)
+        except (ServerGone, Timeout) as error:
+            self._again(error)
 
     def actions(self, half: int) -> Rows:
-        ticket, past = self._asked.pop(half)
-        for players, shown, theirs in past:
+        while True:
             try:
-                found: Rows = self._past[half].result(theirs, _ANSWER).outputs
-            except Refused:  # not held: the server is another than the one that had it
-                found = self._actor(players[0].version)(shown)
-            for player, action in zip(players, found, strict=True):
-                player.action = action
-        chosen: Rows = self._model.result(ticket, _ANSWER).outputs
-        return chosen
+                chosen = self._collect(half)
+                del self._asked[half]
+                return chosen
+            except (ServerGone, Timeout) as error:
+                self._again(error)
 
     def player(self, name: str) -> Opponent:
         kind, _, version = name.partition(":")
@@ -174,9 +224,6 @@ class ServedPolicies:
     def odds(self) -> Mapping[str, float]:
         return self._local.odds()
 
-    def _actor(self, version: int) -> NumpyActor:
-        return self._pool.actor(f"pool:{version}")
-
     def __enter__(self) -> ServedPolicies:
         return self
 
@@ -184,3 +231,59 @@ class ServedPolicies:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._resources.close()
+
+    # ---- inside
+
+    def _open(self) -> None:
+        with ExitStack() as undo:
+            connection = undo.enter_context(self._where.connect())
+            self._model = undo.enter_context(connection.model(MODEL, rows=2 * self._half))
+            # A lane for each half: requests of changing sizes would leave gaps in a common one.
+            self._past = [undo.enter_context(connection.model(POOL_MODEL, rows=self._half)) for _ in (0, 1)]
+            self._newest = self._where.newest(connection)
+            self._resources = undo.pop_all()
+
+    def _again(self, error: Error) -> None:
+        """Connect anew, and ask again for all that is not answered."""
+        _log.warning("the policy server is looked for again: %s", error)
+        while True:
+            with suppress(Error):
+                self._resources.close()
+            self._open()
+            try:
+                for half in self._asked:
+                    self._send(half)
+                return
+            except (ServerGone, Timeout) as again:
+                _log.warning("it is gone again: %s", again)
+
+    def _send(self, half: int) -> None:
+        asked = self._asked[half]
+        asked.theirs = [
+            self._past[half].submit(shown, timeout=_ANSWER, version=players[0].version) for players, shown in asked.past
+        ]
+        asked.ticket = self._model.submit(asked.seen, timeout=_ANSWER)
+
+    def _collect(self, half: int) -> Rows:
+        asked = self._asked[half]
+        for (players, shown), ticket in zip(asked.past, asked.theirs, strict=True):
+            try:
+                found: Rows = self._past[half].result(ticket, _ANSWER).outputs
+            except Refused:  # not held: the server is another than the one that had it
+                found = self._pool.actor(f"pool:{players[0].version}")(shown)
+            for player, action in zip(players, found, strict=True):
+                player.action = action
+        assert asked.ticket is not None
+        reply = self._model.result(asked.ticket, _ANSWER)
+        if self._late(reply):
+            self.held_back += 1
+            until = time.monotonic() + _ADOPTED
+            while self._late(reply) and time.monotonic() < until:
+                time.sleep(_LOOK)
+                reply = self._model.infer_reply(asked.seen, timeout=_ANSWER)
+        chosen: Rows = reply.outputs
+        return chosen
+
+    def _late(self, reply: Reply) -> bool:
+        behind = self._newest() - reply.version
+        return reply.version == 0 or (self._max_lag is not None and behind > self._max_lag)

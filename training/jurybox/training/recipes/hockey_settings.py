@@ -68,6 +68,8 @@ class HockeyTraining(BaseModel):
     noise: tuple[float, float] = Field((0.05, 0.5), description="Exploration in the first and in the last game.")
     noise_colour: float = Field(1.0, ge=0, description="0 white, 1 pink.")
     device: str = Field("cpu", description="Where the learner computes.")
+    learner_gpus: float = Field(0, ge=0, description="That --launcher ray sets aside for the learner.")
+    engine_gpus: float = Field(0, ge=0, description="Likewise for the engine of a served policy, which then uses it.")
 
     learner: TD3Settings = TD3Settings()
     league: LeagueSettings = LeagueSettings(anchor_share=0.75)

@@ -49,15 +49,22 @@ class LocalServer:
         log: file that its log goes to.
         http: whether it also serves HTTP, on a free port of this host.
         threads: that torch may use in the engine.
+        server: further settings of its [server], which win: another device, a door to other hosts with its locks.
     """
 
     def __init__(
-        self, models: Mapping[str, Mapping[str, Any]], log: Path, *, http: bool = True, threads: int = 1
+        self,
+        models: Mapping[str, Mapping[str, Any]],
+        log: Path,
+        *,
+        http: bool = True,
+        threads: int = 1,
+        server: Mapping[str, Any] | None = None,
     ) -> None:
         self._models = models
         self._log = log
         self._wants_http = http
-        self._threads = threads
+        self._server = {"grpc": "", "devices": ["cpu"], "threads": threads, "drain_timeout": 2.0, **(server or {})}
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
@@ -115,6 +122,11 @@ class LocalServer:
     def connect(self, timeout: float = 30.0) -> Server:
         return connect(self.address, timeout=timeout)
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.poll() is None
+
     def stop(self) -> None:
         """Stop it, at the latest by force, and remove its folder. Harmless before `start` and after `stop`."""
         with interrupts.held():
@@ -131,15 +143,8 @@ class LocalServer:
         return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
     def _config(self) -> str:
-        lines = [
-            "[server]",
-            f'address = "{self.address}"',
-            f'http = "{self.http}"',
-            'grpc = ""',
-            'devices = ["cpu"]',
-            f"threads = {self._threads}",
-            "drain_timeout = 2.0",
-        ]
+        server = {"address": self.address, "http": self.http, **self._server}
+        lines = ["[server]", *(f"{key} = {_as_toml(value)}" for key, value in server.items())]
         for name, settings in self._models.items():
             lines += [f'[models."{name}"]', *(f"{key} = {_as_toml(value)}" for key, value in settings.items())]
         return "\n".join(lines) + "\n"

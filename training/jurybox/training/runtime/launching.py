@@ -74,6 +74,7 @@ def configuration(plan: Plan, number: int, life: int, board: str, state: str | N
         "plan": base64.b64encode(pickle.dumps(plan)).decode(),
         "board": board,
         "replays": {},
+        "folders": {},
         "number": number,
         "life": life,
         "state": state,

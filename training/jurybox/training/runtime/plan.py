@@ -183,6 +183,8 @@ class Plan:
         log_every: environment steps between two rows of metrics.
         on_failure: what happens when a role has failed too often.
         best: the number of evaluations whose highest value marks the best checkpoint; None: none is marked.
+        folders: by name, folders on the orchestrator's machine. A file in one is written once, whole (under a hidden
+            name first), and is soon in that folder on every machine that has roles.
     """
 
     roles: tuple[RoleSpec, ...]
@@ -198,6 +200,7 @@ class Plan:
     log_every: int = 1000
     on_failure: Literal["end", "serial"] = "end"
     best: str | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self)

@@ -84,7 +84,7 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
     # From the process that started this one.
     plan: Plan = pickle.loads(base64.b64decode(message["plan"]))
     with Commons.attach(message["board"], message["replays"]) as commons:
-        seat = Seat(plan, message["number"], commons, reports, life=message["life"])
+        seat = Seat(plan, message["number"], commons, reports, life=message["life"], folders=message["folders"])
         reports.words = seat.words
         seat.words[Word.PID] = os.getpid()
         seat.words[Word.LIFE] = seat.life

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +42,7 @@ class Seat:
         commons: of the run, as this process sees it. It stays the driver's to close.
         send: takes reports: episodes, metrics, warnings. Must not block for long.
         life: 1 for the first process of this role, one more for each restart.
+        folders: the run's on this machine; None: the plan's own.
 
     Attributes:
         spec: the role's part of the plan.
@@ -50,7 +52,14 @@ class Seat:
     """
 
     def __init__(
-        self, plan: Plan, number: int, commons: Commons, send: Callable[[Message], None], *, life: int = 1
+        self,
+        plan: Plan,
+        number: int,
+        commons: Commons,
+        send: Callable[[Message], None],
+        *,
+        life: int = 1,
+        folders: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
         self.number = number
@@ -59,6 +68,7 @@ class Seat:
         self.life = life
         self.seed = int(np.random.SeedSequence([plan.seed, number, life]).generate_state(1, np.uint64)[0] >> 1)
         self.commons = commons
+        self._folders = {**plan.folders, **(folders or {})}
         self.board = commons.board
         self.words = self.board.words[number]
         self.followed: list[tuple[str, WeightsReader, Follows]] = []
@@ -79,6 +89,10 @@ class Seat:
     def reader(self, name: str | None = None) -> WeightsReader:
         """A reader of the weights channel of that name; without one, of the only one that the role reads."""
         return self.commons.reader(name or _only(self.spec.reads, "weights channel", self.name))
+
+    def folder(self, name: str) -> Path:
+        """The run's folder of that name on this machine; a file that a role elsewhere wrote comes soon after."""
+        return Path(self._folders[name])
 
     def publisher(self) -> Publisher:
         """The publisher's place on the channel that the role publishes on; the driver takes it."""

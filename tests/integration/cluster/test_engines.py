@@ -1,0 +1,141 @@
+"""Engines in a Ray cluster: found by name from any node, fed with the run's weights, found again when it moved."""
+
+from __future__ import annotations
+
+import collections
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+from tests.integration.cluster.clusters import nodes, placed
+from tests.unit.cluster.test_doors import answers
+from tests.unit.hockey.hockey_runs import Nothing, settings
+
+from jurybox.client import Error
+from jurybox.training.cluster import connection, engines
+from jurybox.training.cluster.launcher import RayLauncher
+from jurybox.training.cluster.traffic import Traffic
+from jurybox.training.recipes.hockey import plan, sizes_of
+from jurybox.training.recipes.hockey_served import ENGINE, engine_of
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.run import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PATIENT = Patience(start=180, actor=120, learner=120, stall=180, back_off=(0.2,))
+
+
+def doubled(name: str) -> tuple[str, float]:
+    """The kind of door that somebody here takes, and what comes back through it."""
+    with engines.connect(name, timeout=120) as server, server.model("double") as model:
+        return server.address.partition(":")[0], float(model(np.array([3.0], np.float32))[0])
+
+
+def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its_node_dies():
+    with nodes() as cluster:
+        doomed = cluster.add("away")
+        connection.connect(cluster.address)
+        try:
+            models = {"double": {"factory": "tests.models:affine", "args": {"offset": 0.0}}}
+            engines.start("judge", models, resources={"away": 1}, timeout=150)
+            there = ray.remote(doubled).options(resources={"away": 1}, num_cpus=0)
+            assert doubled("judge") == ("grpc", 6.0), "another machine, over the network"
+            assert ray.get(there.remote("judge"), timeout=100) == ("ipc", 6.0), "its own, through shared memory"
+
+            client = engines.connect("judge")
+            model = client.model("double")
+            cluster.kill(doomed)
+            cluster.add("away")
+            with pytest.raises(Error) as told:
+                for _ in range(100):  # its server is told to end, and needs a moment
+                    model(np.array([3.0], np.float32), timeout=2.0)
+                    time.sleep(0.1)
+            assert str(told.value)
+            client.close()
+            assert doubled("judge") == ("grpc", 6.0), "another server by the same name"
+        finally:
+            engines.stop("judge")
+            connection.disconnect()
+
+
+def rows_of(folder) -> int:
+    saved = Checkpoints(folder / "checkpoints").latest().folder / "replay-rows.jbr"
+    replay = Replay.load(saved, f"look-{time.time_ns()}")
+    try:
+        return int(replay.added)
+    finally:
+        replay.unlink()
+        replay.close()
+
+
+def test_hockey_on_three_nodes_counts_right_and_past_selves_come_along(tmp_path):
+    s = settings(steps=4000, workers=2, snapshot_every=3, max_ahead=600, league={"pool": 3, "anchor_share": 0.1})
+    with nodes("left", "right") as cluster, RayLauncher(cluster.address) as launcher:
+        asked = replace(plan(s, tmp_path), patience=PATIENT)
+        asked = placed(asked, **{"actor-0": "left", "actor-1": "right", "learner": "head", "evaluator": "right"})
+        outcome = run(asked, tmp_path, Nothing(), launcher=launcher)
+        assert all(cluster.segments(name) == set() for name in ("head", "left", "right"))
+    told = (tmp_path / "logs" / "run.log").read_text()
+    assert outcome.end is End.STEPS and outcome.restarts == 0, told
+    assert 4000 <= outcome.env_steps <= 4700, "counters of other nodes are a moment old"
+    assert outcome.learner_steps == (outcome.env_steps - 300) // 10
+    # Two rows for each step, and one for each side at a match's end; what was under way is not finished.
+    assert 2 * outcome.env_steps <= rows_of(tmp_path) <= 2 * (outcome.env_steps + outcome.episodes) + 64
+    assert len(list((tmp_path / "pool").glob("*.weights"))) >= 2, "past selves played where they were not made"
+
+
+@pytest.fixture
+def brought(monkeypatch):
+    """How often each publication was read from its source, and how often it came to a node."""
+    read, came = collections.Counter(), collections.Counter()
+    fan_out, adopt = Traffic._fan_out, Traffic._adopt
+
+    def counting_fan_out(self, channel, source, newest):
+        before = sum(channel in each.busy for each in self.members.values())
+        fan_out(self, channel, source, newest)
+        read[newest] += sum(channel in each.busy for each in self.members.values()) > before
+
+    async def counting_adopt(self, member, channel, publication):
+        await adopt(self, member, channel, publication)
+        came[member.node, member.known[channel]] += 1
+
+    monkeypatch.setattr(Traffic, "_fan_out", counting_fan_out)
+    monkeypatch.setattr(Traffic, "_adopt", counting_adopt)
+    return read, came
+
+
+def test_a_served_hockey_run_goes_on_when_the_engine_s_node_dies(tmp_path, brought):
+    s = settings(
+        steps=6000, workers=2, policy="served", snapshot_every=3, max_ahead=600,
+        league={"pool": 3, "anchor_share": 0.1},
+    )  # fmt: skip
+    killed = []
+    with nodes("left") as cluster, RayLauncher(cluster.address) as launcher:
+        doomed = cluster.add("right")
+        asked = replace(plan(s, tmp_path, engine=ENGINE), patience=PATIENT)
+        asked = placed(asked, **{"actor-0": "left", "actor-1": "head", "learner": "head", "evaluator": "head"})
+        spec = replace(engine_of(s, sizes_of(s)), resources={"right": 1})
+        launcher.serve(spec, tmp_path / "server.log")
+
+        def watch(commons):
+            if not killed and commons.board.env_steps > 2000:
+                killed.append(commons.board.env_steps)
+                cluster.kill(doomed)
+                cluster.add("right")
+
+        outcome = run(asked, tmp_path, Nothing(), launcher=launcher, watch=watch)
+        assert answers(lambda: cluster.segments("left") == set())
+    told = (tmp_path / "logs" / "run.log").read_text()
+    assert killed and outcome.end is End.STEPS and outcome.env_steps >= 6000, told
+    assert outcome.restarts == 0, "nobody but the engine was on that node, and collectors found it again: " + told
+    assert told.count("engine hockey serves on node") == 2, told
+    assert "looked for again" in (tmp_path / "logs" / "actor-0.log").read_text()
+    assert 2 * outcome.env_steps <= rows_of(tmp_path)
+    read, came = brought
+    assert came and max(came.values()) == 1, "each publication came to each node once"
+    assert max(read.values()) == 1, "and was read from its source once, for all of them"

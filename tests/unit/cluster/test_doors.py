@@ -1,0 +1,74 @@
+"""The book of doors, and the run's folders: what processes without Ray know of engines and files elsewhere."""
+
+from __future__ import annotations
+
+import stat
+import time
+from dataclasses import replace
+
+import pytest
+
+from jurybox.client import Refused, ServerGone
+from jurybox.training.cluster import doors
+from jurybox.training.cluster.folders import Folders
+
+
+@pytest.fixture
+def door() -> doors.Door:
+    return doors.Door("hockey", "1", doors.this_machine(), "ipc:///tmp/nobody", "grpcs://10.0.0.1:1", "secret", "PEM")
+
+
+def answers(holds, seconds: float = 10.0) -> bool:
+    """Whether it holds within so many seconds."""
+    until = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return bool(held)
+
+
+def test_the_newest_page_of_the_book_counts_and_only_its_owner_reads_it(tmp_path, door):
+    assert doors.find(tmp_path, "hockey") is None
+    doors.show(tmp_path, 1, door)
+    doors.show(tmp_path, 2, replace(door, life="2"))
+    doors.show(tmp_path, 1, replace(door, name="other"))
+    assert doors.find(tmp_path, "hockey") == replace(door, life="2")
+    assert {stat.S_IMODE(page.stat().st_mode) for page in tmp_path.iterdir()} == {0o600}
+    doors.clear(tmp_path, "hockey")
+    assert doors.find(tmp_path, "hockey") is None and doors.find(tmp_path, "other") is not None
+
+
+def test_who_shares_memory_takes_the_short_way_and_who_does_not_the_network(tmp_path, monkeypatch, door):
+    assert door.here and door.address == "ipc:///tmp/nobody"
+    monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
+    assert not door.here and door.address == "grpcs://10.0.0.1:1"
+
+
+def test_a_door_tells_nobody_its_token(door):
+    assert "secret" not in repr(door) and "PEM" not in repr(door)
+
+
+def test_an_engine_that_is_not_found_says_what_was_tried(door):
+    with pytest.raises(ServerGone, match="'hockey' was not found within 0.2 s.*nobody has told where it is"):
+        doors.reach("hockey", lambda: None, timeout=0.2)
+    asked = []
+    with pytest.raises(ServerGone, match="it was last at ipc:///tmp/nobody"):
+        doors.reach("hockey", lambda: door, timeout=0.2, alive=lambda: asked.append(1))
+    assert asked, "who waits gives signs of life"
+
+
+def test_a_name_that_would_leave_the_book_is_refused(tmp_path):
+    with pytest.raises(Refused, match="no name for an engine"):
+        doors.find(tmp_path, "../hockey")
+
+
+def test_files_of_a_folder_are_told_of_once_in_the_order_they_came(tmp_path):
+    folders = Folders({"pool": str(tmp_path / "pool")})
+    assert folders.after(0) == ()
+    folders.keep("pool", "2", b"two")
+    assert folders.after(0) == (("pool", "2"),)
+    # At once, within a tick of the file system's clock.
+    folders.keep("pool", "1", b"one")
+    (tmp_path / "pool" / ".half").write_bytes(b"not whole")
+    assert folders.after(1) == (("pool", "1"),) and folders.after(2) == ()
+    folders.keep("pool", "1", b"another")
+    assert folders.read("pool", "1") == b"one", "written once"

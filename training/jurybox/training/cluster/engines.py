@@ -1,0 +1,264 @@
+"""Engines in a cluster: a `jurybox` server as a named Ray actor, found again by its name wherever it is.
+
+``start("judge", {"photo": {"factory": "..."}})`` from the driver, then from any Ray task or actor ``connect("judge")``.
+Processes that have no Ray find it in a book (`doors`) that a launcher keeps on their machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from jurybox.client import Server
+from jurybox.protocol.errors import ServerGone
+from jurybox.training.cluster import doors
+from jurybox.training.cluster.connection import NAMESPACE
+from jurybox.training.cluster.doors import Door, check_name, this_machine
+from jurybox.training.cluster.engine_spec import EngineSpec, Feeds, Models
+from jurybox.training.cluster.feeder import Feeder
+from jurybox.training.recipes.local_server import LocalServer
+
+START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
+_AGAIN = 0.2
+_CALLERS = 32  # that wait for its start at the same time
+_LOG_TAIL = 64 << 10
+_started: dict[str, Any] = {}  # Ray ends an actor that nobody holds a handle to
+
+
+class EngineNotStarted(RuntimeError):
+    """Ray found no place for it, or its server did not come up; the message holds the end of its log."""
+
+
+class EngineActor:
+    """Owns a server on its node, a child that ends with it. Ray makes it anew elsewhere when its node dies.
+
+    Methods come from several threads. The server is a child of one that stays, because it is bound to its life.
+    """
+
+    def __init__(self, spec: EngineSpec, path: Sequence[str]) -> None:
+        self._spec = spec
+        known = [*sys.path, *(each for each in path if each not in sys.path and Path(each).exists())]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, known))  # the models' code is the driver's
+        self._parent = ThreadPoolExecutor(1, thread_name_prefix="engine-parent")
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="jurybox-engine-")
+        self._log = Path(self._folder.name) / "server.log"
+        self._told = 0
+        self._server: LocalServer | None = None
+        self._door: Door | None = None
+        self._feeder: Feeder | None = None
+
+    def where(self) -> str:
+        """The node that it is on."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    def door(self) -> Door:
+        """Where it serves; starts the server if there is none, or none any more.
+
+        Raises:
+            ServerNotStarted: it did not come up.
+        """
+        with self._lock:
+            if self._door is None or self._server is None or not self._server.alive:
+                self._end()
+                self._door = self._parent.submit(self._start).result()
+            return self._door
+
+    def feed(self, board: str, folders: Mapping[str, str]) -> None:
+        """Serve what of a run comes to this machine, whose board has that name; folders are the run's here."""
+        door = self.door()
+        with self._lock:
+            if self._feeder is not None:
+                self._feeder.close()
+            self._feeder = Feeder(door.ipc, board, self._spec.feeds, folders)
+
+    def look(self) -> tuple[str, bytes, str]:
+        """Its door's life ("" where there is no server any more), new lines of its log, what ended its feeding."""
+        lives = self._door is not None and self._server is not None and self._server.alive
+        failed = self._feeder.failed if self._feeder is not None else ""
+        return self._door.life if lives and self._door else "", self._new_log(), failed
+
+    def stop(self) -> None:
+        """Stop the server in order."""
+        with self._lock:
+            self._parent.submit(self._end).result()
+
+    def _start(self) -> Door:
+        host = ray.util.get_node_ip_address()
+        server: dict[str, Any] = {"devices": "auto" if self._spec.gpus else ["cpu"], **self._spec.server}
+        token, authority, scheme = None, "", "grpc"
+        if not ipaddress.ip_address(host).is_loopback:
+            locks = Path(self._folder.name)
+            token, authority, scheme = secrets.token_hex(32), _certificate(locks, host), "grpcs"
+            _secret(locks / "token", token)
+            server |= {"token_file": str(locks / "token")}
+            server |= {"tls_cert": str(locks / "tls.pem"), "tls_key": str(locks / "tls.key")}
+        server = {"grpc": f"[{host}]:0" if ":" in host else f"{host}:0", **server}
+        made = LocalServer(self._spec.models, self._log, http=False, threads=self._spec.threads, server=server)
+        self._server, self._told = made, 0
+        made.start()
+        made.wait()
+        with made.connect() as client:
+            listens = client.status()["server"]["grpc"]
+        life = f"{time.time_ns()}-{secrets.token_hex(2)}"
+        return Door(self._spec.name, life, this_machine(), made.address, f"{scheme}://{listens}", token, authority)
+
+    def _end(self) -> None:
+        if self._feeder is not None:
+            self._feeder.close()
+        if self._server is not None:
+            self._server.stop()
+        self._feeder = self._server = self._door = None
+
+    def _new_log(self) -> bytes:
+        if not self._log.exists():
+            return b""
+        with self._log.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            log.seek(max(self._told, size - _LOG_TAIL))
+            text = log.read()
+        self._told = size
+        return text
+
+
+# ---- for whoever starts one
+
+
+def make(spec: EngineSpec) -> Any:
+    """The actor of an engine, without waiting for it; it ends with the last handle to it, and with this process."""
+    options: dict[str, Any] = {
+        "name": _actor_name(spec.name),
+        "namespace": NAMESPACE,
+        "get_if_exists": True,
+        "num_cpus": spec.cpus,
+        "num_gpus": spec.gpus,
+        "resources": dict(spec.resources),
+        "max_restarts": -1,
+        "max_concurrency": _CALLERS,
+    }
+    return ray.remote(EngineActor).options(**options).remote(spec, sys.path)
+
+
+def start(
+    name: str,
+    models: Models,
+    *,
+    num_cpus: float = 1.0,
+    num_gpus: float = 0.0,
+    resources: Mapping[str, float] | None = None,
+    threads: int = 1,
+    server: Mapping[str, Any] | None = None,
+    timeout: float = START,
+) -> Door:
+    """Start an engine somewhere in the cluster, and wait until it serves; the one of that name where there is one.
+
+    Args:
+        models: as under [models.NAME] of a server's configuration; factories must be importable on its node.
+        num_cpus, num_gpus, resources: that Ray sets aside for it.
+        threads: that torch may use in it. server: further settings of its [server].
+
+    Raises:
+        EngineNotStarted: no node has that much, or the server did not come up in time.
+    """
+    spec = EngineSpec(name, models, Feeds(), num_cpus, num_gpus, resources or {}, threads, server or {})
+    _started[name] = make(spec)
+    return door(name, timeout)
+
+
+def stop(name: str) -> None:
+    """Stop an engine and give back what was set aside for it. Harmless where there is none."""
+    _started.pop(name, None)
+    try:
+        actor = ray.get_actor(_actor_name(name), NAMESPACE)
+        ray.get(actor.stop.remote(), timeout=30.0)
+        ray.kill(actor)
+    except (ValueError, RayError):
+        return
+
+
+# ---- for whoever uses one, in a driver, a task or an actor of Ray
+
+
+def door(name: str, timeout: float = START) -> Door:
+    """Where an engine is by now; waits for one that is starting or moving.
+
+    Raises:
+        EngineNotStarted: it could not be started; ServerGone: it was not found within `timeout` seconds.
+    """
+    until, why = time.monotonic() + timeout, ""
+    while (left := until - time.monotonic()) > 0:
+        try:
+            actor = ray.get_actor(_actor_name(name), NAMESPACE)
+            found: Door = ray.get(actor.door.remote(), timeout=left)
+            return found
+        except RayTaskError as error:
+            raise EngineNotStarted(f"engine {name!r} could not be started: {error.cause}") from error
+        except ValueError:
+            why = "there is none of that name: engines.start(name, ...) makes one"
+        except ActorDiedError as error:
+            why = f"it has ended: {error}"
+        except GetTimeoutError:
+            why = "it waits for a node with what it needs, or its server is still starting: see 'ray status'"
+        except RayActorError as error:  # Ray is restarting it
+            why = f"it is being moved: {error}"
+        time.sleep(_AGAIN)
+    raise ServerGone(f"engine {name!r} was not found within {timeout:.0f} s: {why or 'Ray did not answer'}")
+
+
+def address(name: str, timeout: float = START) -> str:
+    """As `door`: the address for this process, ipc:// on the engine's machine and grpc:// elsewhere."""
+    return door(name, timeout).address
+
+
+def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambda: None) -> Server:
+    """Connect to an engine wherever it is by now; waits for one that is starting or moving. As `doors.reach`."""
+
+    until = time.monotonic() + timeout
+
+    def look() -> Door | None:
+        try:
+            return door(name, max(_AGAIN, until - time.monotonic()))
+        except ServerGone:
+            return None
+
+    return doors.reach(name, look, timeout, alive)
+
+
+def _actor_name(name: str) -> str:
+    return f"jurybox-engine-{check_name(name)}"
+
+
+def _certificate(folder: Path, host: str) -> str:
+    """Make a key and a certificate for an address; gives the certificate."""
+    _secret(folder / "tls.key", "")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "365", "-keyout", "tls.key", "-out", "tls.pem", "-subj", "/CN=jurybox-engine"]
+    command += ["-addext", f"subjectAltName=IP:{host}"]
+    try:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineNotStarted(
+            f"an engine at {host}, which others reach, needs a certificate, and openssl made none ({error}): install "
+            "openssl on that node, or let its Ray listen on a loopback address"
+        ) from error
+    return (folder / "tls.pem").read_text()
+
+
+def _secret(path: Path, content: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)

@@ -1,0 +1,111 @@
+"""What an engine serves of a run: publications of the run's channels and its past policies, as they reach the machine.
+
+The engine is one more reader on its machine: weights come there once, whoever else reads them. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from jurybox.client import Refused, Server, connect
+from jurybox.client.publisher import Publisher
+from jurybox.client.weights_reader import State, WeightsReader
+from jurybox.protocol.errors import Error
+from jurybox.training.cluster.engine_spec import Feeds
+from jurybox.training.cluster.folders import Folders
+from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.state_files import read_state
+
+_LOOK = 0.02  # seconds
+_TAKEN_OVER = 5.0  # seconds that a version which stays gets to be taken over by the engines
+_JOIN = 10.0
+
+
+class Feeder:
+    """Feeds a server on this machine, in a thread of its own, until it is closed.
+
+    Args:
+        address: of the server, ipc://.
+        board: name of the machine's board of the run.
+        folders: by name, the run's folders on this machine.
+    """
+
+    def __init__(self, address: str, board: str, feeds: Feeds, folders: Mapping[str, str]) -> None:
+        self._address, self._board, self._feeds, self._folders = address, board, feeds, folders
+        self._stop = threading.Event()
+        self._failed = ""
+        self._thread = threading.Thread(target=self._run, name="jurybox-feeder", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> str:
+        """Why it ended by itself; "" where it did not."""
+        return self._failed
+
+    def close(self) -> None:
+        """End it."""
+        self._stop.set()
+        self._thread.join(_JOIN)
+
+    def _run(self) -> None:
+        try:
+            with ExitStack() as stack:
+                server = stack.enter_context(connect(self._address))
+                commons = stack.enter_context(Commons.attach(self._board))
+                channels = [
+                    _Channel(commons.reader(channel), _publisher(server, model))
+                    for channel, model in self._feeds.channels.items()
+                ]
+                folders = [
+                    _Folder(self._folders[folder], server, model, self._feeds.most)
+                    for folder, model in self._feeds.folders.items()
+                ]
+                sources: list[_Channel | _Folder] = [*folders, *channels]  # the odds of a publication name what stays
+                while not self._stop.wait(_LOOK):
+                    for source in sources:
+                        source.feed()
+        except (Error, OSError, KeyError) as error:  # the server is gone, or the machine's host: somebody looks
+            self._failed = f"{type(error).__name__}: {error}"
+
+
+class _Channel:
+    def __init__(self, reader: WeightsReader, publisher: Publisher) -> None:
+        self._reader, self._publisher = reader, publisher
+        self._seen = 0
+        self._buffers: State = reader.buffers()
+
+    def feed(self) -> None:
+        if self._reader.newer_than(self._seen):
+            state, self._seen, _ = self._reader.read(out=self._buffers, timeout=5.0)
+            self._publisher.publish(state, version=self._seen)
+
+
+class _Folder:
+    def __init__(self, folder: str, server: Server, model: str, most: int) -> None:
+        self._folder, self._most = Folders({model: folder}), most
+        self._taken = 0
+        self._publisher = _publisher(server, model)
+        engines = server.weights(model)
+        assert isinstance(engines, WeightsReader)
+        self._engines = engines
+
+    def feed(self) -> None:
+        came = self._folder.after(self._taken)
+        self._taken += len(came)
+        for model, name in came[-self._most :]:
+            path = Path(self._folder.paths[model]) / name
+            version = int(path.stem)
+            if version > self._engines.newest:
+                self._publisher.publish(read_state(path)["state"], version=version)
+                # Engines take over the newest: one that is overtaken before that would be missing.
+                self._engines.wait_until_fresh(_TAKEN_OVER, max_lag=0)
+
+
+def _publisher(server: Server, model: str) -> Publisher:
+    publisher = server.publisher(model)
+    if not isinstance(publisher, Publisher):
+        raise Refused(f"{model} is served on another machine: a feeder stands beside its server")
+    return publisher
