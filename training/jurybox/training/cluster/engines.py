@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,6 +28,7 @@ from jurybox.training.cluster.connection import NAMESPACE
 from jurybox.training.cluster.doors import Door, check_name, this_machine
 from jurybox.training.cluster.engine_spec import EngineSpec, Feeds, Models
 from jurybox.training.cluster.feeder import Feeder
+from jurybox.training.cluster.locks import locks
 from jurybox.training.recipes.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
@@ -102,11 +102,8 @@ class EngineActor:
         server: dict[str, Any] = {"devices": "auto" if self._spec.gpus else ["cpu"], **self._spec.server}
         token, authority, scheme = None, "", "grpc"
         if not ipaddress.ip_address(host).is_loopback:
-            locks = Path(self._folder.name)
-            token, authority, scheme = secrets.token_hex(32), _certificate(locks, host), "grpcs"
-            _secret(locks / "token", token)
-            server |= {"token_file": str(locks / "token")}
-            server |= {"tls_cert": str(locks / "tls.pem"), "tls_key": str(locks / "tls.key")}
+            (token, authority, settings), scheme = locks(Path(self._folder.name), host), "grpcs"
+            server |= settings
         server = {"grpc": f"[{host}]:0" if ":" in host else f"{host}:0", **server}
         made = LocalServer(self._spec.models, self._log, http=False, threads=self._spec.threads, server=server)
         self._server, self._told = made, 0
@@ -240,25 +237,3 @@ def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambd
 
 def _actor_name(name: str) -> str:
     return f"jurybox-engine-{check_name(name)}"
-
-
-def _certificate(folder: Path, host: str) -> str:
-    """Make a key and a certificate for an address; gives the certificate."""
-    _secret(folder / "tls.key", "")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "365", "-keyout", "tls.key", "-out", "tls.pem", "-subj", "/CN=jurybox-engine"]
-    command += ["-addext", f"subjectAltName=IP:{host}"]
-    try:
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise EngineNotStarted(
-            f"an engine at {host}, which others reach, needs a certificate, and openssl made none ({error}): install "
-            "openssl on that node, or let its Ray listen on a loopback address"
-        ) from error
-    return (folder / "tls.pem").read_text()
-
-
-def _secret(path: Path, content: str) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(content)

@@ -90,9 +90,10 @@ def train(
             from jurybox.training.recipes.hockey_served import ENGINE, engine_of, policy_server
 
             folder.mkdir(parents=True, exist_ok=True)
-            if isinstance(launcher, Serves) and not serial:
+            serving: object = launcher
+            if isinstance(serving, Serves) and not serial:
                 engine = ENGINE
-                launcher.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
+                serving.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
             else:
                 address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
         planned = plan(settings, folder, address, engine)

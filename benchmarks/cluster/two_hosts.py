@@ -1,0 +1,242 @@
+"""Hockey collectors and their policy server on two hosts with a slow network between them, against the same on one.
+
+``python -m benchmarks.cluster.two_hosts [--delay 0.005] [--workers 4] [--envs 8 64 256] [--seconds 5] [--rounds 3]``
+
+The hosts are network namespaces of this machine (`namespaces`) with shared memory of their own. On one host, collectors
+ask through shared memory; from the other one, through the gRPC door with its token and certificate. All of it uses the
+same cores, the server's gateway and the link itself included, so the network costs here what two machines would each
+have cores for. What is measured are env steps a second of all collectors together, after a second of warming up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.cluster.namespaces import A, B, TwoHosts, round_trip
+from jurybox.client import Server
+from jurybox.protocol.segment import directory
+from jurybox.training.cluster import doors
+from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
+from jurybox.training.recipes.hockey_settings import HockeyTraining
+
+RESULTS = Path(__file__).parent / "results"
+ENGINE = "hockey"
+_ODDS = {"anchor:weak": 0.375, "anchor:strong": 0.375, "pool:1": 0.125, "pool:2": 0.125}  # as a league's with a pool
+_WARM = 1.0
+
+
+# ---- on the first host
+
+
+def serve(book: Path, settings: HockeyTraining) -> None:
+    """A server with a policy and two past selves, until standard input ends; the policy is published twice a second."""
+    from jurybox.training.algorithms.td3 import TD3
+    from jurybox.training.cluster.locks import locks
+    from jurybox.training.recipes.hockey import sizes_of
+    from jurybox.training.recipes.hockey_served import ServedPublications, models
+    from jurybox.training.recipes.local_server import LocalServer
+
+    sizes = sizes_of(settings)
+    policy = TD3(*sizes, settings.learner).acting()
+    state = {name: tensor.numpy() for name, tensor in policy.state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        token, authority, locked = locks(Path(folder), A)
+        made = models(settings, sizes)
+        server = LocalServer(made, book / "server.log", http=False, server={"grpc": f"{A}:0", **locked})
+        try:
+            server.start()
+            server.wait()
+            with server.connect() as client, ServedPublications(server.address) as publications:
+                where = f"grpcs://{client.status()['server']['grpc']}"
+                publications.publish(policy)
+                for name in ("pool:1", "pool:2"):
+                    publications.keep(name, state)
+                doors.show(
+                    book, 1, doors.Door(ENGINE, "1", doors.this_machine(), server.address, where, token, authority)
+                )
+                os.set_blocking(0, False)
+                while sys.stdin.buffer.raw.read(1) is None:  # type: ignore[attr-defined]
+                    publications.publish(policy)
+                    time.sleep(0.5)
+        finally:
+            server.stop()
+
+
+# ---- on either
+
+
+class Found:
+    """The engine of the book."""
+
+    def __init__(self, book: Path) -> None:
+        self._book = book
+
+    def connect(self) -> Server:
+        return doors.reach(ENGINE, lambda: doors.find(self._book, ENGINE), 30.0)
+
+    def newest(self, connection: Server) -> Callable[[], int]:
+        return lambda: 1
+
+
+class Others(LocalPolicies):
+    """Bots, and odds that stay."""
+
+    def odds(self) -> Mapping[str, float]:
+        return _ODDS
+
+
+def collect(book: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
+    """Steps a second of one collector between two moments of the clock that all share."""
+    from jurybox.training.environments.hockey.factory import make_game
+    from jurybox.training.recipes.hockey_collector import Collector, fields
+    from jurybox.training.recipes.hockey_served import ServedPolicies
+    from jurybox.training.replay import Episodes, Replay
+
+    games = [make_game() for _ in range(settings.envs_per_worker)]
+    sizes = games[0].observation_size, games[0].action_size
+    local = Others(cast("Any", None), Pool(book), sizes[1])
+    name = f"two-hosts-{secrets.token_hex(4)}"
+    replay = Replay.create(name, 50_000, fields(*sizes), episodes=Episodes())
+    try:
+        with ServedPolicies(cast("Any", Found(book)), len(games), local, Pool(book), None) as policies:
+            collector = Collector(games, replay, settings, policies, number=number, workers=settings.workers)
+            while time.monotonic() < at + _WARM:
+                collector.step(warm=False)
+            began, steps = time.monotonic(), 0
+            while (now := time.monotonic()) < at + _WARM + seconds:
+                steps += collector.step(warm=False)[0]
+            rate = steps / (now - began)
+            collector.abandon()
+            return rate
+    finally:
+        replay.unlink()
+        replay.close()
+
+
+# ---- the measurement
+
+
+@contextmanager
+def served(hosts: TwoHosts, book: Path, settings: HockeyTraining) -> Iterator[None]:
+    """The server on the first host, serving."""
+    command = hosts.inside(A, _this("--serve", str(book), settings))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(book, A)) as process:
+        try:
+            until = time.monotonic() + 120
+            while doors.find(book, ENGINE) is None:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError("the server did not come up; what it said is above")
+                time.sleep(0.1)
+            yield
+        finally:
+            process.communicate(timeout=60)
+
+
+def rate(hosts: TwoHosts, book: Path, settings: HockeyTraining, where: str, seconds: float) -> float:
+    """Steps a second of all collectors together, on the host `where`."""
+    at = time.monotonic() + 4.0 + settings.workers  # they import, make games, and begin together
+    processes = [
+        subprocess.Popen(
+            hosts.inside(where, _this("--collect", str(book), settings, number, at, seconds)),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(book, where),
+        )
+        for number in range(settings.workers)
+    ]
+    return sum(float(process.communicate(timeout=seconds + 90)[0]) for process in processes)
+
+
+def _this(role: str, book: str, settings: HockeyTraining, *more: float) -> list[str]:
+    sizes = ["--workers", str(settings.workers), "--envs", str(settings.envs_per_worker)]
+    return [sys.executable, "-m", "benchmarks.cluster.two_hosts", role, book, *sizes, "--more", *map(str, more)]
+
+
+def _environment(book: Path, host: str) -> dict[str, str]:
+    memory = book / host
+    memory.mkdir(exist_ok=True)
+    return {**os.environ, "JURYBOX_SHM_DIR": str(memory), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def measure(given: argparse.Namespace) -> list[str]:
+    lines, loads = [], [os.getloadavg()[0]]
+    with TwoHosts(given.delay) as hosts:
+        trip = round_trip(hosts)
+        for envs in given.envs:
+            settings = HockeyTraining(workers=given.workers, envs_per_worker=envs)
+            found: dict[str, list[float]] = {"one": [], "two": [], "two, no delay": []}
+            with tempfile.TemporaryDirectory(dir=directory(), prefix="two-hosts-") as folder:
+                book = Path(folder)
+                with served(hosts, book, settings):
+                    for _ in range(given.rounds):
+                        for name, where, delay in (("one", A, 0.0), ("two", B, given.delay), ("two, no delay", B, 0.0)):
+                            hosts.delay = delay
+                            found[name].append(rate(hosts, book, settings, where, given.seconds))
+                            loads.append(os.getloadavg()[0])
+                            print(envs, name, f"{found[name][-1]:.0f} steps/s, load {loads[-1]:.1f}", flush=True)
+            middle = {name: statistics.median(values) for name, values in found.items()}
+            each = "; ".join(", ".join(f"{value:.0f}" for value in found[name]) for name in ("one", "two"))
+            lines.append(
+                f"| {envs} | {middle['one']:.0f} | {middle['two, no delay']:.0f} | {middle['two']:.0f} "
+                f"| {middle['two'] / middle['one']:.0%} | {middle['two'] / middle['two, no delay']:.0%} | {each} |"
+            )
+    head = [
+        f"`python -m benchmarks.cluster.two_hosts --delay {given.delay} --workers {given.workers} --envs "
+        f"{' '.join(map(str, given.envs))} --seconds {given.seconds:g} --rounds {given.rounds}`, {date.today()}, "
+        f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}; load average "
+        f"{min(loads):.0f} to {max(loads):.0f}, this benchmark included",
+        "",
+        f"{1000 * given.delay:g} ms in each direction; a byte and its echo took {1000 * trip:.1f} ms. {given.workers} "
+        "collectors, env steps a second of all together, medians.",
+        "",
+        "| games of a collector | one host, shared memory | two hosts, no delay | two hosts | of one host "
+        "| of no delay | each round: one host; two |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    return [*head, *lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--delay", type=float, default=0.005)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--envs", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "two_hosts.md")
+    parser.add_argument("--serve", type=Path)
+    parser.add_argument("--collect", type=Path)
+    parser.add_argument("--more", type=float, nargs="*", default=[])
+    given = parser.parse_args()
+    if given.serve or given.collect:
+        np.random.seed(0)
+        settings = HockeyTraining(workers=given.workers, envs_per_worker=given.envs[0])
+        if given.serve:
+            serve(given.serve, settings)
+        else:
+            number, at, seconds = given.more
+            print(collect(given.collect, settings, int(number), at, seconds))
+        return
+    lines = measure(given)
+    print("\n".join(lines))
+    given.out.parent.mkdir(exist_ok=True)
+    given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
