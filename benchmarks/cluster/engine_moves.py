@@ -7,6 +7,7 @@ looked at ten times a second; the gap is the longest time without one after the 
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import tempfile
@@ -51,11 +52,10 @@ def main() -> None:
         outcome = run(asked, Path(folder), Nothing(), launcher=launcher, watch=watch)
         told = (Path(folder) / "logs" / "run.log").read_text()
         print(told)
-        print((Path(folder) / "logs" / "actor-0.log").read_text())
     if not killed:
         raise RuntimeError(f"there were only {outcome.env_steps} steps: nothing was killed. Try a less busy machine")
     after = [moment for moment in moments if moment[0] >= killed[0]]
-    gap = max(late[0] - early[0] for early, late in zip(after, after[1:], strict=False))
+    gap = max(late[0] - early[0] for early, late in itertools.pairwise(after))
     lines = [
         f"`python -m benchmarks.cluster.engine_moves`, {date.today()}, {len(os.sched_getaffinity(0))} cores, "
         f"{platform.machine()}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.0f}",

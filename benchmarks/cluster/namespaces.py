@@ -17,7 +17,8 @@ from collections import deque
 from select import select
 
 A, B = "10.77.0.1", "10.77.0.2"
-MTU = 9000
+# As large as a packet may be: network cards take segments of 64 KiB from the kernel and give such back, too.
+MTU = 65000
 _QUEUE = 4096  # packets on their way, in each direction; more are dropped
 
 # In a network of its own: makes the device, gives its descriptor away, and keeps the network until its socket closes.

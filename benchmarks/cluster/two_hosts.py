@@ -83,6 +83,8 @@ def serve(book: Path, settings: HockeyTraining) -> None:
 class Found:
     """The engine of the book."""
 
+    moves = True
+
     def __init__(self, book: Path) -> None:
         self._book = book
 

@@ -115,7 +115,10 @@ class GrpcDoor:
             return answer(Code.SERVER_GONE, "the connection was closed")
         if (error := call.exception()) is not None:
             code, message = failure(error)
-            late = f"model {self._spec.name!r} did not answer in time ({message})"
+            late = (
+                f"model {self._spec.name!r} did not answer in time ({message}): its server is busy, or the network to "
+                "it is broken; ask again, it is connected to again by itself"
+            )
             return answer(code, late if code == Code.TIMEOUT else message)
         response: pb.ModelInferResponse = call.result()
         if wrong := self._take(response, ticket.first, ticket.rows):

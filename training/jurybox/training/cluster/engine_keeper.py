@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from jurybox.training.cluster import doors
 from jurybox.training.cluster.doors import Door
@@ -41,6 +41,7 @@ class EngineKeeper:
         log.unlink(missing_ok=True)
         doors.clear(book, spec.name)
         self._task = asyncio.ensure_future(self._keep())
+        self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Stop the engine."""
@@ -70,8 +71,12 @@ class EngineKeeper:
             except RayTaskError as error:
                 self._told(f"engine {self._spec.name}: {error.cause}")
                 await asyncio.sleep(_BACK_OFF)
-            except RayActorError:
+            except RayError:
                 await asyncio.sleep(_AGAIN)  # Ray makes it anew, elsewhere if need be
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._told(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
 
     async def _watch(self, door: Door, member: Member) -> None:
         """Until it serves no longer as it did."""

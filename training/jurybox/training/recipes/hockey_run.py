@@ -15,6 +15,7 @@ from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.runlog import Tracker
+from jurybox.training.runtime.errors import ConfigError
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.ledger import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.outcome import Outcome
@@ -92,6 +93,11 @@ def train(
             folder.mkdir(parents=True, exist_ok=True)
             serving: object = launcher
             if isinstance(serving, Serves) and not serial:
+                if settings.on_failure == "serial":
+                    raise ConfigError(
+                        "on_failure='serial' does not go with a policy that an engine in a cluster serves, since that "
+                        "ends with the processes: take on_failure='end', or policy='local'"
+                    )
                 engine = ENGINE
                 serving.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
             else:

@@ -130,6 +130,8 @@ class ServedPast:
 class Beside:
     """A server on this machine, to which the learner publishes."""
 
+    moves = False
+
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -144,6 +146,8 @@ class Beside:
 
 class InCluster:
     """An engine that is found by its name, which has the weights of the run's channel; a role of that run asks it."""
+
+    moves = True
 
     def __init__(self, name: str, seat: Seat) -> None:
         self._name, self._seat = name, seat
@@ -244,18 +248,22 @@ class ServedPolicies:
             self._resources = undo.pop_all()
 
     def _again(self, error: Error) -> None:
-        """Connect anew, and ask again for all that is not answered."""
+        """Connect anew, and ask again for all that is not answered. Raises the error where the server cannot move."""
+        if not self._where.moves:
+            raise error
         _log.warning("the policy server is looked for again: %s", error)
+        until = time.monotonic() + _FOUND
         while True:
             with suppress(Error):
                 self._resources.close()
-            self._open()
             try:
+                self._open()
                 for half in self._asked:
                     self._send(half)
                 return
-            except (ServerGone, Timeout) as again:
-                _log.warning("it is gone again: %s", again)
+            except (ServerGone, Timeout):
+                if time.monotonic() > until:
+                    raise
 
     def _send(self, half: int) -> None:
         asked = self._asked[half]
