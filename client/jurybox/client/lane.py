@@ -65,6 +65,7 @@ class Lane:
         model: its name, for messages.
         arena: whose rows these are.
         give_back: called once at the end to release the lease.
+        far: whether a network is between it and the server.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class Lane:
         first: int,
         rows: int,
         give_back: Callable[[], None],
+        *,
+        far: bool = False,
     ) -> None:
         self.model = model
+        self._far = far
         self.free = FreeRows(first, rows)
         self.inputs: dict[str, NDArray[Any]] = arena.inputs
         self.outputs: dict[str, NDArray[Any]] = arena.outputs
@@ -315,6 +319,11 @@ class Lane:
         return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.epoch)
 
     def _why_late(self, ticket: Ticket) -> str:
+        if self._far and ticket.engine != _NOT_SENT:
+            return (
+                f"model {self.model!r} did not answer in time ({ticket.rows} rows): its server is busy, or the network "
+                "to it is broken. Ask again: it is connected to again by itself"
+            )
         states = [EngineState(int(state)).name.lower() for state in self._states]
         unsent = f"was not sent: {self._unsent_because}"
         sent = unsent if ticket.engine == _NOT_SENT else f"is at engine {ticket.engine}"

@@ -116,8 +116,8 @@ class GrpcDoor:
         if (error := call.exception()) is not None:
             code, message = failure(error)
             late = (
-                f"model {self._spec.name!r} did not answer in time ({message}): its server is busy, or the network to "
-                "it is broken; ask again, it is connected to again by itself"
+                f"model {self._spec.name!r} did not answer in time ({message}): its server is busy, or the network "
+                "to it is broken. Ask again: it is connected to again by itself"
             )
             return answer(code, late if code == Code.TIMEOUT else message)
         response: pb.ModelInferResponse = call.result()

@@ -128,7 +128,7 @@ class GrpcLink:
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
         door = GrpcDoor(self._stub.ModelInfer, self._metadata, spec, memory)
-        lane = Lane(name, Gateway(), memory, door, 0, 0, memory.rows, lambda: None)
+        lane = Lane(name, Gateway(), memory, door, 0, 0, memory.rows, lambda: None, far=True)
         return lane, spec, message.max_batch
 
     def _index(self, timeout: float) -> Any:

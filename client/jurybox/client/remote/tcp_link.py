@@ -84,7 +84,7 @@ class TcpLink(ControlLink):
                 self._call(1.0, release=ReleaseRequest(lane=lease.lane, lease=lease.lease))
 
         door = InlineDoor(connection, memory, lease.lease)
-        lane = Lane(name, connection, memory, door, lease.lease, 0, lease.rows, give_back)
+        lane = Lane(name, connection, memory, door, lease.lease, 0, lease.rows, give_back, far=True)
         return lane, spec, lease.model.max_batch
 
     def _greet(self, timeout: float) -> None:
