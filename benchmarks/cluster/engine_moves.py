@@ -1,9 +1,9 @@
 """Engines on three Ray nodes of this machine, measured: ``python -m benchmarks.cluster.engine_moves``.
 
 Each node has shared memory of its own. First one engine, and what a call takes from its node and from another. Then
-hockey with `local` policies, collectors on two nodes and the learner on the third. Then hockey with a served policy: the
-head with the learner and a collector, a node with another collector, a node with the engine, which is killed, and one
-like it joins. The gap is the longest time without an env step after that.
+hockey with `local` policies, collectors on two nodes and the learner on the third. Then hockey with a served policy:
+the head with the learner and a collector, a node with another collector, a node with the engine, which is killed, and
+one like it joins. The gap is the longest time without an env step after that.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from select import select
 
 A, B = "10.77.0.1", "10.77.0.2"
@@ -40,14 +41,16 @@ class TwoHosts:
 
     Args:
         delay: seconds that a packet is under way, in each direction; a round trip takes twice that.
+        cores: that the link itself may use; None: all.
 
     Attributes:
         cut: while it is set, packets are lost.
         packets: that came through.
     """
 
-    def __init__(self, delay: float) -> None:
+    def __init__(self, delay: float, cores: Collection[int] | None = None) -> None:
         self.delay = delay
+        self._cores = cores
         self.cut = threading.Event()
         self.packets = 0
         self._stop = threading.Event()
@@ -91,6 +94,8 @@ class TwoHosts:
         self._tuns.append(array.array("i", ancillary[0][2])[0])
 
     def _carry(self) -> None:
+        if self._cores is not None:
+            os.sched_setaffinity(0, self._cores)  # of this thread
         ways: dict[int, deque[tuple[float, bytes]]] = {tun: deque() for tun in self._tuns}  # by where they go
         other = dict(zip(self._tuns, self._tuns[::-1], strict=True))
         while not self._stop.is_set():

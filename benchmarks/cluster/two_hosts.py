@@ -3,9 +3,9 @@
 ``python -m benchmarks.cluster.two_hosts [--delay 0.005] [--workers 4] [--envs 8 64 256] [--seconds 5] [--rounds 3]``
 
 The hosts are network namespaces of this machine (`namespaces`) with shared memory of their own. On one host, collectors
-ask through shared memory; from the other one, through the gRPC door with its token and certificate. All of it uses the
-same cores, the server's gateway and the link itself included, so the network costs here what two machines would each
-have cores for. What is measured are env steps a second of all collectors together, after a second of warming up.
+ask through shared memory; from the other one, through the gRPC door with its token and certificate. Half of the cores
+are the server's (with its gateway, and the link itself), the other half the collectors', wherever they are: as two machines
+would each have their own, and so that collectors on the server's host have no fewer. What is measured are env steps a second of all collectors together, after a second of warming up.
 """
 
 from __future__ import annotations
@@ -40,11 +40,20 @@ _ODDS = {"anchor:weak": 0.375, "anchor:strong": 0.375, "pool:1": 0.125, "pool:2"
 _WARM = 1.0
 
 
+def half_of_cores(half: int) -> list[int]:
+    """One half of the cores: 0 the server's and the link's, 1 the collectors'."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == 1:
+        return cores
+    return cores[: len(cores) // 2] if half == 0 else cores[len(cores) // 2 :]
+
+
 # ---- on the first host
 
 
 def serve(book: Path, settings: HockeyTraining) -> None:
     """A server with a policy and two past selves, until standard input ends; the policy is published twice a second."""
+    os.sched_setaffinity(0, half_of_cores(0))
     from jurybox.training.algorithms.td3 import TD3
     from jurybox.training.cluster.locks import locks
     from jurybox.training.recipes.hockey import sizes_of
@@ -104,6 +113,7 @@ class Others(LocalPolicies):
 
 def collect(book: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
     """Steps a second of one collector between two moments of the clock that all share."""
+    os.sched_setaffinity(0, half_of_cores(1))
     from jurybox.training.environments.hockey.factory import make_game
     from jurybox.training.recipes.hockey_collector import Collector, fields
     from jurybox.training.recipes.hockey_served import ServedPolicies
@@ -176,8 +186,8 @@ def _environment(book: Path, host: str) -> dict[str, str]:
 
 
 def measure(given: argparse.Namespace) -> list[str]:
-    lines, loads = [], [os.getloadavg()[0]]
-    with TwoHosts(given.delay) as hosts:
+    lines, loads, cores = [], [os.getloadavg()[0]], len(os.sched_getaffinity(0))
+    with TwoHosts(given.delay, half_of_cores(0)) as hosts:
         trip = round_trip(hosts)
         for envs in given.envs:
             settings = HockeyTraining(workers=given.workers, envs_per_worker=envs)
@@ -200,11 +210,12 @@ def measure(given: argparse.Namespace) -> list[str]:
     head = [
         f"`python -m benchmarks.cluster.two_hosts --delay {given.delay} --workers {given.workers} --envs "
         f"{' '.join(map(str, given.envs))} --seconds {given.seconds:g} --rounds {given.rounds}`, {date.today()}, "
-        f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}; load average "
+        f"{cores} cores, {platform.machine()}, Python {platform.python_version()}; load average "
         f"{min(loads):.0f} to {max(loads):.0f}, this benchmark included",
         "",
         f"{1000 * given.delay:g} ms in each direction; a byte and its echo took {1000 * trip:.1f} ms. {given.workers} "
-        "collectors, env steps a second of all together, medians.",
+        f"collectors on {cores - cores // 2} of the cores, server and link on the others; env steps a second of all "
+        "collectors together, medians.",
         "",
         "| games of a collector | one host, shared memory | two hosts, no delay | two hosts | of one host "
         "| of no delay | each round: one host; two |",

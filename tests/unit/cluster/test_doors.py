@@ -7,10 +7,15 @@ import time
 from dataclasses import replace
 
 import pytest
+from tests.unit.hockey.hockey_runs import settings
 
 from jurybox.client import Refused, ServerGone
 from jurybox.training.cluster import doors
 from jurybox.training.cluster.folders import Folders
+from jurybox.training.recipes.hockey import plan
+from jurybox.training.recipes.hockey_run import train
+from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.plan import Kind
 
 
 @pytest.fixture
@@ -54,6 +59,26 @@ def test_an_engine_that_is_not_found_says_what_was_tried(door):
     with pytest.raises(ServerGone, match="it was last at ipc:///tmp/nobody"):
         doors.reach("hockey", lambda: door, timeout=0.2, alive=lambda: asked.append(1))
     assert asked, "who waits gives signs of life"
+
+
+def test_served_hockey_in_a_cluster_has_a_book_and_its_past_selves_are_carried(tmp_path):
+    planned = plan(settings(policy="served"), tmp_path, engine="hockey")
+    assert planned.folders == {"pool": str(tmp_path / "pool"), doors.BOOK: str(tmp_path / "engines")}
+    actor, learner = planned.roles[0], planned.roles[planned.of_kind(Kind.LEARNER)[0]]
+    assert actor.settings["engine"] == "hockey" and learner.settings["address"] is None, "the learner knows of none"
+    assert doors.BOOK not in plan(settings(), tmp_path).folders
+
+
+class Launches:
+    """A launcher, as far as `train` asks before it begins."""
+
+    def serve(self, spec, log):
+        raise AssertionError("too late")
+
+
+def test_an_engine_that_ends_with_the_processes_cannot_serve_what_goes_on_without_them(tmp_path):
+    with pytest.raises(ConfigError, match="on_failure='end', or policy='local'"):
+        train(settings(policy="served", on_failure="serial"), tmp_path, launcher=Launches())
 
 
 def test_a_name_that_would_leave_the_book_is_refused(tmp_path):
