@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
-from tests.integration.cluster.clusters import Nodes, nodes, placed
+from tests.integration.cluster.clusters import Nodes, nodes, placed, ray
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.cluster import engines

@@ -4,8 +4,9 @@
 
 The hosts are network namespaces of this machine (`namespaces`) with shared memory of their own. On one host, collectors
 ask through shared memory; from the other one, through the gRPC door with its token and certificate. Half of the cores
-are the server's (with its gateway, and the link itself), the other half the collectors', wherever they are: as two machines
-would each have their own, and so that collectors on the server's host have no fewer. What is measured are env steps a second of all collectors together, after a second of warming up.
+are the server's (with its gateway, and the link itself), the other half the collectors', wherever they are: as two
+machines would each have their own, and so that collectors on the server's host have no fewer. What is measured are env
+steps a second of all collectors together, after a second of warming up.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 # Read when Ray is imported: addresses of this machine are then its loopback's, not one that others reach.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
 
 from ray.cluster_utils import Cluster
 

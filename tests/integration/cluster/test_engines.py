@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import ray
-from tests.integration.cluster.clusters import nodes, placed
+from tests.integration.cluster.clusters import nodes, placed, ray
 from tests.unit.cluster.test_doors import answers
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
