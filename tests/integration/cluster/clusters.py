@@ -12,9 +12,9 @@ import pytest
 
 # Read when Ray is imported: addresses of this machine are then its loopback's, not one that others reach.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
 
-from ray.cluster_utils import Cluster
+import ray.cluster_utils
 
 from jurybox.protocol.segment import directory
 
@@ -31,7 +31,7 @@ class Nodes:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ.setdefault("RAY_worker_niceness", "0")  # it lowers the priority of all it starts, else
         arguments = self._arguments("head") | {"_system_config": _IMPATIENT, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args=arguments)
+        self.cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args=arguments)
         self.address = self.cluster.address
 
     def add(self, name: str):
