@@ -32,7 +32,7 @@ PATIENT = Patience(start=180, actor=120, learner=120, stall=180, back_off=(0.2,)
 def doubled(name: str) -> tuple[str, float]:
     """The kind of door that somebody here takes, and what comes back through it."""
     with engines.connect(name, timeout=120) as server, server.model("double") as model:
-        return server.address.partition(":")[0], float(model(np.array([3.0], np.float32))[0])
+        return server.address.partition(":")[0], float(model(np.full(4, 3.0, np.float32))[0])
 
 
 def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its_node_dies():
@@ -52,7 +52,7 @@ def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its
             cluster.add("away")
             with pytest.raises(Error) as told:
                 for _ in range(100):  # its server is told to end, and needs a moment
-                    model(np.array([3.0], np.float32), timeout=2.0)
+                    model(np.full(4, 3.0, np.float32), timeout=2.0)
                     time.sleep(0.1)
             assert str(told.value)
             client.close()
