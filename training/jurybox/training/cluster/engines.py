@@ -147,7 +147,7 @@ def make(spec: EngineSpec) -> Any:
         "max_restarts": -1,
         "max_concurrency": _CALLERS,
     }
-    return ray.remote(EngineActor).options(**options).remote(spec, [path or os.getcwd() for path in sys.path])
+    return ray.remote(EngineActor).options(**options).remote(spec, [path or str(Path.cwd()) for path in sys.path])
 
 
 def start(
