@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from jurybox.training.recipes.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
 _AGAIN = 0.2
+_STOP = 30.0
 _CALLERS = 32  # that wait for its start at the same time
 _LOG_TAIL = 64 << 10
 _started: dict[str, Any] = {}  # Ray ends an actor that nobody holds a handle to
@@ -181,10 +183,11 @@ def stop(name: str) -> None:
     _started.pop(name, None)
     try:
         actor = ray.get_actor(_actor_name(name), NAMESPACE)
-        ray.get(actor.stop.remote(), timeout=30.0)
-        ray.kill(actor)
-    except (ValueError, RayError):
+    except ValueError:
         return
+    with suppress(RayError):  # what does not answer ends with its actor
+        ray.get(actor.stop.remote(), timeout=_STOP)
+    ray.kill(actor)
 
 
 # ---- for whoever uses one, in a driver, a task or an actor of Ray
