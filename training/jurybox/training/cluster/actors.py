@@ -118,6 +118,11 @@ class RolePlace:
                 self._lifeline.close()
                 self._process = self._lifeline = None
 
+    def close(self) -> None:
+        """Leave nothing behind; the last call."""
+        self.kill()
+        self._folder.cleanup()
+
     def _with_state(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["kind"] != "saved":
             return message

@@ -95,9 +95,10 @@ class EngineActor:
         return self._door.life if lives and self._door else "", self._new_log(), failed
 
     def stop(self) -> None:
-        """Stop the server in order."""
+        """Stop the server in order; the last call."""
         with self._lock:
             self._parent.submit(self._end).result()
+        self._folder.cleanup()
 
     def _start(self) -> Door:
         host = ray.util.get_node_ip_address()

@@ -29,6 +29,7 @@ from jurybox.training.runtime.plan import Plan
 _LISTEN_SECONDS = 0.5
 _AGAIN_SECONDS = 0.2
 _CLOSE_SECONDS = 30.0
+_LEFT_SECONDS = 5.0  # for places to remove what they wrote; one whose node is gone does not answer
 _KILLED = -9
 _T = TypeVar("_T")
 
@@ -171,6 +172,8 @@ class RayLauncher:
             if self._places:  # else it did not begin
                 with suppress(TimeoutError, RayError):  # what does not answer ends with its actor
                     self._do(self._close(), _CLOSE_SECONDS)
+                closed = [place.close.remote() for place in self._places.values()]
+                ray.wait(closed, num_returns=len(closed), timeout=_LEFT_SECONDS)
             for place in self._places.values():
                 ray.kill(place)
         finally:
