@@ -64,7 +64,9 @@ def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> 
 
 def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
     before = segments()
-    s = settings(steps=3000, policy="served", snapshot_every=3, league={"pool": 3, "anchor_share": 0.1})
+    # Collectors that ran ahead would have ended all their games before the learner looks for snapshots a second time.
+    league = {"pool": 3, "anchor_share": 0.1}
+    s = settings(steps=3000, policy="served", snapshot_every=3, max_ahead=200, league=league)
     outcome = train(s, tmp_path)
     assert outcome.end is End.STEPS and outcome.restarts == 0, (tmp_path / "logs" / "run.log").read_text()
     assert outcome.learner_steps >= 250

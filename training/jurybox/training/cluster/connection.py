@@ -47,6 +47,7 @@ def _connect(address: str | None) -> None:
     # Ray lowers the priority of all that it starts (nice 15): roles would give way to whatever else runs here.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
+        address="local",  # one of its own, also where another runs or RAY_ADDRESS names one
         num_cpus=max(len(os.sched_getaffinity(0)), 64),  # the cores are shared as without Ray: nobody waits for one
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
