@@ -18,9 +18,7 @@ _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-def open_socket(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
-) -> zmq.Socket[bytes]:
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
     """A DEALER that reconnects by itself, under the same identity, and notices a host that has vanished."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
@@ -35,6 +33,14 @@ def open_socket(
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    return socket
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
+) -> zmq.Socket[bytes]:
+    """As `new_socket`, connecting."""
+    socket = new_socket(context, keys, identity)
     socket.connect(address)
     return socket
 
@@ -54,18 +60,20 @@ class Connection:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
-        self.socket = open_socket(context, address, keys, new_identity())
+        self.socket = new_socket(context, keys, new_identity())
         self._events = self.socket.get_monitor_socket(_EVENTS)
+        self.socket.connect(address)
         self.engines = np.zeros(1, ENGINE)
         self.engines["state"], self.engines["epoch"] = EngineState.SERVING, 1
-        self._broken_at: float | None = None
+        # It does not stand yet. Of a server that ends before it ever does, libzmq tells nothing.
+        self._broken_at: float | None = time.monotonic()
 
     @property
     def epoch(self) -> int:
         return int(self.engines["epoch"][0])
 
     def server_lives(self) -> bool:
-        """As Board.server_lives: whether the connection stands, or broke only a moment ago."""
+        """As Board.server_lives: whether the connection stands, or began or broke only a moment ago."""
         while self._events.poll(0):
             stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if not stands and self._broken_at is None:

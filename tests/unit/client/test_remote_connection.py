@@ -1,0 +1,43 @@
+"""Whether a connection to a tcp:// server stands is known in every moment of its life."""
+
+import socket
+import time
+
+import pytest
+import zmq
+from tests.serving import wait_until
+
+from jurybox.client.remote.connection import Connection
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as made:
+        yield made
+        made.destroy(linger=0)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 0.3)
+
+
+def test_a_server_that_ends_before_the_connection_stands_is_gone(context, impatient):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
+        connection = Connection(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", None)
+        assert connection.server_lives(), "it may still come"
+        wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
+        connection.close()
+
+
+def test_a_connection_that_stands_lives_however_long_nothing_is_said(context, impatient):
+    router = context.socket(zmq.ROUTER)
+    connection = Connection(context, "tcp://127.0.0.1:{}".format(router.bind_to_random_port("tcp://127.0.0.1")), None)
+    connection.socket.send(b"hello")
+    assert router.poll(20_000), "it stands now"
+    wait_until(connection.server_lives, 20, "its handshake is noticed")
+    time.sleep(0.5)
+    assert connection.server_lives()
+    router.close(linger=0)
+    wait_until(lambda: not connection.server_lives(), 20, "its end is noticed")
+    connection.close()
