@@ -21,11 +21,6 @@ class Standby:
         self._waiting: tuple[subprocess.Popen[bytes], Lifeline] | None = None
         self._start_at = 0.0
 
-    @property
-    def pid(self) -> int:
-        """Of the one that waits; 0: none does."""
-        return self._waiting[0].pid if self._waiting else 0
-
     def look(self, now: float) -> None:
         """Start one where none waits.
 

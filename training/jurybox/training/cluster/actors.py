@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 from jurybox.protocol.lifeline import Lifeline
 from jurybox.training.cluster.host import Host
+from jurybox.training.cluster.log_tail import LogTail
 from jurybox.training.runtime.launching import start_process, status_of
 from jurybox.training.runtime.plan import Plan
 
@@ -58,8 +58,7 @@ class RolePlace:
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: Lifeline | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="jurybox-role-")
-        self._log = Path(self._folder.name) / "log"
-        self._told = 0
+        self._log = LogTail(Path(self._folder.name) / "log", _LOG_TAIL)
         self._files: dict[str, str] = {}
 
     def where(self) -> str:
@@ -80,8 +79,8 @@ class RolePlace:
         return self._parent.submit(self._start, {**configured, "path": known}).result()
 
     def _start(self, configured: dict[str, Any]) -> int:
-        self._told = 0
-        with self._log.open("wb") as log:
+        self._log.begin_anew()
+        with self._log.path.open("wb") as log:
             self._process, self._lifeline = start_process(self._plan, self._number, configured, log.fileno())
         return self._process.pid
 
@@ -96,8 +95,8 @@ class RolePlace:
                 messages.append(self._with_state(message))
         except EOFError:
             status = status_of(process, 2.0)
-            return Heard(tuple(messages), self._new_log(), status)
-        return Heard(tuple(messages), self._new_log(), None)
+            return Heard(tuple(messages), self._log.new(), status)
+        return Heard(tuple(messages), self._log.new(), None)
 
     def say(self, kind: str, fields: dict[str, Any]) -> None:
         """Send the process a message; a file that it is to write is one of this machine's first."""
@@ -130,11 +129,3 @@ class RolePlace:
         state = here.read_bytes()
         here.unlink()
         return {"kind": "saved", "file": self._files.pop(str(here)), "state": state}
-
-    def _new_log(self) -> bytes:
-        with self._log.open("rb") as log:
-            size = os.fstat(log.fileno()).st_size
-            log.seek(max(self._told, size - _LOG_TAIL))
-            text = log.read()
-        self._told = size
-        return text

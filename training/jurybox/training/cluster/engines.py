@@ -30,6 +30,7 @@ from jurybox.training.cluster.doors import Door, check_name, this_machine
 from jurybox.training.cluster.engine_spec import EngineSpec, Feeds, Models
 from jurybox.training.cluster.feeder import Feeder
 from jurybox.training.cluster.locks import locks
+from jurybox.training.cluster.log_tail import LogTail
 from jurybox.training.recipes.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
@@ -57,8 +58,7 @@ class EngineActor:
         self._parent = ThreadPoolExecutor(1, thread_name_prefix="engine-parent")
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="jurybox-engine-")
-        self._log = Path(self._folder.name) / "server.log"
-        self._told = 0
+        self._log = LogTail(Path(self._folder.name) / "server.log", _LOG_TAIL)
         self._server: LocalServer | None = None
         self._door: Door | None = None
         self._feeder: Feeder | None = None
@@ -92,7 +92,7 @@ class EngineActor:
         """Its door's life ("" where there is no server any more), new lines of its log, what ended its feeding."""
         lives = self._door is not None and self._server is not None and self._server.alive
         failed = self._feeder.failed if self._feeder is not None else ""
-        return self._door.life if lives and self._door else "", self._new_log(), failed
+        return self._door.life if lives and self._door else "", self._log.new(), failed
 
     def stop(self) -> None:
         """Stop the server in order; the last call."""
@@ -108,8 +108,9 @@ class EngineActor:
             (token, authority, settings), scheme = locks(Path(self._folder.name), host), "grpcs"
             server |= settings
         server = {"grpc": f"[{host}]:0" if ":" in host else f"{host}:0", **server}
-        made = LocalServer(self._spec.models, self._log, http=False, threads=self._spec.threads, server=server)
-        self._server, self._told = made, 0
+        made = LocalServer(self._spec.models, self._log.path, http=False, threads=self._spec.threads, server=server)
+        self._server = made
+        self._log.begin_anew()
         made.start()
         made.wait()
         with made.connect() as client:
@@ -123,16 +124,6 @@ class EngineActor:
         if self._server is not None:
             self._server.stop()
         self._feeder = self._server = self._door = None
-
-    def _new_log(self) -> bytes:
-        if not self._log.exists():
-            return b""
-        with self._log.open("rb") as log:
-            size = os.fstat(log.fileno()).st_size
-            log.seek(max(self._told, size - _LOG_TAIL))
-            text = log.read()
-        self._told = size
-        return text
 
 
 # ---- for whoever starts one
