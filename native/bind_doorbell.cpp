@@ -72,7 +72,10 @@ struct Caller {
     }
 };
 
-std::string message_of(const BellClient& bell) { return std::string(bell.message(), strnlen(bell.message(), kMessage)); }
+// What is no UTF-8 in it is replaced: its engine, or another failure written meanwhile, must not cost an answer.
+nb::object message_of(const BellClient& bell) {
+    return nb::steal(PyUnicode_DecodeUTF8(bell.message(), static_cast<Py_ssize_t>(strnlen(bell.message(), kMessage)), "replace"));
+}
 
 }  // namespace
 
@@ -82,6 +85,16 @@ void bind_doorbell(nb::module_& m) {
     m.attr("BELL_RING") = kRing;
     m.attr("NOT_SENT") = kNotSent;
     m.attr("NOT_ANSWERED") = kNotAnswered;
+
+    m.def(
+        "show_state",
+        [](nb::handle engine, std::uint32_t state) {
+            const Write record(engine);
+            if (record.rows() != 1) throw std::invalid_argument("one record of board.ENGINE was expected");
+            record.records<EngineRecord>()->show(state);
+        },
+        nb::arg("engine"), nb::arg("state"),
+        "Store an engine's state in its record (1,) of board.ENGINE with release: who sees it sees what was written before.");
 
     nb::class_<Engine>(m, "BellEngine", "The engine's side of a bell over borrowed memory (BELL_BYTES of uint8).")
         .def(

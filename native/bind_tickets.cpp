@@ -25,22 +25,32 @@ void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packe
         throw std::invalid_argument("rows of table and packed array differ in size");
 }
 
+// One record of an array of them.
+template <class T>
+T& one_of(const Write& all, std::size_t at) {
+    if (at >= all.rows()) throw std::out_of_range("there is no such record");
+    return all.records<T>()[at];
+}
+
 }  // namespace
 
 void bind_tickets(nb::module_& m) {
     m.def(
-        "admit",
-        [](nb::handle tickets, std::uint32_t door, nb::handle lanes, nb::handle limits) {
-            const Write these(tickets);
-            const Read held(lanes), most(limits);
-            const Admitted result = admit(these.records<Ticket>(), these.rows(), door, held.records<const Lane>(),
-                                          held.rows(), most.records<const std::uint32_t>(), most.rows());
-            return nb::make_tuple(result.refused, result.rows, result.pinned);
+        "grant_lane",
+        [](nb::handle lanes, std::size_t lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows,
+           std::uint32_t arena, std::uint64_t lease) {
+            const Write all(lanes);
+            grant(one_of<Lane>(all, lane), model, first, rows, arena, lease);
         },
-        nb::arg("tickets"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"),
-        "Set door, model and code of tickets (records of wire.TICKET) against the lanes (board.LANE) and the largest "
-        "ticket of each model (models,) uint32; gives how many were refused, the rows of the others, and whether one "
-        "asks for a weights version.");
+        nb::arg("lanes"), nb::arg("lane"), nb::arg("model"), nb::arg("first"), nb::arg("rows"), nb::arg("arena"),
+        nb::arg("lease"), "Show on the board's lanes (board.LANE) that one is leased; the lease is stored last, with release.");
+    m.def(
+        "take_back_lane",
+        [](nb::handle lanes, std::size_t lane) {
+            const Write all(lanes);
+            take_back(one_of<Lane>(all, lane));
+        },
+        nb::arg("lanes"), nb::arg("lane"), "Show that a lane is leased no longer: engines refuse its tickets from now on.");
     m.def(
         "any_expired",
         [](nb::handle tickets, std::int64_t now) {
@@ -48,13 +58,6 @@ void bind_tickets(nb::module_& m) {
             return any_expired(these.records<const Ticket>(), these.rows(), now);
         },
         nb::arg("tickets"), nb::arg("now"), "Whether a ticket's deadline has passed, ns of CLOCK_MONOTONIC.");
-    m.def(
-        "only_door",
-        [](nb::handle tickets) {
-            const Read these(tickets);
-            return only_door(these.records<const Ticket>(), these.rows());
-        },
-        nb::arg("tickets"), "The door that all tickets came through; -1 where there are several.");
     m.def(
         "gather",
         [](nb::handle table, nb::handle tickets, nb::handle packed) {
@@ -84,6 +87,32 @@ void bind_tickets(nb::module_& m) {
         },
         nb::arg("record"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
         "Count an answered batch into one record of board.COUNTERS; times are ns of CLOCK_MONOTONIC.");
+
+    nb::class_<Admission>(m, "Admission", "The check of tickets on arrival, and the book of the rows let in, by lane.")
+        .def(nb::init<std::size_t>(), nb::arg("lanes"))
+        .def(
+            "admit",
+            [](Admission& self, nb::handle tickets, std::uint32_t door, nb::handle lanes, nb::handle limits,
+               nb::handle arenas) {
+                const Write these(tickets);
+                const Read held(lanes), most(limits), numbers(arenas);
+                if (numbers.rows() != most.rows()) throw std::invalid_argument("limits and arenas differ in length");
+                const Admitted result = self.admit(these.records<Ticket>(), these.rows(), door, held.records<const Lane>(),
+                                                   held.rows(), most.records<const std::uint32_t>(),
+                                                   numbers.records<const std::uint32_t>(), most.rows());
+                return nb::make_tuple(result.refused, result.rows, result.pinned);
+            },
+            nb::arg("tickets"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"),
+            "Set door, model and code of tickets (records of wire.TICKET) against the lanes (board.LANE), the largest "
+            "ticket of each model (models,) uint32, and the number of the arena it computes in (models,) uint32; gives "
+            "how many were refused, the rows of the others, and whether one asks for a weights version.")
+        .def(
+            "leave",
+            [](Admission& self, nb::handle tickets) {
+                const Read these(tickets);
+                return self.leave(these.records<Ticket>(), these.rows());
+            },
+            nb::arg("tickets"), "Tickets leave, answered; gives the door all of them came through, -1 for several.");
 
     nb::class_<Crowd>(m, "Crowd", "Which clients are about to come back; engine/crowd.py says what for.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))

@@ -81,12 +81,24 @@ inline bool count_down(std::atomic<std::uint32_t>& sleeping) {
     return left == 1;
 }
 
+// How many of at most `room` bytes of UTF-8 are whole characters: a text is not cut inside one.
+inline std::size_t whole_characters(const char* text, std::size_t length, std::size_t room) {
+    if (length <= room) return length;
+    std::size_t bytes = room;
+    while (bytes && (static_cast<unsigned char>(text[bytes]) & 0xC0) == 0x80) --bytes;
+    return bytes;
+}
+
 // What is read here of board.py's ENGINE: the life of the engine, and whether it serves.
 struct EngineRecord {
     std::uint64_t epoch;
     std::int64_t heartbeat, expected_wait;
     std::uint32_t state, pid;
-    std::uint64_t restarts, device_bytes, bell, pad;
+    std::uint64_t restarts, device_bytes, bell;
+    std::uint32_t computing, pad;
+
+    // The engine's: what it has written before is seen by who reads the new state with acquire.
+    void show(std::uint32_t now) { reinterpret_cast<std::atomic<std::uint32_t>*>(&state)->store(now, std::memory_order_release); }
 
     bool serves(std::uint64_t in_epoch) const {
         constexpr std::uint32_t kServing = 2;
@@ -147,7 +159,7 @@ class BellEngine {
                 continue;
             }
             if (code != kOk) {
-                const std::size_t bytes = length < kMessage - 1 ? length : kMessage - 1;
+                const std::size_t bytes = whole_characters(message, length, kMessage - 1);
                 std::memcpy(lane.message, message, bytes);
                 lane.message[bytes] = '\0';
             }

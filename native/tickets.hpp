@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace jurybox {
 
@@ -28,19 +29,40 @@ struct Ticket {
 };
 static_assert(sizeof(Ticket) == 64);
 
-// The same 32 bytes as board.py's LANE. The supervisor writes `lease` last when it grants, first when it takes back.
+// The same 32 bytes as board.py's LANE. The supervisor writes it with `grant` and `take_back`.
 struct Lane {
     std::uint64_t lease;
     std::uint32_t model;
     std::uint32_t first;
     std::uint32_t rows;
     std::uint32_t pid;
-    std::uint64_t pad;
+    std::uint32_t arena;  // number of the arena whose rows these are
+    std::uint32_t pad;
 };
 static_assert(sizeof(Lane) == 32);
 
+inline std::atomic<std::uint64_t>& lease_of(Lane& lane) { return reinterpret_cast<std::atomic<std::uint64_t>&>(lane.lease); }
+inline const std::atomic<std::uint64_t>& lease_of(const Lane& lane) {
+    return reinterpret_cast<const std::atomic<std::uint64_t>&>(lane.lease);
+}
+
+// The supervisor leases a lane. The lease is stored last and with release: who reads it, with acquire, sees the rows that
+// go with it, on processors that reorder stores, too.
+inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows, std::uint32_t arena,
+                  std::uint64_t lease) {
+    lane.model = model;
+    lane.first = first;
+    lane.rows = rows;
+    lane.arena = arena;
+    lease_of(lane).store(lease, std::memory_order_release);
+}
+
+// The supervisor takes a lane back: its tickets are refused from now on. The rest stays until the next grant, which comes
+// after every engine has said that it looks at this lease no longer.
+inline void take_back(Lane& lane) { lease_of(lane).store(0, std::memory_order_release); }
+
 // errors.py's codes that are given here.
-enum : std::uint32_t { kOk = 0, kModelNotFound = 3, kRefused = 7, kStaleLease = 14 };
+enum : std::uint32_t { kOk = 0, kBusy = 2, kModelNotFound = 3, kRefused = 7, kStaleLease = 14 };
 
 struct Admitted {
     std::size_t refused;
@@ -48,50 +70,72 @@ struct Admitted {
     bool pinned;       // whether one asks for a weights version
 };
 
-// Fill in each ticket's door, model and code; `limits[m]` is the largest ticket of model m, 0 where none is served.
-inline Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t door, const Lane* lanes, std::size_t n_lanes,
-                      const std::uint32_t* limits, std::size_t n_models) {
-    Admitted result{0, 0, false};
-    for (std::size_t i = 0; i < n; ++i) {
-        Ticket& ticket = tickets[i];
-        ticket.state.door = door;
-        ticket.state.code = kStaleLease;
-        if (ticket.lane < n_lanes && ticket.lease != 0) {
-            const Lane& lane = lanes[ticket.lane];
-            const auto* lease = reinterpret_cast<const std::atomic<std::uint64_t>*>(&lane.lease);
-            if (lease->load(std::memory_order_acquire) == ticket.lease) {
-                const std::uint64_t end = std::uint64_t{ticket.first} + ticket.rows;
-                ticket.model = lane.model;
-                if (lane.model >= n_models || limits[lane.model] == 0)
-                    ticket.state.code = kModelNotFound;
-                else if (ticket.rows == 0 || ticket.rows > limits[lane.model] || ticket.first < lane.first ||
-                         end > std::uint64_t{lane.first} + lane.rows)
-                    ticket.state.code = kRefused;
-                else
-                    ticket.state.code = kOk;
+// The check on arrival, and the book of what was let in: no lane has more rows in the engine than it leases, whatever its
+// client sends, so that nothing in the engine grows with what it is sent.
+class Admission {
+  public:
+    explicit Admission(std::size_t lanes) : inside_(lanes) {}
+
+    // Fill in each ticket's door, model and code. `limits[m]` is the largest ticket of model m, 0 where none is served;
+    // `arenas[m]` the number of the arena that it computes in: a lane of another one is not its.
+    Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t door, const Lane* lanes, std::size_t n_lanes,
+                   const std::uint32_t* limits, const std::uint32_t* arenas, std::size_t n_models) {
+        Admitted result{0, 0, false};
+        if (n_lanes > inside_.size()) n_lanes = inside_.size();
+        for (std::size_t i = 0; i < n; ++i) {
+            Ticket& ticket = tickets[i];
+            ticket.state.door = door;
+            ticket.state.code = kStaleLease;
+            if (ticket.lane < n_lanes && ticket.lease != 0) {
+                const Lane& lane = lanes[ticket.lane];
+                if (lease_of(lane).load(std::memory_order_acquire) == ticket.lease) {
+                    const std::uint32_t model = ticket.model = lane.model, rows = lane.rows;
+                    const std::uint64_t end = std::uint64_t{ticket.first} + ticket.rows;
+                    if (model >= n_models || limits[model] == 0 || arenas[model] != lane.arena)
+                        ticket.state.code = kModelNotFound;
+                    else if (ticket.rows == 0 || ticket.rows > limits[model] || ticket.first < lane.first ||
+                             end > std::uint64_t{lane.first} + rows)
+                        ticket.state.code = kRefused;
+                    else if (inside_[ticket.lane] + ticket.rows > rows)
+                        ticket.state.code = kBusy;
+                    else
+                        ticket.state.code = kOk;
+                }
+            }
+            result.pinned |= ticket.version != 0;
+            if (ticket.state.code == kOk) {
+                inside_[ticket.lane] += ticket.rows;
+                result.rows += ticket.rows;
+            } else {
+                ++result.refused;
             }
         }
-        result.pinned |= ticket.version != 0;
-        if (ticket.state.code == kOk)
-            result.rows += ticket.rows;
-        else
-            ++result.refused;
+        return result;
     }
-    return result;
-}
+
+    // These tickets leave, answered. Gives the door that all of them came through; -1 where there are several.
+    std::int64_t leave(const Ticket* tickets, std::size_t n) {
+        bool one = n != 0;
+        for (std::size_t i = 0; i < n; ++i) {
+            const Ticket& ticket = tickets[i];
+            if (ticket.state.code == kOk && ticket.lane < inside_.size()) {
+                std::uint64_t& rows = inside_[ticket.lane];
+                rows -= ticket.rows < rows ? ticket.rows : rows;
+            }
+            one &= ticket.state.door == tickets[0].state.door;
+        }
+        return one ? std::int64_t{tickets[0].state.door} : -1;
+    }
+
+  private:
+    std::vector<std::uint64_t> inside_;  // rows admitted and not answered, by lane
+};
 
 // Whether a ticket's deadline has passed.
 inline bool any_expired(const Ticket* tickets, std::size_t n, std::int64_t now) {
     for (std::size_t i = 0; i < n; ++i)
         if (tickets[i].deadline != 0 && tickets[i].deadline < now) return true;
     return false;
-}
-
-// The door that all tickets came through; -1 where there are several.
-inline std::int64_t only_door(const Ticket* tickets, std::size_t n) {
-    for (std::size_t i = 1; i < n; ++i)
-        if (tickets[i].state.door != tickets[0].state.door) return -1;
-    return n ? std::int64_t{tickets[0].state.door} : -1;
 }
 
 // Copy the rows of a table that the tickets name, one after another, to `out`. Rows are `row_bytes` long.

@@ -1,6 +1,7 @@
 // The doorbell between threads: nothing lost, nothing answered twice, nobody left asleep.
 #include <cstdio>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -134,6 +135,29 @@ void answers_to_an_earlier_lease_are_skipped() {
     CHECK(std::strcmp(heir.message(), "the model raised") == 0);
 }
 
+void a_long_message_is_cut_between_two_characters() {
+    auto bell = memory();
+    Pipe pipe;
+    BellEngine engine(bell.get(), kEpoch, 0);
+    BellClient client(bell.get(), 3, 1, pipe.ends[1], 0);
+    const std::string two = "\xc3\xa9", four = "\xf0\x9f\x98\x80";
+    for (std::size_t at = kMessage - 8; at < kMessage + 4; ++at) {
+        for (const std::string& character : {two, four}) {
+            std::string text(at, 'a');
+            for (int i = 0; i < 9; ++i) text += character;
+            CHECK(client.submit(ticket(1)));
+            Ticket taken[1];
+            CHECK(engine.collect(taken, 1) == 1);
+            CHECK(engine.reply(taken, 1, 10, 1, text.data(), text.size()) == 0);
+            Answer answer;
+            CHECK(client.receive(&answer, 1) == 1);
+            const std::string came = client.message();
+            CHECK(text.compare(0, came.size(), came) == 0 && came.size() < kMessage && came.size() + 4 >= kMessage);
+            CHECK(came.size() <= at || (came.size() - at) % character.size() == 0);
+        }
+    }
+}
+
 void positions_that_are_nonsense_harm_only_their_lane() {
     auto bell = memory();
     Pipe pipe;
@@ -204,6 +228,7 @@ int main() {
     a_pausing_engine_is_woken_by_as_many_tickets_as_it_waits_for();
     a_full_ring_refuses_and_loses_nothing();
     answers_to_an_earlier_lease_are_skipped();
+    a_long_message_is_cut_between_two_characters();
     positions_that_are_nonsense_harm_only_their_lane();
     a_client_that_never_reads_does_not_stop_the_engine();
     a_client_is_told_whether_it_is_alone();

@@ -60,11 +60,23 @@ ENGINE = np.dtype(
         ("restarts", "<u8"),
         ("device_bytes", "<u8"),
         ("bell", "<u8"),  # number of its native door's segment, new in every life; 0: it has none
-        ("pad", "V8"),
+        ("computing", "<u4"),  # 1 + number of the model whose batch it runs; 0: none
+        ("pad", "V4"),
     ]
 )
 
-LANE = np.dtype([("lease", "<u8"), ("model", "<u4"), ("first", "<u4"), ("rows", "<u4"), ("pid", "<u4"), ("pad", "V8")])
+# Written by native.grant_lane and native.take_back_lane.
+LANE = np.dtype(
+    [
+        ("lease", "<u8"),
+        ("model", "<u4"),
+        ("first", "<u4"),
+        ("rows", "<u4"),
+        ("pid", "<u4"),
+        ("arena", "<u4"),  # number of the arena whose rows these are
+        ("pad", "V4"),
+    ]
+)
 
 COUNTERS = np.dtype(
     [
@@ -74,6 +86,7 @@ COUNTERS = np.dtype(
         ("failed", "<u8"),  # the model raised or broke its spec
         ("expired", "<u8"),  # the deadline had passed
         ("refused", "<u8"),  # not computed: stale lease, rows outside the lane
+        ("not_held", "<u8"),  # asked for a weights version that is not held (any more)
         ("version", "<u8"),  # of the weights in use
         ("newest", "<u8"),  # version the channel holds
         ("updates", "<u8"),  # adoptions

@@ -2,12 +2,17 @@
 
 Every error a caller can see is a row of `TABLE`; doors send the code and a message, the client raises the
 exception, the gateway answers with the status.
+
+Text of a model, a file or a client passes `plain` or `said` before it goes into a message, a log or a document: it may
+hold half a surrogate pair, which no codec takes, be megabytes long, or fail when it is made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+
+MOST_TEXT = 4000  # characters of a text from elsewhere that travel
 
 
 class Code(IntEnum):
@@ -29,6 +34,7 @@ class Code(IntEnum):
     TOO_LARGE = 13
     STALE_LEASE = 14
     UNSUPPORTED = 15
+    VERSION_NOT_HELD = 16
 
 
 class Error(Exception):
@@ -84,6 +90,12 @@ class Refused(Error):
     code = Code.REFUSED
 
 
+class VersionNotHeld(Refused):
+    """The weights version asked for is not held (any more); the message names those that are."""
+
+    code = Code.VERSION_NOT_HELD
+
+
 class ModelFailed(Error):
     """The model raised, or gave something other than its spec promises; the engine goes on."""
 
@@ -131,6 +143,7 @@ TABLE: dict[Code, Row] = {
     Code.TOO_LARGE: Row(Refused, 413, _RESOURCE_EXHAUSTED),
     Code.STALE_LEASE: Row(Refused, 403, _FAILED_PRECONDITION),
     Code.UNSUPPORTED: Row(Refused, 501, _UNIMPLEMENTED),
+    Code.VERSION_NOT_HELD: Row(VersionNotHeld, 409, _FAILED_PRECONDITION),
 }
 
 
@@ -141,3 +154,34 @@ def error_for(code: int, message: str) -> Error:
         return TABLE[known].exception(message, known)
     except (ValueError, KeyError):
         return Error(f"{message} (code {code}, unknown to this version)")
+
+
+def plain(value: object, most: int = MOST_TEXT) -> str:
+    """`value` as text that every codec takes: no lone surrogates, at most `most` characters. Never raises.
+
+    >>> plain("half \\ud800 a pair")
+    'half ? a pair'
+    """
+    try:
+        text = value if type(value) is str else f"{value!s}"
+        if len(text) > most:
+            text = f"{text[: max(0, most - 4)]} ..."
+        return text.encode("utf-8", "replace").decode()
+    except BaseException:  # noqa: BLE001  a model's exception may raise anything when it is asked for its text
+        return f"(a {type(value).__name__} whose text cannot be made)".encode("utf-8", "replace").decode()
+
+
+def said(error: BaseException, most: int = MOST_TEXT) -> str:
+    """What an exception says, as `plain`: its message where it is one of ours, else its type before it."""
+    if isinstance(error, Error):
+        return plain(error, most)
+    return plain(f"{type(error).__name__}: {plain(error, most)}", most)
+
+
+def cut(text: str, most: int) -> bytes:
+    """`text` in UTF-8, at most `most` bytes, whole characters only.
+
+    >>> cut("a\u00e9", 2)
+    b'a'
+    """
+    return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore").encode()

@@ -9,6 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from jurybox.protocol.errors import plain
+
+_MOST_ELEMENTS = 1 << 31
+_LONGEST_NAME = 200  # characters of a tensor's name
+
 # The Open Inference Protocol's names for NumPy's dtypes; what is absent here cannot cross a door.
 # BF16 has no NumPy dtype: a model may compute in it, its rows are float32.
 OIP_NAMES: dict[str, str] = {
@@ -32,7 +37,8 @@ class TensorSpec:
     """One named tensor of a model: its dtype (NumPy's name) and the shape of ONE row, the batch dimension left out.
 
     Raises:
-        ValueError: for a dtype that no door can carry, or a shape with a size below one.
+        ValueError: for a dtype that no door can carry, or a shape that is no tuple, has a size below one, or more than
+            2^31 elements.
     """
 
     dtype: str
@@ -41,9 +47,18 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in OIP_NAMES:
             raise ValueError(f"dtype {self.dtype!r} cannot be served: expected one of {', '.join(OIP_NAMES)}")
-        shape = tuple(int(size) for size in self.shape)
+        try:
+            shape = tuple(int(size) for size in self.shape)
+        except TypeError:
+            raise ValueError(
+                f"shape {self.shape!r} of one row is no tuple: expected its sizes, such as (4,), or () for one number"
+            ) from None
         if any(size < 1 for size in shape):
             raise ValueError(f"shape {shape} of one row has a size below 1: rows have a fixed, positive size")
+        if math.prod(shape) > _MOST_ELEMENTS:
+            raise ValueError(
+                f"shape {shape} of one row has {math.prod(shape)} elements, expected at most {_MOST_ELEMENTS}"
+            )
         object.__setattr__(self, "shape", shape)
 
     @property
@@ -75,6 +90,12 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.inputs or not self.outputs:
             raise ValueError(f"model {self.name!r} needs at least one input and one output")
+        for name in (*self.inputs, *self.outputs):
+            if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or plain(name) != name:
+                raise ValueError(
+                    f"model {self.name!r} names a tensor {plain(name)[:80]!r}: expected text of 1 to {_LONGEST_NAME} "
+                    "characters that UTF-8 can carry"
+                )
 
     @property
     def row_bytes(self) -> int:

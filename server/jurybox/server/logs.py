@@ -7,16 +7,25 @@ Values that came from elsewhere are escaped: no client can make a line of its ow
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+from jurybox.protocol.errors import plain
+
 Log = FilteringBoundLogger
+
+_LONGEST = 20_000  # characters of a value in a line
+_TRACEBACK = 6000  # characters of a traceback: its end says where it happened
+_KINDS = 256
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -50,7 +59,7 @@ def configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
         # A line is one write, so that processes which share standard error do not write into each other's lines.
-        logger_factory=structlog.WriteLoggerFactory(file=stream or sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Unfailing(stream or sys.stderr))),
         cache_logger_on_first_use=False,
     )
     log = cast(Log, structlog.get_logger())
@@ -76,7 +85,7 @@ def _keep_with(keep: Callable[[EventDict], None]) -> Callable[[WrappedLogger, st
 
 def _as_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     head = {key: event.pop(key) for key in ("timestamp", "level", "process", "event")}
-    return json.dumps({**head, **event}, default=str)
+    return json.dumps({**head, **event}, default=plain)
 
 
 def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
@@ -87,13 +96,79 @@ def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
 
 def _word(value: Any) -> str:
     """A value as one word: quoted where it would not be one."""
-    text = str(value)
-    plain = bool(text) and text.isprintable() and not any(mark in text for mark in ' "=')
-    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+    text = plain(value, _LONGEST)
+    word = bool(text) and text.isprintable() and not any(mark in text for mark in ' "=')
+    return text if word else json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _escaped(text: str) -> str:
     return text if text.isprintable() else json.dumps(text)[1:-1]
+
+
+class Seldom:
+    """Logs what may come often: an event of a model once in `every` seconds, with how often it came since.
+
+    Args:
+        report: called with (event, fields), and "times" where it came more than once.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, report: Callable[..., None], every: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._report = report
+        self._every = every
+        self._clock = clock
+        self._kinds: dict[tuple[str, object], tuple[float, int, dict[str, Any]]] = {}  # when next, how many wait, last
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        kind, now = (event, fields.get("model")), self._clock()
+        due, times, _ = self._kinds.get(kind, (now, 0, {}))
+        if now < due:
+            self._kinds[kind] = due, times + 1, fields
+            return
+        if len(self._kinds) >= _KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = now + self._every, 0, {}
+        self._say(event, times + 1, fields)
+
+    def flush(self) -> None:
+        """Say what waits and is due: to be called now and then."""
+        if not self._kinds:
+            return
+        now = self._clock()
+        for (event, model), (due, times, fields) in list(self._kinds.items()):
+            if now >= due:
+                del self._kinds[event, model]
+                if times:
+                    self._say(event, times, fields)
+
+    def _say(self, event: str, times: int, fields: dict[str, Any]) -> None:
+        self._report(event, **fields, **({"times": times} if times > 1 else {}))
+
+
+def traced(error: BaseException) -> str:
+    """An exception's traceback as text that every codec takes, its end where it is long. Never raises."""
+    try:
+        return plain("".join(traceback.format_exception(error))[-_TRACEBACK:], _TRACEBACK)
+    except BaseException:  # noqa: BLE001  a model's exception may raise anything when it is asked for its text
+        return f"(a traceback of {type(error).__name__} that cannot be made)"
+
+
+class _Unfailing:
+    """A stream for lines: one that nobody can write to any more (a full disk, a closed pipe) ends no process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 class _Adopted(logging.Handler):
@@ -108,8 +183,8 @@ class _Adopted(logging.Handler):
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
         try:
             text = record.getMessage()
-        except (TypeError, ValueError):  # its arguments do not fit its message; what was meant is still worth a line
-            text = f"{record.msg} {record.args}"
+        except Exception:  # noqa: BLE001  its arguments do not fit its message; what was meant is still worth a line
+            text = plain(f"{plain(record.msg)} {plain(record.args)}")
         self._log.log(level, text, logger=record.name, **fields)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.bell import Bell
+from jurybox.protocol.errors import plain
 
 
 class NativeDoor:
@@ -38,7 +39,7 @@ class NativeDoor:
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """As Door.reply. An answer to a client that never reads is dropped."""
-        self._bell.reply(tickets, code, version, message)
+        self._bell.reply(tickets, code, version, plain(message) if message else "")
 
     def close(self) -> None:
         self._memory.close()

@@ -10,13 +10,15 @@ import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import MOST_TEXT, Code, cut, said
 from jurybox.protocol.wire import IDENTITY, PACK_REPLY, PREFIX, TICKET, TICKET_FRAME, prefix_error
 
 # A client's credit (the rows of its lane) bounds what waits for it; beyond that, replies to a peer that never
 # reads are dropped.
 _HIGH_WATER = 8192
-_MAX_MESSAGE = 1 << 20  # a ticket has 66 bytes
+_MAX_MESSAGE = 4096  # a ticket has 66 bytes; libzmq drops the connection of who sends more
+_BAD = 32  # messages a turn that are no tickets: to answer one takes as long as to read several good ones
+_FRAMES = 1024  # of a message of many frames that are dropped in a turn
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
@@ -41,6 +43,7 @@ class ZmqDoor:
     ) -> None:
         self._epoch = epoch
         self._report = report
+        self._rest = False  # whether a message of many frames is half read
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
@@ -57,18 +60,25 @@ class ZmqDoor:
         return bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
 
     def collect(self, out: NDArray[Any]) -> int:
-        """As Door.collect; what is no ticket is answered with what was expected."""
-        if not self.pending():
+        """As Door.collect; what is no ticket is answered with what was expected.
+
+        A turn reads so many messages and no more, good or bad: who sends garbage without end takes its part of every
+        turn, and not the whole of one.
+        """
+        if not self.pending() or (self._rest and not self._drop_rest()):
             return 0
         socket, receive, get = self._socket, Bare.recv, Bare.get
         records: list[bytes] = []
-        room = len(out)
+        bad = 0
         try:
-            while len(records) < room:
+            for _ in range(len(out)):
                 identity = receive(socket, _NOBLOCK)
                 frame = receive(socket, _NOBLOCK)
                 if get(socket, _RCVMORE) or len(frame) != TICKET_FRAME or frame[:2] != PREFIX:
                     self._complain(identity, frame)
+                    bad += 1
+                    if bad == _BAD or self._rest:
+                        break
                 else:
                     records.append(frame[2:])
         except zmq.Again:
@@ -85,7 +95,7 @@ class ZmqDoor:
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """As Door.reply. A reply to a peer that is gone is dropped by the socket."""
-        socket, send, epoch, text = self._socket, Bare.send, self._epoch, message.encode()
+        socket, send, epoch, text = self._socket, Bare.send, self._epoch, cut(message, MOST_TEXT)
         identity, reply = IDENTITY.pack, PACK_REPLY.pack
         for sequence, lease, lane in zip(
             tickets["sequence"].tolist(), tickets["lease"].tolist(), tickets["lane"].tolist(), strict=True
@@ -98,19 +108,28 @@ class ZmqDoor:
 
     def _complain(self, identity: bytes, frame: bytes) -> None:
         """Tell the sender of what is no ticket what was expected."""
-        size, frames = len(frame), 1
-        while Bare.get(self._socket, _RCVMORE):
-            size += len(self._socket.recv(zmq.NOBLOCK))
-            frames += 1
+        self._rest = bool(Bare.get(self._socket, _RCVMORE))
+        many = self._rest
+        if many:
+            self._drop_rest()
         mismatch = prefix_error(frame)
         message = mismatch or (
-            f"{size} bytes in {frames} frames came that are not a ticket: expected {TICKET_FRAME} bytes in one, "
-            f"{PREFIX!r} and a record of {TICKET.itemsize}"
+            f"{'several frames' if many else f'{len(frame)} bytes in 1 frames'} came that are not a ticket: expected "
+            f"{TICKET_FRAME} bytes in one, {PREFIX!r} and a record of {TICKET.itemsize}"
         )
         code = Code.PROTOCOL_MISMATCH if mismatch else Code.MALFORMED
-        self._report("bad message", error=message, bytes=size)
+        self._report("bad message", error=message)
         reply = PREFIX + PACK_REPLY.pack(0, 0, self._epoch, code) + message.encode()
         try:
             self._socket.send_multipart((identity, reply), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            self._report("complaint not sent", error=str(error))
+            self._report("complaint not sent", error=said(error))
+
+    def _drop_rest(self) -> bool:
+        """Drop what is left of a message of many frames, a turn's part of it; whether that was all."""
+        for _ in range(_FRAMES):
+            if not Bare.get(self._socket, _RCVMORE):
+                self._rest = False
+                return True
+            Bare.recv(self._socket, _NOBLOCK)
+        return False

@@ -10,12 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, said
 from jurybox.server.engine.device_served import Batch, DeviceServed
 from jurybox.server.engine.slot import Slot
+from jurybox.server.logs import traced
 
 _SMOOTHING = 0.1
 _ON_THEIR_WAY = 2  # on a device: one computes, the next is copied in
+_TRACED_NS = 10_000_000_000  # a model's traceback is made and logged this often at most
 
 
 class _Flight(NamedTuple):
@@ -38,6 +40,7 @@ class Batches:
         crowd: told who was answered.
         clock: nanoseconds.
         report: called with (event, fields) for what should be logged.
+        interruptible: as `Engine`.
 
     Attributes:
         mean_ns: what a batch takes, smoothed.
@@ -49,12 +52,16 @@ class Batches:
         crowd: native.Crowd,
         clock: Callable[[], int],
         report: Callable[..., None],
+        *,
+        interruptible: bool = False,
     ) -> None:
         self.mean_ns = 0.0
         self._answer = answer
         self._crowd = crowd
         self._clock = clock
         self._report = report
+        self._mine = (KeyboardInterrupt,) if interruptible else ()
+        self._traced: dict[str, int] = {}  # when a traceback was logged, by model
         self._flights: deque[_Flight] = deque()  # the oldest first
         self._landed = 0
 
@@ -80,8 +87,10 @@ class Batches:
         self._flights.popleft()
         try:
             flight.batch.finish()
-        except Exception as error:  # noqa: BLE001  a model may raise anything; its callers are told, others go on
+        except BaseException as error:  # a model may raise anything; its callers are told, others go on
             self._recover(flight.slot, flight.tickets, flight.rows, flight.asked, error)
+            if isinstance(error, self._mine):
+                raise
         else:
             # It counts from when the device was free for it.
             self._computed(flight.slot, flight.tickets, flight.rows, flight.used, max(flight.began, self._landed))
@@ -97,8 +106,10 @@ class Batches:
         began = self._clock()
         try:
             slot.served.run(tickets, rows, version)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:
             self._recover(slot, tickets, rows, version, error)
+            if isinstance(error, self._mine):
+                raise
             return
         self._computed(slot, tickets, rows, version, began)
 
@@ -106,9 +117,11 @@ class Batches:
         began = self._clock()
         try:
             batch = served.begin(tickets, rows, version)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:
             self.land_all()
             self._recover(slot, tickets, rows, version, error)
+            if isinstance(error, self._mine):
+                raise
             return
         self._flights.append(_Flight(slot, tickets, rows, version, version or served.version, began, batch))
         if len(self._flights) == _ON_THEIR_WAY:
@@ -123,7 +136,7 @@ class Batches:
         self.mean_ns += _SMOOTHING * (ended - began - self.mean_ns)
         slot.cost.observe(rows, ended - began)
 
-    def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: Exception) -> None:
+    def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
         """A batch was not computed. One that was too large for the memory is halved, and so is every later one."""
         if isinstance(error, torch.OutOfMemoryError) and len(tickets) > 1:
             slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
@@ -138,10 +151,20 @@ class Batches:
         for part in parts:
             self._compute(slot, part, int(part["rows"].sum()), version)
 
-    def _fail(self, slot: Slot, tickets: NDArray[Any], error: Exception) -> None:
-        name = slot.name(tickets)
-        message = str(error) if isinstance(error, Error) else f"model {name!r} raised {type(error).__name__}: {error}"
+    def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
+        name, version = slot.name(tickets), slot.served.version
+        if isinstance(error, VersionNotHeld):  # what was asked for is not there: no fault of the model
+            slot.meters.not_held(tickets)
+            self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))
+            self._answer(tickets, error.code, version, said(error))
+            return
+        message = plain(error) if isinstance(error, ModelFailed) else f"model {name!r} raised {said(error)}"
         slot.meters.failed(tickets)
-        self._report("model failed", model=name, error=message, tickets=len(tickets))
-        code = error.code if isinstance(error, Error) else Code.MODEL_FAILED
-        self._answer(tickets, code, slot.served.version, message)
+        fields: dict[str, Any] = {"model": name, "error": message, "tickets": len(tickets)}
+        now = self._clock()
+        if now - self._traced.get(name, now - _TRACED_NS) >= _TRACED_NS:
+            self._traced[name] = now
+            fields["exception"] = traced(error)
+        self._report("model failed", **fields)
+        # Whatever it raised: a code that the model made up could say that all went well.
+        self._answer(tickets, Code.MODEL_FAILED, version, message)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.board import MAX_MODELS, Board
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batches import Batches
 from jurybox.server.engine.crowd import QUICK
@@ -39,6 +39,8 @@ class Engine:
         pause: lets so many seconds pass, or until so many clients have asked, so that those about to ask can do so;
             None: never wait for anybody.
         report: called with (event, fields) for what should be logged.
+        interruptible: whether a KeyboardInterrupt that a model raises may be its user's, whose process this is: the
+            batch is answered as failed and the interrupt goes on. Elsewhere it is a model's exception like another.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Engine:
         clock: Callable[[], int] = time.monotonic_ns,
         pause: Callable[[float, int], None] | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
+        *,
+        interruptible: bool = False,
     ) -> None:
         self.board = board
         self.index = index
@@ -59,11 +63,16 @@ class Engine:
         self._queues: list[Slot] = []  # each slot once, however many models share it
         self._clock = clock
         self._pause = pause
+        self._report = report
         self._crowd = native.Crowd(len(board.lanes))
-        self._batches = Batches(self._answer, self._crowd, clock, report)
+        self._admission = native.Admission(len(board.lanes))
+        self._batches = Batches(self._answer, self._crowd, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
+        self._arenas = np.zeros(MAX_MODELS, np.uint32)
+        self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused in words of their own
         self._closed: tuple[Code, str] | None = None
-        self._shown = board.engines["expected_wait"][index : index + 1]
+        self._shown = _cell(board, index, "expected_wait")
+        self._computing = _cell(board, index, "computing")
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
 
     def add_door(self, door: Door) -> None:
@@ -79,31 +88,54 @@ class Engine:
         """The counters of a model in this engine."""
         return Meters(self.board.counters[self.index, model : model + 1])
 
-    def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0) -> None:
-        """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one."""
-        self.put(
-            model, Slot(served, Queue(served.max_batch, min_batch, max_wait_ns), self.meters(model)), served.max_batch
-        )
+    def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0, arena: int = 0) -> None:
+        """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one.
 
-    def put(self, model: int, slot: Slot, max_batch: int) -> None:
+        Args:
+            arena: number of the arena whose rows it computes; tickets of lanes of another are refused.
+        """
+        slot = Slot(served, Queue(served.max_batch, min_batch, max_wait_ns), self.meters(model))
+        slot.shown = model + 1
+        self.put(model, slot, served.max_batch, arena)
+
+    def put(self, model: int, slot: Slot, max_batch: int, arena: int = 0) -> None:
         """As `install`, into a slot that models may share. `max_batch`: rows of this model's largest batch."""
         self._batches.land_all()
         earlier = self.slots.get(model)
         if earlier is not None and earlier is not slot:
             if len(waiting := earlier.queue.withdraw(model)):
-                slot.queue.push(waiting)
-                slot.queue.pinned |= earlier.queue.pinned
+                if int(self._arenas[model]) == arena:
+                    slot.queue.push(waiting)
+                    slot.queue.pinned |= earlier.queue.pinned
+                else:  # their rows are in a memory that the new one does not read
+                    self._answer(waiting, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
             earlier.release()
         self._hold(model, slot)
-        self._limits[model] = max_batch
+        self._unserved.pop(model, None)
+        self._limits[model], self._arenas[model] = max_batch, arena
+
+    def arena(self, model: int) -> int:
+        """Number of the arena in which a model is computed."""
+        return int(self._arenas[model])
 
     def remove(self, model: int) -> None:
-        """Serve a model no longer; what waits for it is refused."""
+        """Serve a model no longer; what waits for it is refused. Harmless where it is not served."""
+        self._unserved.pop(model, None)
+        self._remove(model, Code.MODEL_NOT_FOUND, "")
+
+    def refuse(self, model: int, code: Code, message: str) -> None:
+        """Serve a model no longer, and answer what waits for it, and what comes later, so."""
+        self._remove(model, code, message)
+        self._unserved[model] = (code, message)
+
+    def _remove(self, model: int, code: Code, message: str) -> None:
         self._batches.land_all()
-        slot = self.slots[model]
         self._limits[model] = 0
+        slot = self.slots.get(model)
+        if slot is None:
+            return
         if len(waiting := slot.queue.withdraw(model)):
-            self._answer(waiting, Code.MODEL_NOT_FOUND, 0, f"model {slot.name(waiting)!r} was unloaded")
+            self._answer(waiting, code, 0, message or f"model {slot.name(waiting)!r} was unloaded")
         slot.release()
         self._hold(model, None)
 
@@ -143,7 +175,10 @@ class Engine:
         now = self._clock()
         slot = self._next(now)
         if slot is None:
-            self._show_wait(batches=1 + self._batches.under_way)
+            under_way = self._batches.under_way
+            self._show_wait(batches=1 + under_way)
+            if not under_way:
+                self._computing[0] = 0
             return self._batches.land()
         queue, served = slot.queue, slot.served
         if self._crowd.away and self._pause is not None and not self._batches.under_way:
@@ -160,6 +195,7 @@ class Engine:
         slot.meters.waiting(queue.rows)
         later = sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues)
         self._show_wait(batches=2 + self._batches.under_way + later)
+        self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # should it end this process, here is who did
         self._batches.run(slot, tickets, rows, version)
         return True
 
@@ -188,7 +224,9 @@ class Engine:
             if not n:
                 continue
             tickets = self._arrivals[:n]
-            refused, rows, pinned = native.admit(tickets, door.number, self.board.lanes, self._limits)
+            refused, rows, pinned = self._admission.admit(
+                tickets, door.number, self.board.lanes, self._limits, self._arenas
+            )
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
                 continue
@@ -224,27 +262,44 @@ class Engine:
         self._shown[0] = int(self._batches.mean_ns * batches)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        only = native.only_door(tickets)
+        only = self._admission.leave(tickets)
         came_by = tickets["door"]
+        if message:
+            message = plain(message)
         for door in self.doors:
-            if door.number == only:
-                door.reply(tickets, code, version, message)
-            elif only < 0 and (mine := came_by == door.number).any():
-                door.reply(tickets[mine], code, version, message)
+            try:
+                if door.number == only:
+                    door.reply(tickets, code, version, message)
+                elif only < 0 and (mine := came_by == door.number).any():
+                    door.reply(tickets[mine], code, version, message)
+            except Exception as error:  # noqa: BLE001  who cannot be answered must not keep others from their answers
+                self._report("answers not sent", error=said(error), tickets=len(tickets))
 
     def _refuse(self, tickets: NDArray[Any]) -> NDArray[Any]:
         refused = tickets[tickets["code"] != Code.OK]
+        for model, (code, message) in self._unserved.items():
+            those = (refused["code"] == Code.MODEL_NOT_FOUND) & (refused["model"] == model)
+            if those.any():
+                self._answer(refused[those], code, 0, message)
+                refused = refused[~those]
         for code, message in _REFUSALS.items():
             if (those := refused["code"] == code).any():
                 self._answer(refused[those], code, 0, message)
-        for model in np.unique(refused["model"][refused["code"] == Code.REFUSED]):
+        for model in np.unique(refused["model"][np.isin(refused["code"], (Code.REFUSED, Code.BUSY))]):
             self.meters(int(model)).refused(int((refused["model"] == model).sum()))
         accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
         return accepted
 
 
+def _cell(board: Board, index: int, name: str) -> memoryview:
+    """One number of an engine's record; an array takes twice as long to store one."""
+    array: Any = board.engines[name][index : index + 1]
+    return memoryview(array)
+
+
 _REFUSALS = {
     Code.STALE_LEASE: "the lane is not leased to the sender (any more): lease one again",
     Code.MODEL_NOT_FOUND: "the lane's model is not served by this engine (any more)",
+    Code.BUSY: "more rows than the lane has are asked for at once: wait for answers before rows are sent again",
     Code.REFUSED: "the ticket has no rows, more than one batch holds, or rows outside its lane",
 }

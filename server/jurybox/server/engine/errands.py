@@ -8,9 +8,14 @@ from collections.abc import Callable
 
 
 class Errands:
-    """Actions in order, and a file that is readable while there are any."""
+    """Actions in order, and a file that is readable while there are any.
 
-    def __init__(self) -> None:
+    Args:
+        failed: told what an action raised; the others are run all the same.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None] | None = None) -> None:
+        self._failed = failed
         self._actions: list[Callable[[], None]] = []
         # List and file change together: apart, the file could be found empty, or stay readable for nothing.
         self._both = threading.Lock()
@@ -33,7 +38,12 @@ class Errands:
             actions, self._actions = self._actions, []
             os.eventfd_read(self._wake)
         for action in actions:
-            action()
+            try:
+                action()
+            except BaseException as error:
+                if self._failed is None:
+                    raise
+                self._failed(error)
 
     def close(self) -> None:
         """Close the file."""

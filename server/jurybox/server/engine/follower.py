@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.protocol.errors import Refused, Timeout
+from jurybox.protocol.errors import Timeout, VersionNotHeld, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.page_lock import staging
 from jurybox.server.engine.streams import Mark, Stream
@@ -30,7 +30,7 @@ class Following(Protocol):
         ...
 
     def use(self, version: int) -> None:
-        """Compute with a version until told otherwise; 0: the newest. Raises Refused where it is not held."""
+        """Compute with a version until told otherwise; 0: the newest. Raises VersionNotHeld."""
         ...
 
     def stop(self) -> None:
@@ -88,6 +88,7 @@ class Follower:
         adopted: told (version, seconds from publication to use) after every switch.
         forwards: the stream that the module computes on. Its weights are then copied over between two forwards and stay
             where they are, which CUDA graphs need; without it the module is pointed at another copy.
+        report: called with (event, fields) for what should be logged.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Follower:
         later: Callable[[Callable[[], None]], None],
         adopted: Callable[[int, float], None],
         forwards: Stream | None = None,
+        report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
+        self._report = report
         self.channel = channel
         self._reader = WeightsReader(channel)
         self._targets = dict(module.state_dict(keep_vars=True).items())
@@ -129,7 +132,7 @@ class Follower:
         """Compute with a version until told otherwise; 0 or the newest: with the newest.
 
         Raises:
-            Refused: it is not held (any more).
+            VersionNotHeld: it is not held (any more).
         """
         wanted = version or self.version
         if wanted == self._used:
@@ -140,7 +143,9 @@ class Follower:
                 self._point(copy)
                 return
         there = ", ".join(str(copy.version) for copy in held if copy.version) or "none"
-        raise Refused(f"weights version {version} is not held, {there} are: the model's keep_versions says how many")
+        raise VersionNotHeld(
+            f"weights version {version} is not held, {there} are: the model's keep_versions says how many"
+        )
 
     def stop(self) -> None:
         """Follow no longer."""
@@ -160,6 +165,10 @@ class Follower:
                     age = self._copies[0].fill(_SLICE)
             except Timeout:
                 continue  # a publisher in the middle of a snapshot, or far ahead: the next look finds a whole one
+            except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
+                self._report("weights not adopted", error=said(error))
+                self._stopped.wait(_SLICE)
+                continue
             done = threading.Event()
             began = time.monotonic()
             self._later(lambda age=age, done=done, began=began: self._between(age, done, began))  # type: ignore[misc]
@@ -168,9 +177,11 @@ class Follower:
                 pass
 
     def _between(self, age: float, done: threading.Event, began: float) -> None:
-        if not self._stopped.is_set():
-            self._switch(age + time.monotonic() - began)
-        done.set()
+        try:
+            if not self._stopped.is_set():
+                self._switch(age + time.monotonic() - began)
+        finally:
+            done.set()
 
     def _switch(self, age: float) -> None:
         copy = self._copies.popleft()

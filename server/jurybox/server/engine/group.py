@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.board import MAX_MODELS
-from jurybox.protocol.errors import ModelFailed, Refused
+from jurybox.protocol.errors import ModelFailed, VersionNotHeld
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.meters import Meters
@@ -38,6 +38,7 @@ class Member:
     Attributes:
         inputs, outputs: its arena's arrays, (rows, *row shape) by name.
         channel: where its weights are published; None: they stay as they were loaded.
+        arena: its number.
     """
 
     model: int
@@ -46,6 +47,7 @@ class Member:
     outputs: Mapping[str, NDArray[Any]]
     channel: WeightsChannel | None
     meters: Meters
+    arena: int = 0
 
     @property
     def module(self) -> torch.nn.Module:
@@ -145,7 +147,7 @@ class Grouped:
         parts = self.split(tickets)
         versions = self.stacks.active.versions
         if version and len(parts) > 1 and any(versions[part.place] != version for part in parts):
-            raise Refused(f"weights version {version} is not held by every model of the batch")
+            raise VersionNotHeld(f"weights version {version} is not held by every model of the batch")
         while parts:
             first, parts = self._within_max_batch(parts)
             for run in plan([(part.place, part.rows) for part in first], self.hole, self.fewest):
@@ -237,7 +239,7 @@ class MemberWeights:
     def use(self, version: int) -> None:
         """As `Follower.use`; a group holds the newest version alone."""
         if version not in (0, self.version):
-            raise Refused(
+            raise VersionNotHeld(
                 f"weights version {version} is not held, {self.version} is: models of a group keep no earlier ones; "
                 "serve the model outside of the group to pin versions"
             )

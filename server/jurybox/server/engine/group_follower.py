@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.protocol.errors import Timeout
+from jurybox.protocol.errors import Timeout, said
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.engine.group import Grouped, Member, Stacks
 
@@ -23,9 +23,16 @@ class GroupFollower:
 
     Args:
         later: runs an action between two batches of the engine's loop.
+        report: called with (event, fields) for what should be logged.
     """
 
-    def __init__(self, grouped: Grouped, later: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        grouped: Grouped,
+        later: Callable[[Callable[[], None]], None],
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self._report = report
         self._grouped = grouped
         self._later = later
         self._readers: dict[int, _Reader] = {}  # by model
@@ -99,8 +106,12 @@ class GroupFollower:
             if not self._news.wait(_SLICE):
                 continue
             self._news.clear()
-            with self._turn, torch.inference_mode(False), torch.no_grad():
-                self._adopt()
+            try:
+                with self._turn, torch.inference_mode(False), torch.no_grad():
+                    self._adopt()
+            except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
+                self._report("weights not adopted", model=self._grouped.spec.name, error=said(error))
+                self._stopped.wait(_SLICE)
 
     def _adopt(self) -> None:
         """Bring the spare stack to the newest of every channel, and switch if that is more than the active one has."""
@@ -132,14 +143,21 @@ class GroupFollower:
     def _in_loop(self, action: Callable[[], None]) -> None:
         """Run an action between two batches and wait for it; a loop that has ended runs nothing more."""
         done = threading.Event()
+        raised: list[BaseException] = []
 
         def act() -> None:
-            action()
-            done.set()
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001  for who waits for it
+                raised.append(error)
+            finally:
+                done.set()
 
         self._later(act)
         while not done.wait(_SLICE) and not self._stopped.is_set():
             pass
+        if raised:
+            raise raised[0]
 
 
 class _Reader:

@@ -62,6 +62,11 @@ class GroupMeters(Meters):
         for part in self._grouped.split(tickets):
             self._grouped.members[part.place].meters.failed(part.tickets)
 
+    def not_held(self, tickets: NDArray[Any]) -> None:
+        """As Meters.not_held."""
+        for part in self._grouped.split(tickets):
+            self._grouped.members[part.place].meters.not_held(part.tickets)
+
     def expired(self, tickets: NDArray[Any]) -> None:
         """As Meters.expired."""
         for part in self._grouped.split(tickets):

@@ -21,9 +21,17 @@ class Groups:
 
     Args:
         later: runs an action in the loop's thread between two turns.
+        report: called with (event, fields) for what should be logged.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, later: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        device: torch.device,
+        later: Callable[[Callable[[], None]], None],
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self._report = report
         self._engine = engine
         self._device = device
         self._later = later
@@ -54,7 +62,7 @@ class Groups:
         check_groupable(name, group, member.module, member.served.spec.inputs, compute, example)
         if slot is None:
             grouped = Grouped(group, member.served.spec, self._device, compute)
-            grouped.follower = GroupFollower(grouped, self._later)
+            grouped.follower = GroupFollower(grouped, self._later, self._report)
             slot = self._slots[group] = GroupSlot(grouped, Queue(1))
         self._set_members(slot, [*others, member], member.model, installed)
 
@@ -79,7 +87,7 @@ class Groups:
             for member in members:
                 # One that was unloaded meanwhile is on its way out of the group.
                 if member.model == new or self._engine.slots.get(member.model) is slot:
-                    self._engine.put(member.model, slot, member.served.max_batch)
+                    self._engine.put(member.model, slot, member.served.max_batch, member.arena)
             slot.queue.max_batch = slot.grouped.max_batch
             installed()
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
+import importlib.util
 import inspect
+import sys
+import sysconfig
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
-from jurybox.protocol.errors import Error
+from jurybox.protocol.errors import Error, plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import ModelSettings
@@ -67,22 +73,114 @@ def _from_factory(name: str, settings: ModelSettings) -> ServedModel:
     where = f"models.{name}.factory = {settings.factory!r}"
     module_name, _, attribute = str(settings.factory).partition(":")
     try:
-        factory: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+        factory: Callable[..., Any] = getattr(_imported(module_name), attribute)
     except ImportError as error:
-        raise LoadError(f"{where}: cannot import {module_name!r}: {error}") from error
+        raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}") from error
     except AttributeError as error:
         raise LoadError(f"{where}: module {module_name!r} has no {attribute!r}") from error
+    except BaseException as error:  # a module that ends the process, too
+        raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}") from error
     try:
         model = factory(**settings.args)
     except TypeError as error:
         raise LoadError(
-            f"{where}: {error}; it takes {inspect.signature(factory)}, models.{name}.args gives {settings.args}"
+            f"{where}: {plain(error)}; it takes {_signature(factory)}, models.{name}.args gives {plain(settings.args)}"
         ) from error
-    except Exception as error:
-        raise LoadError(f"{where} raised {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise LoadError(f"{where} raised {said(error)}") from error
     if not isinstance(model, ServedModel):
         raise LoadError(f"{where} gave a {type(model).__name__}, expected jurybox.server.models.ServedModel")
     return model
+
+
+def _signature(factory: Callable[..., Any]) -> str:
+    try:
+        return plain(inspect.signature(factory))
+    except (TypeError, ValueError):  # of an extension module's callable
+        return "other arguments"
+
+
+# ---- code that changed since it was imported
+
+_STARTED_NS = time.time_ns()
+_imported_as: dict[str, tuple[int, int]] = {}  # source file -> its time (ns) and size when it was imported
+
+
+def _imported(name: str) -> ModuleType:
+    """A factory's module, imported anew, with the user's modules around it, where a source file of theirs has changed.
+
+    Models that are in service keep the classes and functions they were made of. Where the new code cannot be imported,
+    the old one stays.
+    """
+    module = sys.modules.get(name)
+    family = _family(module) if module is not None else {}
+    if module is None or not any(_changed(file) for file in family.values()):
+        module = importlib.import_module(name)
+        _note(module)
+        return module
+    before = {name: sys.modules.pop(name) for name in family}
+    for file in family.values():  # Python takes a cached file of the same second for the source's
+        with contextlib.suppress(OSError, NotImplementedError):
+            Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except BaseException:
+        for child in family:
+            sys.modules.pop(child, None)
+        sys.modules.update(before)
+        for child, old in before.items():
+            parent, _, attribute = child.rpartition(".")
+            if parent in sys.modules:
+                setattr(sys.modules[parent], attribute, old)
+        raise
+    _note(module)
+    return module
+
+
+def _family(module: ModuleType) -> dict[str, str]:
+    """The source file of every loaded module of the user's that lies where the factory's package does, by name."""
+    file = getattr(module, "__file__", None)
+    if not file:
+        return {}
+    package = Path(file).name == "__init__.py"
+    root = Path(file).resolve().parents[module.__name__.count(".") + package]
+    if package or "." in module.__name__:
+        root /= module.__name__.partition(".")[0]  # what lies beside a package is somebody else's
+    foreign = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    found = {}
+    for name, other in list(sys.modules.items()):
+        source = getattr(other, "__file__", None)
+        if not source or not source.endswith(".py") or name == "__main__" or name.partition(".")[0] == "jurybox":
+            continue
+        path = Path(source).resolve()
+        installed = {"site-packages", "dist-packages"} & set(path.parts) or any(at in path.parents for at in foreign)
+        if root in path.parents and not installed:
+            found[name] = source
+    return found
+
+
+def _changed(file: str) -> bool:
+    seen, now = _imported_as.get(file), _stamp(file)
+    # One imported later than its factory's module was looked at last is new if it is younger than this process.
+    return now is not None and (now != seen if seen is not None else now[0] > _STARTED_NS)
+
+
+def _note(module: ModuleType) -> None:
+    for file in _family(module).values():
+        if (stamp := _stamp(file)) is not None:
+            _imported_as[file] = stamp
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+# ---- exported programs
 
 
 def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
@@ -93,7 +191,7 @@ def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
     try:
         program = torch.export.load(path)
     except Exception as error:
-        raise LoadError(f"{where}: not a program of torch.export: {error}") from error
+        raise LoadError(f"{where}: not a program of torch.export: {plain(error)}") from error
     arguments, keywords = program.example_inputs or ((), {})
     names = [str(name) for name in program.graph_signature.user_inputs]
     examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
@@ -142,7 +240,7 @@ def _probe_outputs(where: str, module: torch.nn.Module, inputs: Mapping[str, Ten
                 results = module(**zeros)
         except Exception as error:
             raise LoadError(
-                f"{where} does not run on {rows} rows: {error}; export it with a dynamic batch: "
+                f"{where} does not run on {rows} rows: {plain(error)}; export it with a dynamic batch: "
                 "dynamic_shapes={'input': {0: torch.export.Dim('batch')}}"
             ) from error
     if isinstance(results, torch.Tensor):
@@ -157,8 +255,8 @@ def _load_weights(name: str, module: torch.nn.Module, path: Path) -> None:
     try:
         state = load_file(path)
     except Exception as error:
-        raise LoadError(f"{where}: not a readable safetensors file: {error}") from error
+        raise LoadError(f"{where}: not a readable safetensors file: {plain(error)}") from error
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise LoadError(f"{where} does not fit the module: {error}") from error
+        raise LoadError(f"{where} does not fit the module: {plain(error)}") from error

@@ -34,6 +34,10 @@ class Meters:
         """Count tickets whose deadline had passed."""
         self._record["expired"] += len(tickets)
 
+    def not_held(self, tickets: NDArray[Any]) -> None:
+        """Count tickets that asked for a weights version that is not held."""
+        self._record["not_held"] += len(tickets)
+
     def refused(self, n: int) -> None:
         """Count n tickets refused on arrival."""
         self._record["refused"] += n

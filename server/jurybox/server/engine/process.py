@@ -6,6 +6,7 @@ is installed between two turns.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 import zmq
 
+from jurybox import native
 from jurybox.protocol.board import Board, EngineState
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.lifeline import Lifeline, exact_sleeps
 from jurybox.protocol.timings import Timings
 from jurybox.server.allocator import keep_freed_memory
@@ -26,10 +28,12 @@ from jurybox.server.engine.device_memory import show_device_memory
 from jurybox.server.engine.door import Door
 from jurybox.server.engine.errands import Errands
 from jurybox.server.engine.workshop import Workshop
-from jurybox.server.logs import configure
+from jurybox.server.logs import Seldom, configure, traced
 
 _HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
 _ORDERS_NS = 5_000_000  # a busy engine looks at the lifeline this often
+_ORDERS = 256  # carried out between two turns
+_MILD = ("weights version not held", "out of memory, batches halved")
 
 
 class EngineProcess:
@@ -45,8 +49,10 @@ class EngineProcess:
         self._sending = threading.Lock()
         self._board = Board.attach(orders["board"])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._errands = Errands()
-        self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._log.warning)
+        # Whatever can come as often as somebody likes is logged once a second, with a count.
+        self._warnings, self._errors = Seldom(self._log.warning), Seldom(self._log.error)
+        self._errands = Errands(self._went_wrong)
+        self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._warnings)
         others = [self._zmq.fileno(), lifeline.fileno(), self._errands.fileno()]
         self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
@@ -61,7 +67,9 @@ class EngineProcess:
         # Clients are sent here once every model of the configuration is ready, or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
-            self._workshop.load(order["model"], order["name"], order["settings"])
+            self._workshop.load(order["model"], order["load"], order["name"], order["settings"])
+        for order in orders["refused"]:
+            self._engine.refuse(order["model"], Code.MODEL_FAILED, order["reason"])
         if not self._loading:  # every model was unloaded before its predecessor died
             self._serve()
         self._draining = False
@@ -70,10 +78,16 @@ class EngineProcess:
     def _new_engine(self, index: int) -> Engine:
         doors: list[Door] = [self._native, self._zmq]
         if self._timings is None:
-            return Engine(self._board, index, doors, pause=self._native.pause, report=self._log.error)
+            return Engine(self._board, index, doors, pause=self._native.pause, report=self._report)
         from jurybox.server.engine.traced import TracedEngine
 
-        return TracedEngine(self._board, index, doors, self._timings, pause=self._native.pause, report=self._log.error)
+        return TracedEngine(self._board, index, doors, self._timings, pause=self._native.pause, report=self._report)
+
+    def _report(self, event: str, **fields: Any) -> None:
+        (self._warnings if event in _MILD else self._errors)(event, **fields)
+
+    def _went_wrong(self, error: BaseException) -> None:
+        self._log.error("an action failed", error=said(error), exception=traced(error))
 
     def serve(self) -> None:
         """Serve until the lifeline ends or says stop."""
@@ -110,25 +124,48 @@ class EngineProcess:
 
     def _obey(self) -> None:
         """Carry out what the supervisor ordered and what the workshop finished."""
-        try:
-            while (order := self._lifeline.receive(0)) is not None:
+        for _ in range(_ORDERS):
+            try:
+                order = self._lifeline.receive(0)
+            except EOFError:
+                self._stopped = True
+                break
+            except ValueError as error:  # no JSON: what it was cannot be known, and the next may be one
+                self._log.error("an order came that is none", error=said(error))
+                continue
+            if order is None:
+                break
+            try:
                 self._carry_out(order)
-        except EOFError:
-            self._stopped = True
+            except Exception as error:  # noqa: BLE001  an order that fails is answered; it must not end the engine
+                self._refuse(order, error)
         self._errands.run()
+        self._warnings.flush()
+        self._errors.flush()
+
+    def _refuse(self, order: dict[str, Any], error: Exception) -> None:
+        kind = plain(order.get("kind") if isinstance(order, dict) else order, 200)
+        self._log.error("an order failed", order=kind, error=said(error), exception=traced(error))
+        with contextlib.suppress(OSError):  # the supervisor is gone, which the next look finds out
+            self._tell("order failed", order=kind, reason=said(error))
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         match order["kind"]:
             case "load":
-                self._workshop.load(order["model"], order["name"], order["settings"])
+                self._workshop.load(order["model"], order["load"], order["name"], order["settings"])
             case "arena":
-                self._workshop.arena(order["model"], order["segment"], order["rows"], order["weights"])
+                self._workshop.arena(
+                    order["model"], order["load"], order["segment"], order["number"], order["rows"], order["weights"]
+                )
             case "abandon":
-                self._workshop.abandon(order["model"], order["reason"])
+                self._workshop.abandon(order["model"], order["load"], order["reason"])
             case "unload":
+                self._let_go(order["model"])
                 self._engine.remove(order["model"])
-                self._workshop.left(order["model"])
                 self._tell("unloaded", model=order["model"])
+            case "refuse":
+                self._let_go(order["model"])
+                self._engine.refuse(order["model"], Code.MODEL_FAILED, order["reason"])
             case "retire":
                 self._engine.retire(order["lane"])
                 self._tell("retired", lane=order["lane"], lease=order["lease"])
@@ -139,23 +176,35 @@ class EngineProcess:
             case "stop":
                 self._stopped = True
             case unknown:
-                self._log.error("unknown order", order=unknown)
+                raise ValueError(f"unknown order {unknown!r}")
+
+    def _let_go(self, model: int) -> None:
+        """A model is not to be loaded any more, should it just be."""
+        self._workshop.unload(model)
+        with self._sending:
+            self._settled(model)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         with self._sending:
             self._lifeline.send(kind, **fields)
-            if kind in ("ready", "failed") and self._loading:
-                self._loading.discard(fields["model"])
-                if not self._loading:
-                    self._serve()
+            if kind in ("ready", "failed"):
+                self._settled(fields["model"])
+
+    def _settled(self, model: int) -> None:
+        if self._loading:
+            self._loading.discard(model)
+            if not self._loading:
+                self._serve()
 
     def _serve(self) -> None:
+        if self._record["state"][0] == EngineState.DRAINING:
+            return
         self._state(EngineState.SERVING)
         self._lifeline.send("serving")
 
     def _state(self, state: EngineState) -> None:
-        self._record["state"] = state
         self._record["heartbeat"] = time.monotonic_ns()
+        native.show_state(self._record, int(state))
 
 
 def run(lifeline: Lifeline) -> int:

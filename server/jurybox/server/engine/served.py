@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.errors import ModelFailed, Refused
+from jurybox.protocol.errors import ModelFailed, VersionNotHeld
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.engine.follower import Following
 from jurybox.server.models import ServedModel
@@ -66,7 +66,7 @@ class Served:
 
         Raises:
             ModelFailed: the model gave something other than its spec promises.
-            Refused: the version asked for is not held.
+            VersionNotHeld: the version asked for.
             Exception: whatever the model raises.
         """
         self._use(version)
@@ -123,7 +123,7 @@ class Served:
         if self.follower is not None:
             self.follower.use(version)
         elif version:
-            raise Refused(
+            raise VersionNotHeld(
                 f"model {self.spec.name!r} takes no publications (models.{self.spec.name}.publish), so no version"
             )
 

@@ -22,6 +22,7 @@ class Slot:
         self.queue = queue
         self.meters = meters
         self.cost = BatchCost()
+        self.shown = 0  # 1 + number of the model, as the board shows who computes; 0: ask the tickets
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
         """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""

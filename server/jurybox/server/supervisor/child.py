@@ -56,6 +56,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
+    @property
+    def orders_waiting(self) -> int:
+        """Orders that it had no room for yet."""
+        return len(self._orders)
+
     def fileno(self) -> int:
         assert self._lifeline is not None
         return self._lifeline.fileno()

@@ -13,7 +13,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.timings import Timings
 from jurybox.server.config import ServerSettings
 from jurybox.server.supervisor.child import Child
-from jurybox.server.supervisor.models import Models
+from jurybox.server.supervisor.models import HeldModel, Models
 from jurybox.server.supervisor.standby import Standby
 
 _MODULE = "jurybox.server.engine"
@@ -51,6 +51,11 @@ class Fleet:
         for index in self.living():
             self.engines[index].send(kind, **fields)
 
+    def load(self, held: HeldModel) -> None:
+        """Have every living engine load a model as it was asked for."""
+        for index in self.living():
+            self.engines[index].send("load", **_load_order(held, self._models.begin_load(held, index)))
+
     def prepare(self, now: float) -> None:
         """Have a process on standby where that is configured; not while an engine starts, which needs the cores more.
 
@@ -63,7 +68,8 @@ class Fleet:
     def died(self, index: int) -> None:
         """Show on the board that an engine is dead."""
         record = self._board.engines[index : index + 1]
-        record["state"], record["epoch"] = EngineState.ABSENT, 0
+        native.show_state(record, int(EngineState.ABSENT))
+        record["epoch"] = record["computing"] = 0
         record["restarts"] += 1
 
     def close(self) -> None:
@@ -80,10 +86,8 @@ class Fleet:
         settings, threads = self._settings, self._settings.engine_threads()
 
         def configure() -> dict[str, Any]:
-            models = list(self._models)
-            for held in models:
-                held.engines[index] = "loading"
-                held.reasons.pop(index, None)
+            models = [held for held in self._models if not held.quarantined]
+            loads = [self._models.begin_load(held, index) for held in models]
             return {
                 "index": index,
                 "epoch": secrets.randbits(62) | 1,
@@ -96,9 +100,9 @@ class Fleet:
                 "threads": threads,
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
-                "models": [
-                    {"model": held.index, "name": held.name, "settings": held.settings.model_dump(mode="json")}
-                    for held in models
+                "models": [_load_order(held, load) for held, load in zip(models, loads, strict=True)],
+                "refused": [
+                    {"model": held.index, "reason": held.quarantined} for held in self._models if held.quarantined
                 ],
             }
 
@@ -113,3 +117,7 @@ class Fleet:
         self._bells[index] = bell
         self._board.engines[index : index + 1]["bell"] = self._bells_made
         return bell.segment.name
+
+
+def _load_order(held: HeldModel, load: int) -> dict[str, Any]:
+    return {"model": held.index, "load": load, "name": held.name, "settings": held.asked.model_dump(mode="json")}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jurybox.client.publisher import Publisher
-from jurybox.protocol.errors import Error, Timeout
+from jurybox.protocol.errors import Error, Timeout, said
 from jurybox.server.supervisor.models import HeldModel
 from jurybox.server.weights_files import WeightsFiles
 
@@ -44,7 +44,7 @@ class Keeper:
             Error: the folder is another server's, its files are of another layout, or all damaged.
             OSError: it cannot be had.
         """
-        settings, channel = held.settings, held.channel
+        settings, channel = held.asked, held.channel
         folder = Path(settings.save_dir) / held.name if settings.save_dir else None
         files = self._files.get(held.index)
         if files is not None and (files.channel is not channel or files.folder != folder):
@@ -104,7 +104,10 @@ class Keeper:
                     return
                 with self._turn:
                     if files := self._files.get(model):
-                        self._save(model, files)
+                        try:
+                            self._save(model, files)
+                        except Exception as error:  # noqa: BLE001  one model's files must not end the others' saving
+                            self._failed_to_save(model, files, said(error))
 
     def _save(self, model: int, files: WeightsFiles) -> None:
         """Save if due; a failure is reported once until it changes, and tried again."""
@@ -115,8 +118,9 @@ class Keeper:
         except Timeout:
             pass  # a publisher in the middle of a snapshot, or far ahead: the next look finds a whole one
         except (Error, OSError) as error:
-            if self._failing.get(model) != str(error):
-                self._failing[model] = str(error)
-                self._report(
-                    "weights not saved", model=self._held[model].name, folder=str(files.folder), error=str(error)
-                )
+            self._failed_to_save(model, files, str(error))
+
+    def _failed_to_save(self, model: int, files: WeightsFiles, why: str) -> None:
+        if self._failing.get(model) != why:
+            self._failing[model] = why
+            self._report("weights not saved", model=self._held[model].name, folder=str(files.folder), error=why)

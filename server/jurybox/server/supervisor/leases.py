@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from jurybox import native
 from jurybox.protocol.board import MAX_LANES, Board
 from jurybox.protocol.errors import Busy
 
@@ -49,8 +50,8 @@ class Leases:
         # A number no earlier server of this address used, so that its clients' tickets are recognised as stale.
         self._next = (secrets.randbits(31) << 32) + 1
 
-    def grant(self, model: int, rows: int, arena_rows: int) -> LeasedLane:
-        """Lease `rows` neighbouring rows of a model's arena.
+    def grant(self, model: int, rows: int, arena_rows: int, arena: int = 0) -> LeasedLane:
+        """Lease `rows` neighbouring rows of a model's arena, whose number is `arena`.
 
         Raises:
             Busy: no such run is free; says how much is.
@@ -67,9 +68,7 @@ class Leases:
         leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock())
         self._next += 1
         self._lanes[lane] = leased_lane
-        record = self._board.lanes[lane : lane + 1]
-        record["model"], record["first"], record["rows"] = model, first, rows
-        record["lease"] = leased_lane.lease
+        native.grant_lane(self._board.lanes, lane, model, first, rows, arena, leased_lane.lease)
         return leased_lane
 
     def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:
@@ -122,7 +121,7 @@ class Leases:
         return list(self._lanes.values())
 
     def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:
-        self._board.lanes[leased.lane : leased.lane + 1]["lease"] = 0
+        native.take_back_lane(self._board.lanes, leased.lane)
         leased.retiring = set(engines)
         if not leased.retiring:
             del self._lanes[leased.lane]

@@ -17,32 +17,63 @@ from jurybox.protocol.weights.channel import mode_named
 from jurybox.server.config import ModelSettings
 from jurybox.server.supervisor.publications import PublicationRate
 
+_FAILED = 32  # models that could not be loaded of which is remembered why
+
 
 @dataclass(slots=True)
 class HeldModel:
     """One model across all engines.
 
     Attributes:
+        settings: those in service, or to begin with; `asked`: those of the load that was ordered last.
+        configured: whether the server's configuration names it; else a client added it.
+        served: whether an engine has ever been ready with it.
+        arena_number: of its arena; tickets of lanes of another are refused by the engines.
         saved: the newest version that is on disk; 0: none.
+        engines: engine -> loading, ready, reloading, failed or quarantined.
+        loads: engine -> number of the load that counts there; what is told of another is over.
+        arenas: engine -> number of the arena that it computes in.
+        deaths: of engines in a row that are charged to it.
+        quarantined: why it is served no longer, until it is loaded again; empty: it is not.
     """
 
     index: int
     name: str
     settings: ModelSettings
+    asked: ModelSettings = field(init=False)
+    configured: bool = True
+    served: bool = False
     spec: ModelSpec | None = None
     arena: Arena | None = None
+    arena_number: int = 0
     channel: WeightsChannel | None = None
     published: PublicationRate = field(default_factory=PublicationRate)
     saved: int = 0
     digest: str = ""
-    engines: dict[int, str] = field(default_factory=dict)  # engine -> loading, ready, reloading, failed
+    engines: dict[int, str] = field(default_factory=dict)
+    loads: dict[int, int] = field(default_factory=dict)
+    arenas: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
+    deaths: int = 0
+    quarantined: str = ""
+
+    def __post_init__(self) -> None:
+        self.asked = self.settings
 
     @property
     def state(self) -> str:
-        """ready when an engine can answer (also while it loads the model again), failed when all have, else loading."""
+        """ready when an engine can answer (also while it loads the model again), failed when all have, else loading.
+
+        Loading, too, while an engine still serves a model of another spec under this name.
+        """
+        if self.quarantined:
+            return "quarantined"
         states = set(self.engines.values())
-        if states & {"ready", "reloading"}:
+        stale = any(
+            number != self.arena_number and self.engines.get(engine) in ("ready", "reloading", "loading")
+            for engine, number in self.arenas.items()
+        )
+        if states & {"ready", "reloading"} and not stale:
             return "ready"
         return "failed" if states == {"failed"} else "loading"
 
@@ -51,19 +82,35 @@ class HeldModel:
         """Whether every engine has finished loading, well or not."""
         return not set(self.engines.values()) & {"loading", "reloading"}
 
-    def begin_load(self, engine: int) -> None:
+    def begin_load(self, engine: int, load: int) -> None:
         """An engine begins to load it; one that serves it goes on serving meanwhile."""
         self.engines[engine] = "reloading" if self.engines.get(engine) in ("ready", "reloading") else "loading"
+        self.loads[engine] = load
         self.reasons.pop(engine, None)
 
+    def ready(self, engine: int, arena: int) -> None:
+        """An engine serves it, in an arena of that number."""
+        self.engines[engine], self.arenas[engine] = "ready", arena
+        self.settings, self.served = self.asked, True
+
     def failed(self, engine: int, reason: str) -> None:
-        """A load failed; after a failed reload the earlier one goes on serving."""
-        self.engines[engine] = "ready" if self.engines.get(engine) == "reloading" else "failed"
+        """A load failed; after a failed reload the earlier one goes on serving, unless its arena is gone."""
+        serves = self.engines.get(engine) == "reloading" and self.arenas.get(engine) == self.arena_number
+        self.engines[engine] = "ready" if serves else "failed"
         self.reasons[engine] = reason
+        if self.served:
+            self.asked = self.settings  # a restarted engine shall load what is known to work
+
+    def engine_died(self, engine: int) -> None:
+        """What an engine held is gone with it."""
+        self.arenas.pop(engine, None)
+        self.loads.pop(engine, None)
+        if not self.quarantined:
+            self.engines[engine] = "loading"
 
     @property
     def reason(self) -> str:
-        return "; ".join(dict.fromkeys(self.reasons.values()))
+        return self.quarantined or "; ".join(dict.fromkeys(self.reasons.values()))
 
     def lane_rows(self, asked: int) -> int:
         """Rows of a lane: as asked, or the model's default."""
@@ -104,23 +151,32 @@ class Models:
         self._by_name: dict[str, HeldModel] = {}
         self._arenas_made = 0
         self._channels_made = 0
+        self._loads = 0
+        self._failed: dict[str, HeldModel] = {}  # added by clients, never served and forgotten: why, by name
         self._replaced: list[tuple[int, Arena]] = []  # (model, arena) to close when no lane looks at it any more
 
     def __iter__(self) -> Iterator[HeldModel]:
         return iter(self._by_name.values())
 
-    def add(self, name: str, settings: ModelSettings) -> HeldModel:
-        """Hold a model, or give one already held new settings."""
+    def add(self, name: str, settings: ModelSettings, *, configured: bool = True) -> HeldModel:
+        """Hold a model, or ask for one already held with new settings."""
+        self._failed.pop(name, None)
         if held := self._by_name.get(name):
-            held.settings = settings
+            held.asked = settings
             return held
         used = {held.index for held in self._by_name.values()}
         index = next((n for n in range(MAX_MODELS) if n not in used), None)
         if index is None:
             raise Refused(f"{MAX_MODELS} models are held, which is all a server can: unload one first")
         self._board.counters[:, index] = 0  # an unloaded model's counts are not this one's
-        held = self._by_name[name] = HeldModel(index, name, settings)
+        held = self._by_name[name] = HeldModel(index, name, settings, configured=configured)
         return held
+
+    def begin_load(self, held: HeldModel, engine: int) -> int:
+        """An engine is told to load a model; gives the number of that load."""
+        self._loads += 1
+        held.begin_load(engine, self._loads)
+        return self._loads
 
     def remove(self, name: str) -> HeldModel:
         """Forget a model; its arena is the caller's to close."""
@@ -128,13 +184,31 @@ class Models:
         del self._by_name[name]
         return held
 
+    def forget_failed(self, name: str) -> bool:
+        """Forget why a model is not held that a client asked for; False where there is nothing to forget."""
+        return self._failed.pop(name, None) is not None
+
+    def remember_failed(self, held: HeldModel) -> None:
+        """Keep what is to be said of a model that is held no longer because it could not be loaded."""
+        while len(self._failed) >= _FAILED:
+            del self._failed[next(iter(self._failed))]
+        self._failed[held.name] = held
+
+    def described(self, name: str) -> HeldModel:
+        """As `named`, of a model that could not be loaded, too."""
+        return self._failed.get(name) or self.named(name)
+
+    def get(self, name: str) -> HeldModel | None:
+        """The model of that name, where it is held."""
+        return self._by_name.get(name)
+
     def named(self, name: str) -> HeldModel:
         """Raises ModelNotFound, naming those there are."""
         try:
             return self._by_name[name]
         except KeyError:
             there = ", ".join(sorted(self._by_name)) or "none"
-            raise ModelNotFound(f"no model {name!r} is served here; there are: {there}") from None
+            raise ModelNotFound(f"no model {name[:200]!r} is served here; there are: {there}") from None
 
     def numbered(self, index: int) -> HeldModel | None:
         """The model at a place of the board, if there is one."""
@@ -148,12 +222,12 @@ class Models:
         """
         replaces = held.arena is not None and held.spec != spec
         if held.arena is None or replaces:
-            rows = held.settings.resolve_rows(spec.row_bytes)
+            rows = held.asked.resolve_rows(spec.row_bytes)
             self._arenas_made += 1
             name = segment_name(self._server_id, "arena", self._arenas_made)
             arena = Arena.create(name, ArenaLayout(spec, rows))
             self.replaced(held)
-            held.arena, held.spec = arena, spec
+            held.arena, held.spec, held.arena_number = arena, spec, self._arenas_made
         held.digest = digest
         return replaces
 
@@ -168,7 +242,7 @@ class Models:
         if layout is not None and held.channel is None:
             self._channels_made += 1
             name = segment_name(self._server_id, "weights", self._channels_made)
-            held.channel = WeightsChannel.create(name, layout, mode_named(str(held.settings.publish)))
+            held.channel = WeightsChannel.create(name, layout, mode_named(str(held.asked.publish)))
             held.published.look(0, time.monotonic())  # what is published before the first tick counts too
 
     def look(self, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from jurybox.protocol.board import Board
@@ -18,7 +19,7 @@ from jurybox.protocol.control_pb2 import (
     StatusRequest,
     UnloadRequest,
 )
-from jurybox.protocol.errors import Code, ModelFailed, Refused
+from jurybox.protocol.errors import Busy, Code, ModelFailed, Refused
 from jurybox.protocol.wire import build_version
 from jurybox.server.config import ModelSettings, Settings, model_settings_from_json
 from jurybox.server.status import status_json
@@ -26,7 +27,10 @@ from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
 from jurybox.server.supervisor.keeper import Keeper
 from jurybox.server.supervisor.leases import LeasedLane, Leases
-from jurybox.server.supervisor.models import Models
+from jurybox.server.supervisor.models import HeldModel, Models
+
+_ORDERS = 256  # that may wait for an engine
+_OF_THE_CHANNEL = ("publish", "keep_versions", "max_lag", "save_dir", "save_every", "save_keep")
 
 
 class Reception:
@@ -79,9 +83,11 @@ class Reception:
         )
 
     def _lease(self, request: LeaseRequest) -> Lease:
-        held = self._models.named(request.model)
+        held = self._models.described(request.model)
         if self.draining:
             raise Refused("the server is stopping; it takes no new clients", Code.DRAINING)
+        if held.quarantined:
+            raise ModelFailed(held.quarantined)
         if held.state == "failed":
             raise ModelFailed(f"model {held.name!r} could not be loaded: {held.reason}")
         if held.state != "ready" or held.arena is None:
@@ -92,7 +98,7 @@ class Reception:
                 f"{rows} rows were asked for, the arena of {held.name!r} has {held.arena.rows}: ask for fewer, or "
                 f"raise models.{held.name}.rows"
             )
-        lane = self._leases.grant(held.index, rows, held.arena.rows)
+        lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number)
         return Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
 
     def _release(self, request: ReleaseRequest) -> None:
@@ -117,19 +123,38 @@ class Reception:
         )
 
     def _model(self, request: ModelRequest) -> ModelMessage:
-        return self._models.named(request.model).message()
+        return self._models.described(request.model).message()
 
     def _load(self, request: LoadRequest) -> ModelMessage:
         """Load a model, or load it again; the client follows its state with model requests."""
         if request.settings_json:
-            settings = model_settings_from_json(request.model, request.settings_json)
+            settings = model_settings_from_json(request.model, self._inherited(request))
         else:
             settings = self._known_settings(request.model)
-        held = self._models.add(request.model, settings)
         for index in self._fleet.living():
-            held.begin_load(index)
-        self._fleet.order("load", model=held.index, name=held.name, settings=settings.model_dump(mode="json"))
+            if self._fleet.engines[index].orders_waiting > _ORDERS:
+                raise Busy(f"engine {index} is behind with its orders: ask again later")
+        held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
+        held.quarantined, held.deaths = "", 0
+        self._fleet.load(held)
         return held.message()
+
+    def _inherited(self, request: LoadRequest) -> str:
+        """Settings for a model that is held: what they do not say of its weights channel stays as it is.
+
+        Otherwise whoever changes a model's arguments would end its publications and their version without a word.
+        """
+        held = self._models.get(request.model)
+        try:
+            given = json.loads(request.settings_json)
+        except (ValueError, RecursionError):
+            return request.settings_json  # which is told where settings are checked
+        if held is None or not isinstance(given, dict):
+            return request.settings_json
+        if given.get("publish", held.settings.publish) is None:
+            return request.settings_json
+        kept = held.settings.model_dump(mode="json", include=set(_OF_THE_CHANNEL), exclude_defaults=True)
+        return json.dumps({**kept, **given})
 
     def _known_settings(self, name: str) -> ModelSettings:
         """Of a model that is held, or else was configured at the start and has been unloaded."""
@@ -139,7 +164,12 @@ class Reception:
         return self._models.named(name).settings
 
     def _unload(self, request: UnloadRequest) -> None:
-        held = self._models.remove(request.model)
+        if not self._models.forget_failed(request.model):
+            self.let_go(self._models.named(request.model))
+
+    def let_go(self, held: HeldModel) -> None:
+        """Serve a model no longer, in whatever state it is."""
+        self._models.remove(held.name)
         for lane in self._leases.revoke(held.index, self._fleet.living()):
             self.forget(lane)
         self._fleet.order("unload", model=held.index)

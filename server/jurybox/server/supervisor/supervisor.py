@@ -5,19 +5,20 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
 from jurybox.protocol.address import ipc_path
 from jurybox.protocol.board import LANE_LOCK, Board
-from jurybox.protocol.errors import Error, Refused
+from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.protocol.locks import is_locked
 from jurybox.protocol.segment import segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import Settings
-from jurybox.server.logs import Log
+from jurybox.server.logs import Log, Seldom, traced
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.desk import Desk
 from jurybox.server.supervisor.edges import edges
@@ -66,6 +67,8 @@ class Supervisor:
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._manager = ServiceManager(log.warning)
+        self._seldom = Seldom(log.error)
+        self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its workshop is busy with
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
@@ -87,8 +90,9 @@ class Supervisor:
                 self._listen(_TICK)
                 now = time.monotonic()
                 if now >= next_tick:
-                    self._tick(now)
+                    self._survive("tick", self._tick, now)
                     next_tick = now + _TICK
+                    self._seldom.flush()
                 if not self._announced and self._exit is None:
                     self._announce(dry_run=dry_run, late=now > give_up)
             return self._exit
@@ -104,8 +108,21 @@ class Supervisor:
             self._on_signals(len(self._signals.recv(64)))
         for child in self._children():
             if child.alive and child.fileno() in ready:
-                self._hear(child)
-        self._desk.answer_waiting()
+                self._survive(f"hearing {child.role}", self._hear, child)
+        self._survive("control requests", self._desk.answer_waiting)
+
+    def _survive(self, what: str, part: Callable[..., None], *arguments: Any) -> None:
+        """Do a part of the loop. What fails in it is logged, and the loop goes on: no input may end the server.
+
+        Raises:
+            Error, OSError: before the server has come to serve, when it may be told to whoever starts it.
+        """
+        try:
+            part(*arguments)
+        except Exception as error:
+            if not self._announced and isinstance(error, (Error, OSError)):
+                raise
+            self._seldom("a part of the loop failed", part=what, error=said(error), exception=traced(error))
 
     def _tick(self, now: float) -> None:
         self._manager.alive()
@@ -166,31 +183,69 @@ class Supervisor:
         fd = child.fileno()
         try:
             for message in child.messages():
-                if child in self._edges:
-                    self._on_edge(child, message)
-                else:
-                    self._on_engine(self._fleet.engines.index(child), message)
+                try:
+                    if child in self._edges:
+                        self._on_edge(child, message)
+                    else:
+                        self._on_engine(self._fleet.engines.index(child), message)
+                except Exception as error:  # noqa: BLE001  one message must not cost those behind it, nor the server
+                    self._seldom(
+                        "a message of a child failed",
+                        role=child.role,
+                        kind=plain(message.get("kind"), 100),
+                        error=said(error),
+                        exception=traced(error),
+                    )
         except EOFError:
             self._poller.unregister(fd)
             self._on_death(child)
 
     def _on_death(self, child: Child) -> None:
-        status = child.bury(time.monotonic(), settled_after=_SETTLED)
+        now = time.monotonic()
+        settled = child.serving and now - child.started_at > _SETTLED
+        status = child.bury(now, settled_after=_SETTLED)
+        charged = None
         if child not in self._edges:
             index = self._fleet.engines.index(child)
+            charged = self._charge(index, settled=settled)
             self._fleet.died(index)
             self._leases.engine_died(index)
             for held in self._models:
-                held.engines[index] = "loading"
+                held.engine_died(index)
         if self._drain_until is not None:
             self._end_drained()
             return
-        self._log.error("child died", role=child.role, status=status, failures=child.failures)
-        if child.failures > self._settings.max_restarts:
+        why = {"charged_to": charged.name} if charged else {}
+        self._log.error("child died", role=child.role, status=status, failures=child.failures, **why)
+        if charged is not None:
+            child.failures -= 1  # it is the model's
+            if charged.deaths > self._settings.max_restarts:
+                self._quarantine(charged)
+        elif child.failures > self._settings.max_restarts:
             self._log.error("gave up on a child", role=child.role, failures=child.failures)
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
-        elif time.monotonic() >= child.restart_at:
+            return
+        if time.monotonic() >= child.restart_at:
             self._start(child)  # now, not at the next tick: somebody waits for its answers
+
+    def _charge(self, index: int, *, settled: bool) -> HeldModel | None:
+        """The model that the death of an engine is charged to: it was being loaded there, or a batch of it computed."""
+        model, load = self._begun.pop(index, (int(self._board.engines["computing"][index]) - 1, 0))
+        held = self._models.numbered(model)
+        if held is None or (load and held.loads.get(index) != load):
+            return None
+        held.deaths = 1 if settled else held.deaths + 1
+        return held
+
+    def _quarantine(self, held: HeldModel) -> None:
+        """Serve a model no longer that ends engine after engine, so that the others are served."""
+        held.quarantined = (
+            f"model {held.name!r} is in quarantine: {held.deaths} engines died in a row while they computed or loaded "
+            f"it. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
+        )
+        held.engines = dict.fromkeys(range(len(self._fleet.engines)), "quarantined")
+        self._fleet.order("refuse", model=held.index, reason=held.quarantined)
+        self._log.error("model in quarantine", model=held.name, deaths=held.deaths)
 
     def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
         child.heard_at = time.monotonic()
@@ -205,10 +260,17 @@ class Supervisor:
     def _on_engine(self, index: int, message: dict[str, Any]) -> None:
         child = self._fleet.engines[index]
         match message["kind"]:
+            case "begins":
+                self._begun[index] = message["model"], message["load"]
+            case "ends":
+                self._begun.pop(index, None)
             case "loaded":
                 self._on_loaded(index, message)
             case "ready" | "failed":
-                self._on_settled(index, message["model"], message.get("reason", ""))
+                self._on_settled(index, message)
+            case "order failed":
+                order, reason = plain(message["order"], 100), plain(message["reason"])
+                self._seldom("an engine could not follow an order", role=child.role, order=order, reason=reason)
             case "serving":
                 child.serving = True
             case "retired":
@@ -217,17 +279,22 @@ class Supervisor:
                 child.serving = False
                 self._end_drained()
 
-    def _on_loaded(self, index: int, message: dict[str, Any]) -> None:
+    def _told_of(self, index: int, message: dict[str, Any]) -> HeldModel | None:
+        """The model that an engine tells of; None where that load counts no longer: it was unloaded, or asked anew."""
         held = self._models.numbered(message["model"])
+        return held if held is not None and held.loads.get(index) == message["load"] else None
+
+    def _on_loaded(self, index: int, message: dict[str, Any]) -> None:
+        held = self._told_of(index, message)
         if held is None:
-            return  # unloaded meanwhile
+            return
         try:
             spec = ModelSpec(held.name, specs_from_plain(message["inputs"]), specs_from_plain(message["outputs"]))
-            replaces = self._models.adopt_spec(held, spec, message["digest"])
+            replaces = self._models.adopt_spec(held, spec, plain(message["digest"], 100))
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             self._adopt_layout(held, WeightsLayout(weights) if weights else None)
-        except (Error, OSError) as error:
-            self._fleet.engines[index].send("abandon", model=held.index, reason=str(error))
+        except Exception as error:  # noqa: BLE001  whatever the model brought: it failed, and the others go on
+            self._fleet.engines[index].send("abandon", model=held.index, load=message["load"], reason=said(error))
             return
         if replaces:
             for lane in self._leases.revoke(held.index, self._fleet.living()):
@@ -236,7 +303,9 @@ class Supervisor:
         self._fleet.engines[index].send(
             "arena",
             model=held.index,
+            load=message["load"],
             segment=held.arena.segment.name,
+            number=held.arena_number,
             rows=held.arena.rows,
             weights=held.channel.name if held.channel else "",
         )
@@ -247,24 +316,29 @@ class Supervisor:
         self._models.adopt_layout(held, layout)
         try:
             restored = self._keeper.keep(held)
-        except (Error, OSError):
+        except BaseException:
             if held.channel is not before:
                 self._models.adopt_layout(held, None)  # nobody shall publish where nothing would be saved
             raise
         if restored is not None:
-            self._log.info("weights restored", model=held.name, version=restored, folder=str(held.settings.save_dir))
+            self._log.info("weights restored", model=held.name, version=restored, folder=str(held.asked.save_dir))
 
-    def _on_settled(self, index: int, model: int, reason: str) -> None:
-        held = self._models.numbered(model)
+    def _on_settled(self, index: int, message: dict[str, Any]) -> None:
+        held = self._told_of(index, message)
         if held is None:
             return
         role = self._fleet.engines[index].role
-        if reason:
-            held.failed(index, reason)
-            self._log.error("model failed", model=held.name, role=role, reason=reason)
-        else:
-            held.engines[index] = "ready"
+        if message["kind"] == "ready":
+            held.ready(index, message["arena"])
             self._log.info("model ready", model=held.name, role=role)
+            return
+        reason = plain(message["reason"]) or "no reason was given"
+        held.failed(index, reason)
+        self._log.error("model failed", model=held.name, role=role, reason=reason)
+        if held.state == "failed" and not held.configured and not held.served:
+            # A client's attempt: it has its answer, and the server is as it was before.
+            self._reception.let_go(held)
+            self._models.remember_failed(held)
 
     # ---- start and end
 
@@ -272,22 +346,28 @@ class Supervisor:
         """Say once that the server is ready, or that it will not be."""
         states = {held.name: held.state for held in self._models}
         models = ", ".join(f"{name} ({state})" for name, state in states.items())
-        if states and all(state == "failed" for state in states.values()):
+        broken = [name for name, state in states.items() if state in ("failed", "quarantined")]
+        if states and len(broken) == len(states):
             self._log.error("could not start: every model failed", models=models)
             self._exit = _COULD_NOT_START
         elif all(child.serving for child in self._children()):
             self._announced = True
             memory = sum(held.arena.segment.size for held in self._models if held.arena) + self._board.segment.size
-            self._log.info(
-                "serving",
+            missing = {"failed": ", ".join(broken)} if broken else {}
+            (self._log.warning if broken else self._log.info)(
+                ("tried, with models that failed" if broken else "tried, all is well")
+                if dry_run
+                else ("serving, without models that failed" if broken else "serving"),
                 address=self._settings.address,
                 **self._reception.listening,
                 devices=", ".join(self._fleet.devices),
-                models=models,
+                models=", ".join(f"{name} ({state})" for name, state in states.items() if name not in broken),
                 shared_memory_mib=round(memory / 2**20, 1),
+                **missing,
             )
-            self._manager.ready(f"serving {models}")
-            self._exit = _STOPPED if dry_run else None
+            if not dry_run:
+                self._manager.ready(f"serving {models}")
+            self._exit = (_COULD_NOT_START if broken else _STOPPED) if dry_run else None
         elif late:
             waiting = ", ".join(child.role for child in self._children() if not child.serving)
             self._log.error(
