@@ -28,7 +28,7 @@ LAYOUT: dict[str, list[str]] = {
     "Engines": ["engine_up", "engine_restarts", "engine_busy_seconds", "engine_requests",
                 "engine_expected_wait_seconds", "engine_heartbeat_age_seconds"],
     "Weights": ["weights_version", "weights_newest_version", "weights_lag_versions", "weights_publications",
-                "weights_updates", "weights_update_duration_seconds", "weights_age_seconds"],
+                "weights_updates", "weights_update_duration_seconds", "weights_age_seconds", "versions_not_held"],
     "Clients and memory": ["lanes_in_use", "rows_in_use", "arena_rows", "arena_bytes", "shared_memory_bytes",
                            "device_bytes", "model_ready"],
 }  # fmt: skip

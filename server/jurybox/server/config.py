@@ -25,7 +25,7 @@ from jurybox.protocol.address import default_address, local_address
 from jurybox.protocol.board import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
-from jurybox.server.cuda_devices import visible_cuda_devices
+from jurybox.server.cuda_devices import torch_has_cuda, visible_cuda_devices
 from jurybox.server.endpoints import check_address, check_listen, split_host
 from jurybox.server.security.secret_files import too_open
 from jurybox.server.security.settings import FILES as _SECURITY_FILES
@@ -142,6 +142,24 @@ class ServerSettings(SecuritySettings):
                 f"{MAX_ENGINES}: lower server.replicas, or name fewer server.devices"
             )
         return engines
+
+    def missing_devices(self) -> str:
+        """What is wrong with the devices that are named, by what there is here; empty where they are there."""
+        named = [] if self.devices == "auto" else [device for device in self.devices if device != "cpu"]
+        if not named:
+            return ""
+        expected = 'expected "auto", ["cpu"]'
+        if not torch_has_cuda():
+            return (
+                f"server.devices = {self.devices}: the torch that is installed here has no CUDA, {expected}, or a "
+                "torch that is built for CUDA (pytorch.org/get-started)"
+            )
+        there = [f"cuda:{n}" for n in range(visible_cuda_devices())]
+        absent = [device for device in named if (device if ":" in device else "cuda:0") not in there]
+        if not absent:
+            return ""
+        found = f"{', '.join(there)} are there" if there else "no CUDA device is visible"
+        return f"server.devices = {self.devices}: {', '.join(absent)} is not here, {found}; {expected} or some of those"
 
     def engine_threads(self) -> int:
         """Threads that torch may use in each engine. Unset, engines share half the cores; clients have the others."""
@@ -310,10 +328,13 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
     """Refuse to serve nothing, and to serve whoever comes by.
 
     Raises:
-        ConfigError: no model is configured, or the server would be reachable by others without `insecure`.
+        ConfigError: no model is configured, a device is not there, or the server would be reachable by others without
+            `insecure`.
     """
     if not settings.models:
         raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
+    if missing := settings.server.missing_devices():
+        raise ConfigError(missing)
     if (open_doors := settings.server.open_doors()) and not insecure:
         raise ConfigError(
             "\n".join(open_doors) + "\nOthers could use this server, and nothing would ask them who they are, or keep "

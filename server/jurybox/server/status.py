@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 HISTOGRAMS = ("batch_rows", "queue_ns", "forward_ns", "request_ns", "adopt_ns")
-_SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "updates", "waiting")
+_SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "not_held", "updates", "waiting")
 
 
 def status_json(board: Board, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:
@@ -171,6 +171,7 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane],
         "index": held.index,
         "state": message.state,
         "reason": message.reason,
+        "configured": held.configured,
         "engines": {str(index): state for index, state in sorted(held.engines.items())},
         "inputs": _specs(message.inputs),
         "outputs": _specs(message.outputs),

@@ -137,7 +137,11 @@ def _status_row(model: dict[str, Any]) -> list[str]:
     }
     batch, errors = (
         model["mean_batch"],
-        [f"{model[name]} {name}" for name in ("failed", "expired", "refused") if model[name]],
+        [
+            f"{model[name]} {name.replace('_', ' ')}"
+            for name in ("failed", "expired", "refused", "not_held")
+            if model.get(name)
+        ],
     )
     return [
         model["name"],

@@ -19,7 +19,15 @@ _FAILED, _USAGE = 1, 2
 _TIMEOUT = 2.0  # seconds
 _EVENTS = 6  # lines
 _BLOCKS = "·▁▂▃▄▅▆▇█"
-_TONES = {"serving": "green", "ready": "green", "failed": "red", "hung": "red", "down": "red", "gone": "red"}
+_TONES = {
+    "serving": "green",
+    "ready": "green",
+    "failed": "red",
+    "quarantined": "red",
+    "hung": "red",
+    "down": "red",
+    "gone": "red",
+}
 
 
 def top(

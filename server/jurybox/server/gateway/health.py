@@ -19,8 +19,8 @@ async def reasons(source: StatusSource) -> list[str]:
 def not_ready(document: dict[str, Any]) -> list[str]:
     """Why the server should get no requests now; empty when it is ready.
 
-    Ready means: it does not drain, at least one engine serves with a fresh heartbeat, and every configured model
-    is loaded.
+    Ready means: it does not drain, at least one engine serves with a fresh heartbeat, every configured model is loaded,
+    and none is in quarantine.
     """
     reasons = []
     state = document["server"]["state"]
@@ -29,7 +29,8 @@ def not_ready(document: dict[str, Any]) -> list[str]:
     elif state != "serving":
         reasons += [_engine(engine) for engine in document["engines"]] or ["there is no engine"]
     for model in document["models"]:
-        if model["state"] != "ready":
+        # One that a client has just asked for is not missed by anybody before it has come.
+        if model["state"] != "ready" and (model.get("configured", True) or model["state"] != "loading"):
             why = f": {model['reason']}" if model["reason"] else ""
             reasons.append(f"model {model['name']!r} is {model['state']}{why}")
     return reasons

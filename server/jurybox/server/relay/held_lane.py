@@ -11,7 +11,7 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane, Ticket
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 
 _LONGEST_NS = 3_600_000_000_000  # an hour: no ticket waits longer
@@ -60,6 +60,12 @@ class HeldLane:
         if not 0 < ticket.rows <= self._rows or end > self._rows:
             raise Error(f"rows {first}..{end - 1} were sent, this lane has {self._rows}", Code.REFUSED)
         if (known := self._in_flight.get(ticket.sequence)) is not None:
+            if (known[0].first, known[0].rows) != (first, ticket.rows):
+                raise Error(
+                    f"ticket {ticket.sequence} came again with other rows: {known[0].rows} from row {known[0].first} "
+                    f"came first, {ticket.rows} from row {first} now; a number is for one request",
+                    Code.MALFORMED,
+                )
             # Its client lost the connection and sends it again: the answer goes to where it is now.
             self._in_flight[ticket.sequence] = (ticket, known[1])
             return
@@ -113,7 +119,7 @@ class HeldLane:
 
 def head(ticket: InlineTicket, code: int, message: str, version: int = 0) -> bytes:
     """The first frame of an answer."""
-    return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.epoch, code) + message.encode()
+    return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.epoch, code) + cut(message, MOST_TEXT)
 
 
 def _bytes(rows: NDArray[Any]) -> bytes:

@@ -20,7 +20,7 @@ from jurybox.protocol.control_pb2 import (
     ReleaseRequest,
     ServerMessage,
 )
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.wire import PACK_TICKET, PREFIX, TICKET_FRAME, prefix_error
 from jurybox.server.relay.front import Front
 from jurybox.server.relay.held_lane import HeldLane, InlineTicket, head
@@ -245,7 +245,7 @@ class Relay:
 
 
 def _failed(error: Error) -> ControlReply:
-    return ControlReply(error=ErrorMessage(code=error.code, message=str(error)))
+    return ControlReply(error=ErrorMessage(code=error.code, message=plain(error)))
 
 
 def _without_places(reply: ControlReply) -> ControlReply:

@@ -9,8 +9,9 @@ import zmq
 from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Done, ErrorMessage
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import Code, Error, plain, said
 from jurybox.protocol.wire import PREFIX, prefix_error
+from jurybox.server.logs import traced
 
 _HIGH_WATER = 4096
 _MAX_MESSAGE = 1 << 20
@@ -58,25 +59,25 @@ class Desk:
 
     def _answer(self, frames: list[bytes]) -> None:
         # identity, prefix, the caller's eight bytes, body
-        number = frames[2] if len(frames) > 2 else b""
+        number = frames[2] if len(frames) > 2 and len(frames[2]) == 8 else b""
         try:
             if wrong := prefix_error(frames[1] if len(frames) > 1 else b""):
                 raise Error(wrong, Code.PROTOCOL_MISMATCH)
-            if len(frames) != 4 or len(number) != 8:
+            if len(frames) != 4 or not number:
                 raise Error(
                     f"a control message is 3 frames (prefix, 8 bytes, body), {len(frames) - 1} came", Code.MALFORMED
                 )
-            reply = self._handle(frames[3])
+            reply = self._handle(frames[3]).SerializeToString()
         except Error as error:
-            reply = ControlReply(error=ErrorMessage(code=error.code, message=str(error)))
+            reply = _failed(error.code, said(error))
         except Exception as error:  # noqa: BLE001  one request must not end the server; its sender and the log are told
-            self._report("request failed", error=f"{type(error).__name__}: {error}", exc_info=True)
-            message = f"the server failed at this request ({type(error).__name__}: {error}); its log says more"
-            reply = ControlReply(error=ErrorMessage(code=Code.REFUSED, message=message))
+            self._report("request failed", error=said(error), exception=traced(error))
+            message = f"the server failed at this request ({said(error, 500)}); its log says more"
+            reply = _failed(Code.REFUSED, message)
         try:
-            self.socket.send_multipart((frames[0], PREFIX, number, reply.SerializeToString()), zmq.NOBLOCK)
+            self.socket.send_multipart((frames[0], PREFIX, number, reply), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            self._report("reply not sent", error=str(error))
+            self._report("reply not sent", error=said(error))
 
     def _handle(self, body: bytes) -> ControlReply:
         try:
@@ -93,3 +94,7 @@ class Desk:
         # A message without content would otherwise not count as set.
         getattr(reply, field).SetInParent()
         return reply
+
+
+def _failed(code: Code, message: str) -> bytes:
+    return ControlReply(error=ErrorMessage(code=code, message=plain(message))).SerializeToString()

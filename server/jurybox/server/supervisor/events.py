@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jurybox.protocol.errors import plain
+
 _KEPT = 50
 _LONGEST = 300  # characters of a value: a model's reason may be a page of traceback
 _OF_EVERY_LINE = ("timestamp", "level", "process", "event", "exception")
@@ -26,11 +28,11 @@ class Events:
     def keep(self, line: Mapping[str, Any]) -> None:
         """Take note of a log line, given as its fields."""
         fields = {
-            key: value if isinstance(value, (int, float)) else str(value)[:_LONGEST]
+            plain(key, 100): value if isinstance(value, (int, float)) else plain(value, _LONGEST)
             for key, value in line.items()
             if key not in _OF_EVERY_LINE
         }
-        event = str(line["event"])[:_LONGEST]
+        event = plain(line["event"], _LONGEST)
         self._kept.append({"at": self._clock(), "level": line["level"], "event": event, "fields": fields})
 
     def last(self) -> list[dict[str, Any]]:

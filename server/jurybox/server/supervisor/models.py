@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
-from jurybox.protocol.errors import ModelNotFound, Refused
+from jurybox.protocol.errors import ModelNotFound, Refused, plain
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
@@ -123,7 +123,7 @@ class HeldModel:
             name=self.name,
             index=self.index,
             state=self.state,
-            reason=self.reason,
+            reason=plain(self.reason),
             max_batch=self.settings.max_batch,
             digest=self.digest,
             settled=self.settled,

@@ -1,15 +1,26 @@
-"""Tells systemd how the server is: ready, stopping, alive (the protocol of sd_notify(3), a datagram a message)."""
+"""Tells systemd how the server is: starting, ready, stopping, alive (sd_notify(3), a datagram a message)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping
 
+from jurybox.protocol.errors import cut
+
+_EVERY = 1.0  # seconds between two words of a start or an end that goes on
+_MORE = 30  # seconds that such a word asks for, from when it is said
+_LAST = 0.5  # seconds that the last words may wait for room
+_LONGEST = 2000  # bytes of a message
+
 
 class ServiceManager:
     """Speaks where NOTIFY_SOCKET names somebody who listens; says nothing elsewhere.
+
+    The manager's socket holds few datagrams, ten by default, and takes no more while the manager is busy with others.
+    What must be heard is kept and said again until there is room; a sign of life that finds none is dropped.
 
     Args:
         environ: with NOTIFY_SOCKET, a path or "@" and an abstract name, and WATCHDOG_USEC, microseconds of silence
@@ -27,32 +38,81 @@ class ServiceManager:
         environ = os.environ if environ is None else environ
         name = environ.get("NOTIFY_SOCKET", "")
         self._address = f"\0{name[1:]}" if name.startswith("@") else name
-        self._every = int(environ.get("WATCHDOG_USEC") or 0) / 1e6 / 3
+        self._every = _microseconds(environ.get("WATCHDOG_USEC")) / 3
         self._report = report
         self._clock = clock
         self._next = 0.0
+        self._next_word = 0.0
+        self._unheard: list[str] = []  # what must be heard and found no room, the oldest first
+        self._failing = ""
+
+    def starting(self, status: str) -> None:
+        """Call it often while the server starts: the manager is told how far it is, and not to lose patience."""
+        self._go_on(f"STATUS={status}")
 
     def ready(self, status: str) -> None:
         """Requests are answered from now on; `status` is a line for whoever asks the manager."""
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._must_hear(f"READY=1\nSTATUS={status}")
 
     def stopping(self) -> None:
         """It was told to end, and does."""
-        self._tell("STOPPING=1\nSTATUS=draining")
+        self._must_hear("STOPPING=1\nSTATUS=draining")
+
+    def draining(self) -> None:
+        """Call it often while the server answers what it has accepted."""
+        self._go_on("STATUS=draining")
 
     def alive(self) -> None:
-        """Call it often; it speaks three times within the silence that the manager bears."""
+        """Call it often; it says what was not heard yet, and speaks three times within the silence that is borne."""
+        if not self._said_all():
+            return
         if self._every and (now := self._clock()) >= self._next:
             self._next = now + self._every
-            self._tell("WATCHDOG=1")
+            self._say("WATCHDOG=1")
 
-    def _tell(self, message: str) -> None:
+    def close(self) -> None:
+        """The last call: what was not heard gets half a second more."""
+        until = self._clock() + _LAST
+        while not self._said_all() and self._clock() < until:
+            time.sleep(0.01)
+
+    def _go_on(self, status: str) -> None:
+        """Ask for more time: without it the manager ends a start, or an end, that takes longer than it was told to."""
+        if self._said_all() and (now := self._clock()) >= self._next_word:
+            self._next_word = now + _EVERY
+            self._say(f"EXTEND_TIMEOUT_USEC={_MORE * 1_000_000}\n{status}")
+
+    def _must_hear(self, message: str) -> None:
+        self._unheard.append(message)
+        self._said_all()
+
+    def _said_all(self) -> bool:
+        while self._unheard:
+            if not self._say(self._unheard[0]):
+                return False
+            del self._unheard[0]
+        return True
+
+    def _say(self, message: str) -> bool:
+        """Send a message; False where there is no room for it just now."""
         if not self._address:
-            return
+            return True
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
                 speaker.setblocking(False)
-                speaker.sendto(message.encode(), self._address)
+                speaker.sendto(cut(message, _LONGEST), self._address)
+        except BlockingIOError:
+            return False
         except OSError as error:
             # It decides by what it does not hear; the server has clients to serve in any case.
-            self._report("the service manager does not listen", address=self._address, error=str(error))
+            if self._failing != str(error):
+                self._failing = str(error)
+                self._report("the service manager does not listen", address=self._address, error=self._failing)
+        return True
+
+
+def _microseconds(text: str | None) -> float:
+    """Seconds of a number of microseconds; 0.0 of what is none."""
+    with contextlib.suppress(ValueError):
+        return max(0, int(text or 0)) / 1e6
+    return 0.0

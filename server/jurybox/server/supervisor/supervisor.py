@@ -45,6 +45,7 @@ class Supervisor:
         self._settings = settings.server
         self._signals = signals
         self._log = log
+        self._seldom = Seldom(log.error)  # for what can come as often as somebody likes
         server_id = secrets.token_hex(4)
         engines = len(settings.server.engine_devices())
         self._board = Board.create(segment_name(server_id, "board"), engines, time.time())
@@ -61,13 +62,12 @@ class Supervisor:
         self._edges = edges(settings.server, self._reception.listening)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._desk = Desk(self._context, self._settings.address, self._reception.handlers, log.warning)
+            self._desk = Desk(self._context, self._settings.address, self._reception.handlers, self._seldom)
         except zmq.ZMQError as error:
             board.close()
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._manager = ServiceManager(log.warning)
-        self._seldom = Seldom(log.error)
         self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its workshop is busy with
         self._exit: int | None = None
         self._drain_until: float | None = None
@@ -125,7 +125,7 @@ class Supervisor:
             self._seldom("a part of the loop failed", part=what, error=said(error), exception=traced(error))
 
     def _tick(self, now: float) -> None:
-        self._manager.alive()
+        self._tell_manager()
         for child in self._children():
             child.send_waiting()
         if self._announced and self._drain_until is None:
@@ -147,6 +147,15 @@ class Supervisor:
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._reception.forget(lane)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
+
+    def _tell_manager(self) -> None:
+        if not self._announced:
+            waiting = [child.role for child in self._children() if not child.serving]
+            self._manager.starting(f"loading, waiting for {', '.join(waiting)}")
+            return  # its watchdog begins with the readiness
+        if self._drain_until is not None:
+            self._manager.draining()
+        self._manager.alive()
 
     def _sweep_again(self) -> None:
         self._sweep_at = float("inf")
@@ -394,6 +403,8 @@ class Supervisor:
             self._exit = _STOPPED
 
     def _close(self) -> None:
+        if self._announced and self._drain_until is None:
+            self._manager.stopping()
         for child in self._children():
             child.send("stop")
         deadline = time.monotonic() + (_STOP if self._announced and self._exit == _STOPPED else 0.5)
@@ -408,4 +419,5 @@ class Supervisor:
         for address in (self._settings.address, *self._fleet.addresses):
             if path := ipc_path(address):
                 path.unlink(missing_ok=True)
+        self._manager.close()
         self._log.info("stopped", status=self._exit)

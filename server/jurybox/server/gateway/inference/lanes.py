@@ -152,6 +152,8 @@ class Lanes:
         try:
             server = self._connected()
             message = server.describe(name)
+            if message.state == "quarantined":
+                raise ModelFailed(message.reason)
             if message.state == "failed":
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
             if message.state != "ready":

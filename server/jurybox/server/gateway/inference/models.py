@@ -25,7 +25,7 @@ EXTENSIONS = (
     "system_shared_memory",
     "binary_tensor_data",
 )
-_STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE"}
+_STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "quarantined": "UNAVAILABLE"}
 
 
 def server_metadata() -> dict[str, Any]:

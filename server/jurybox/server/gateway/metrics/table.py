@@ -73,6 +73,11 @@ TABLE = (
         _failures, like="nv_inference_request_failure",
     ),
     Metric(
+        "versions_not_held", _COUNTER, _MODEL, "Requests for a weights version that was not held (any more).",
+        "No failure of the model: its caller came too late for a version, or asked for one that was never published. "
+        "`keep_versions` says how many are kept.", counted("not_held"),
+    ),
+    Metric(
         "rows", _COUNTER, _MODEL, "Rows computed.", "What the device does; a request brings one row or many.",
         counted("rows"), "rows", like="nv_inference_count",
     ),
