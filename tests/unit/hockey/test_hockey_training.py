@@ -76,7 +76,7 @@ def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tm
     assert sum(shares) == pytest.approx(1)
     report = (tmp_path / "report.html").read_text()
     assert "data:image/gif;base64," in report and "learned against strong" in report and "Games won" in report
-    assert (tmp_path / "checkpoints" / "best" / "learner.state").exists()
+    assert (tmp_path / "checkpoints" / "best" / "weights-policy.state").exists()
     with pytest.raises(CheckpointError, match="batch"):
         train(settings(steps=1700, batch=8), tmp_path, serial=True, resume=True)
 

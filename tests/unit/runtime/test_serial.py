@@ -67,7 +67,7 @@ def test_a_target_ends_the_run_and_marks_the_best(tmp_path):
     budget = Budget(steps=100_000, target=("version", 20))
     outcome = run(plan(budget=budget, evaluate=50, best="version"), tmp_path, Rows(), serial=True)
     assert outcome.end is End.TARGET and outcome.env_steps < 1000
-    assert (tmp_path / "checkpoints" / "best" / "run.json").exists()
+    assert (tmp_path / "checkpoints" / "best" / "evaluation.json").exists()
 
 
 def test_what_cannot_move_says_who_waits_for_what(tmp_path):

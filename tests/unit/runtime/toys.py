@@ -7,6 +7,7 @@ in a file of its own before anything else happens, so that what was counted can 
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -76,8 +77,11 @@ class Walker(Actor):
 class Summer(Learner):
     """w += 0.01 mean(batch); the draws depend on the seed and the step alone."""
 
-    def __init__(self, seat, trail=None, pause=0.0, fail=False):
+    def __init__(self, seat, trail=None, pause=0.0, fail=False, longest_file=None):
         super().__init__(seat)
+        if longest_file is not None:  # like a disk that is full
+            resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, longest_file))
+        self.longest_file = longest_file
         self.replay = seat.replay()
         self.w = np.zeros(3)
         self.adopted = 0
@@ -106,7 +110,7 @@ class Summer(Learner):
         self.w = state["w"].copy()
 
     def save(self):
-        return {"w": self.w}
+        return {"w": self.w, "long": np.zeros(self.longest_file or 0, np.uint8)}
 
     def restore(self, state):
         self.w = state["w"].copy()
@@ -123,13 +127,20 @@ class Waiter(Learner):
 
 
 class Judge(Evaluator):
-    def __init__(self, seat):
+    """Tells the weights that it is given; likes version 12 best. Takes its time: the learner goes on meanwhile."""
+
+    def __init__(self, seat, pause=0.0, nan_until=0):
         super().__init__(seat)
         self.weights = ArrayWeights(seat.reader())
         seat.follow("policy", self.weights)
+        self.pause, self.nan_until = pause, nan_until
 
     def evaluate(self):
-        return {"w": float(self.weights.state["w"][0]), "version": self.weights.version}
+        w, version = float(self.weights.state["w"][0]), self.weights.version
+        if self.pause:
+            time.sleep(self.pause)
+        liking = float("nan") if version < self.nan_until else -abs(version - 12)
+        return {"w": w, "version": version, "liking": liking}
 
 
 class Alone(Actor):
@@ -153,8 +164,20 @@ class Rows(list):
         self.append((step, dict(values)))
 
 
-def plan(steps=300, actors=1, actor=None, learner=None, collect=2, learn=1, warmup=20, slack=100, evaluate=0, **more):
-    """A run of the toys; `actor` and `learner` are their settings."""
+def plan(
+    steps=300,
+    actors=1,
+    actor=None,
+    learner=None,
+    collect=2,
+    learn=1,
+    warmup=20,
+    slack=100,
+    evaluate=0,
+    judge=None,
+    **more,
+):
+    """A run of the toys; `actor`, `learner` and `judge` are their settings."""
     roles = [
         RoleSpec(f"actor-{i}", Kind.ACTOR, f"{HERE}:Walker", actor or {}, writes=("rows",), reads=("policy",))
         for i in range(actors)
@@ -171,7 +194,8 @@ def plan(steps=300, actors=1, actor=None, learner=None, collect=2, learn=1, warm
         )
     )
     if evaluate:
-        roles.append(RoleSpec("judge", Kind.EVALUATOR, f"{HERE}:Judge", reads=("policy",), evaluate_every=evaluate))
+        make = f"{HERE}:Judge"
+        roles.append(RoleSpec("judge", Kind.EVALUATOR, make, judge or {}, reads=("policy",), evaluate_every=evaluate))
     budget = more.pop("budget", Budget(steps=steps))
     return Plan(
         roles=tuple(roles),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -75,6 +76,8 @@ class RolePlace:
             path = Path(self._folder.name) / "restored.state"
             path.write_bytes(state)
             configured = {**configured, "state": str(path)}
+        if configured["evaluated"] is not None:
+            configured = {**configured, "evaluated": self._folder.name}
         known = [*sys.path, *(path for path in configured["path"] if path not in sys.path and Path(path).exists())]
         return self._parent.submit(self._start, {**configured, "path": known}).result()
 
@@ -123,6 +126,13 @@ class RolePlace:
         self._folder.cleanup()
 
     def _with_state(self, message: dict[str, Any]) -> dict[str, Any]:
+        if "kept" in message:
+            folder = Path(message["kept"])
+            files = {path.name: path.read_bytes() for path in folder.iterdir()}
+            shutil.rmtree(folder)
+            return {**message, "kept": files}
+        if message["kind"] == "unsaved":
+            self._files.pop(message["file"], None)
         if message["kind"] != "saved":
             return message
         here = Path(message["file"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Collection, Coroutine, Iterator, Sequence
@@ -25,6 +26,7 @@ from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.launching import RoleProcess, configuration
 from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.seat import WRITING
 
 _LISTEN_SECONDS = 0.5
 _AGAIN_SECONDS = 0.2
@@ -37,8 +39,8 @@ _T = TypeVar("_T")
 class RayProcess:
     """A role's process somewhere in the cluster. What it says is kept until the orchestrator looks."""
 
-    def __init__(self, launcher: RayLauncher, number: int, log: Path) -> None:
-        self.number, self.log = number, log
+    def __init__(self, launcher: RayLauncher, number: int, log: Path, evaluated: Path | None) -> None:
+        self.number, self.log, self.evaluated = number, log, evaluated
         self.pid = 0
         self.lost = False
         self.status: int | None = None
@@ -59,10 +61,29 @@ class RayProcess:
         while self.said:
             message = self.said.popleft()
             if message["kind"] == "saved":
-                Path(message["file"]).write_bytes(message.pop("state"))
+                state = message.pop("state")
+                try:
+                    Path(message["file"]).write_bytes(state)
+                except OSError as error:  # a full disk
+                    message = {**message, "kind": "unsaved", "error": str(error)}
+            elif "kept" in message:
+                message = self._here(message)
             yield message
         if self.status is not None:
             raise EOFError("the role's process has ended")
+
+    def _here(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Put weights that were evaluated elsewhere into a folder of this machine."""
+        assert self.evaluated is not None
+        files: dict[str, bytes] = message.pop("kept")
+        try:
+            self.evaluated.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(dir=self.evaluated, prefix=WRITING))
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+        except OSError as error:
+            return {**message, "unkept": f"they could not be written here: {error}"}
+        return {**message, "kept": str(folder)}
 
     def kill(self) -> None:
         self._launcher.kill(self)
@@ -131,8 +152,10 @@ class RayLauncher:
         self._traffic = self._do(begin(), 10.0)
         self._places = {number: self._place(number) for number in range(len(plan.roles))}
 
-    def start(self, number: int, life: int, state: Path | None, log: Path) -> RoleProcess:
-        process = RayProcess(self, number, log)
+    def start(
+        self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
+    ) -> RoleProcess:
+        process = RayProcess(self, number, log, evaluated)
         self._running[number] = process
         log.parent.mkdir(parents=True, exist_ok=True)
         saved = state.read_bytes() if state else None
@@ -220,7 +243,8 @@ class RayLauncher:
             node = await self._where(number)
             member = await self._traffic.member(node)
             instead = await self._traffic.seat(number, member)
-            configured = configuration(self._plan, number, life, member.board, None)
+            kept = None if process.evaluated is None else str(process.evaluated)
+            configured = configuration(self._plan, number, life, member.board, None, kept)
             configured |= {"replays": instead.replays, "folders": instead.folders}
             place = self._places[number]
             process.pid = await place.start.remote(configured, state)

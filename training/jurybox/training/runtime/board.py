@@ -62,6 +62,7 @@ class Told(IntEnum):
     FAILURES = 3  # in a row
     STARTED_AT = 4
     CLOSING = 5  # 1: the time is up; no more environment steps
+    BEST = 6  # bits of a float64: the highest value that an evaluation has had of what the plan calls best
 
 
 class State(IntEnum):
@@ -179,6 +180,17 @@ class Board:
 
     def _words(self, start: int, count: int) -> memoryview:
         return self.segment.buffer[start : start + 8 * count].cast("q")
+
+    @property
+    def best(self) -> float:
+        """The highest value so far of what the plan calls best; -inf before the first."""
+        value: float = struct.unpack("<d", struct.pack("<q", self.orders[0][Told.BEST]))[0]
+        return value
+
+    def set_best(self, value: float) -> None:
+        """Show it; the orchestrator's to call."""
+        for orders in self.orders:
+            orders[Told.BEST] = struct.unpack("<q", struct.pack("<d", value))[0]
 
     # ---- sums over all roles; each is a moment's picture
 

@@ -2,6 +2,10 @@
 
 One folder each, ``checkpoints/step-000012000``: ``run.json`` (counters, what was gathered, which file is whose),
 ``<role>.state``, ``replay-<name>.jbr``, ``weights-<name>.state``. It is written under another name and renamed.
+
+``checkpoints/best`` is none to go on from. It holds the publications that an evaluation liked best, as the evaluator
+had them (``weights-<name>.state``), and what it said of them (``evaluation.json``). Whenever a run is killed, the
+newest whole checkpoint and the best are still there.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from jurybox.training.runtime.board import Word
 from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.errors import NothingToResume
 from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.seat import EVALUATION, WRITING
 from jurybox.training.runtime.state_files import StateDamaged, read_state, write_state
 
 _PREFIX = "step-"
 _BEST = "best"
+_OLD = ".old-"  # begins the name of a folder that is being replaced
 _COUNTS = (
     Word.ENV_STEPS,
     Word.LEARNER_STEPS,
@@ -117,7 +123,7 @@ class Checkpoints:
     def begin(self) -> Path:
         """A folder for the files of a checkpoint in the making."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
+        return Path(tempfile.mkdtemp(dir=self.folder, prefix=WRITING))
 
     def write_role(self, scratch: Path, role: str, state: Mapping[str, Any]) -> None:
         """Add what a role saved."""
@@ -160,15 +166,10 @@ class Checkpoints:
             "gathered": dict(gathered),
         }
         (scratch / "run.json").write_text(json.dumps(said, indent=1), encoding="utf-8")
-        for path in (*scratch.iterdir(), scratch):
-            _sync(path)
-        scratch.chmod(0o755)
         target = self.folder / f"{_PREFIX}{said['env_steps']:012d}"
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.rename(target)
-        _sync(self.folder)
+        self._appear(scratch, target)
         for old in self._found()[: -self._keep]:
+            (old / "run.json").unlink()  # first: what is half removed must not be taken for one
             shutil.rmtree(old)
         return Checkpoint(target, said)
 
@@ -176,22 +177,50 @@ class Checkpoints:
         """Remove a checkpoint that could not be completed."""
         shutil.rmtree(scratch, ignore_errors=True)
 
-    def mark_best(self, checkpoint: Checkpoint) -> Path:
-        """Keep this one as ``checkpoints/best`` as well; its files are linked, not copied."""
-        scratch = self.begin()
-        for path in checkpoint.folder.iterdir():
-            os.link(path, scratch / path.name)
-        scratch.chmod(0o755)
+    def keep_best(self, evaluated: Path) -> Path:
+        """Weights that were evaluated become ``checkpoints/best``, in the place of those before.
+
+        Args:
+            evaluated: a folder in this one, as an evaluator's `Seat` writes it.
+        """
         best = self.folder / _BEST
-        if best.exists():
-            shutil.rmtree(best)
-        scratch.rename(best)
+        self._appear(evaluated, best)
         return best
 
+    def best(self) -> dict[str, Any] | None:
+        """What the evaluation said whose weights are kept: env_steps, numbers, versions; None before the first."""
+        path = self.folder / _BEST / EVALUATION
+        if not path.exists():
+            return None
+        try:
+            said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise StateDamaged(f"{path} is damaged: {error}; remove {path.parent} to go on without it") from error
+        return said
+
     def sweep(self) -> None:
-        """Remove what a killed run was writing."""
-        for path in self.folder.glob(".writing-*"):
+        """Remove what a killed run was writing, and put back what it was about to replace."""
+        for path in self.folder.glob(f"{WRITING}*"):
             shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_OLD}*"):
+            replaced = self.folder / path.name.removeprefix(_OLD)
+            if replaced.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(replaced)
+
+    def _appear(self, scratch: Path, target: Path) -> None:
+        """Give a folder its name, in the place of the one that has it; at every moment one of both is there."""
+        for path in (*scratch.iterdir(), scratch):
+            _sync(path)
+        scratch.chmod(0o755)
+        old = self.folder / f"{_OLD}{target.name}"
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        scratch.rename(target)
+        _sync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
 
     def _found(self) -> list[Path]:
         return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if (path / "run.json").is_file())

@@ -18,17 +18,20 @@ class Child:
         launcher: starts it.
         number: of the role in the plan.
         log: file that it writes to, all its lives in one.
+        evaluated: folder for weights that were evaluated; None: they are not kept.
 
     Attributes:
         restart_at: second of the monotonic clock from which it may be started again.
     """
 
-    def __init__(self, plan: Plan, number: int, board: Board, log: Path, launcher: Launcher) -> None:
+    def __init__(
+        self, plan: Plan, number: int, board: Board, log: Path, launcher: Launcher, evaluated: Path | None = None
+    ) -> None:
         self.spec = plan.roles[number]
         self.name = self.spec.name
         self.number = number
         self.restart_at = 0.0
-        self._plan, self._log, self._launcher = plan, log, launcher
+        self._plan, self._log, self._launcher, self._evaluated = plan, log, launcher, evaluated
         self._words, self._orders = board.words[number], board.orders[number]
         self._condemned = False
         self.process: RoleProcess | None = None
@@ -58,7 +61,7 @@ class Child:
         self._orders[Told.STARTED_AT] = int(now * 1e9)
         self._orders[Told.ORDER] = Order.RUN
         self._words[Word.STATE] = State.STARTING
-        self.process = self._launcher.start(self.number, self._orders[Told.LIFE], state, self._log)
+        self.process = self._launcher.start(self.number, self._orders[Told.LIFE], state, self._log, self._evaluated)
 
     def order(self, order: Order) -> None:
         """Tell the role what to do; it sees that between two steps."""

@@ -51,8 +51,15 @@ class Launcher(Protocol):
     def begin(self, plan: Plan, commons: Commons) -> None:
         """A run begins, whose shared memory on this machine is `commons`."""
 
-    def start(self, number: int, life: int, state: Path | None, log: Path) -> RoleProcess:
-        """Start the process of role `number`; `state` is the file of what the role saved. Doesn't wait for it."""
+    def start(
+        self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
+    ) -> RoleProcess:
+        """Start the process of role `number`. Doesn't wait for it.
+
+        Args:
+            state: file of what the role saved.
+            evaluated: folder on this machine for weights that an evaluator likes best; None: they are not kept.
+        """
 
     def wait(self, processes: Sequence[RoleProcess], timeout: float) -> Collection[RoleProcess]:
         """Those that said something or are gone, waited for up to `timeout` seconds."""
@@ -67,7 +74,9 @@ class Launcher(Protocol):
         """The run is over and every process is gone."""
 
 
-def configuration(plan: Plan, number: int, life: int, board: str, state: str | None) -> dict[str, Any]:
+def configuration(
+    plan: Plan, number: int, life: int, board: str, state: str | None, evaluated: str | None = None
+) -> dict[str, Any]:
     """The first message to a role's process, but for its kind."""
     return {
         "path": sys.path,
@@ -78,6 +87,7 @@ def configuration(plan: Plan, number: int, life: int, board: str, state: str | N
         "number": number,
         "life": life,
         "state": state,
+        "evaluated": evaluated,
     }
 
 
@@ -138,9 +148,12 @@ class Local:
     def begin(self, plan: Plan, commons: Commons) -> None:
         self._plan, self._commons = plan, commons
 
-    def start(self, number: int, life: int, state: Path | None, log: Path) -> LocalProcess:
+    def start(
+        self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
+    ) -> LocalProcess:
         board = self._commons.board.segment.name
-        configured = configuration(self._plan, number, life, board, str(state) if state else None)
+        files = (None if path is None else str(path) for path in (state, evaluated))
+        configured = configuration(self._plan, number, life, board, *files)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             return LocalProcess(*start_process(self._plan, number, configured, file.fileno()))

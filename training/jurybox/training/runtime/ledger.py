@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -44,8 +45,9 @@ class Ledger:
     Attributes:
         returns, lengths: of the last 100 episodes.
         numbers: the newest row and the newest evaluation, for whoever shows them.
-        best: the highest value so far of what the plan calls best; None before the first.
-        best_is_new: whether it was reached since somebody set this back.
+        best: the highest value so far of what the plan calls best, whose weights are kept; None before the first.
+        keep: keeps the weights of the evaluation that a message tells of, or (told that it is not the best) drops them;
+            whether they are kept. None: nobody keeps any.
         target_reached: whether an evaluation has reached the target.
     """
 
@@ -53,14 +55,18 @@ class Ledger:
         self.returns: deque[float] = deque(maxlen=_LAST)
         self.lengths: deque[float] = deque(maxlen=_LAST)
         self.numbers: dict[str, float] = {}
-        self.best: float | None = None
-        self.best_is_new = False
+        self.keep: Callable[[Message, bool], bool] | None = None
         self.target_reached = False
         self._plan, self._board, self._sink, self._clock = plan, board, sink, clock
         self._before = 0.0
         self._began = self._row_began = clock()
         self._row_at = 0
         self._sums: dict[str, tuple[float, int]] = {}
+        board.set_best(-math.inf)
+
+    @property
+    def best(self) -> float | None:
+        return None if math.isinf(self._board.best) else self._board.best
 
     @property
     def seconds(self) -> float:
@@ -79,7 +85,9 @@ class Ledger:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self._before, self.best, self._row_at = state["seconds"], state["best"], state["row_at"]
+        self._before, self._row_at = state["seconds"], state["row_at"]
+        if state["best"] is not None:
+            self._board.set_best(state["best"])
         self.returns.extend(state["returns"])
         self.lengths.extend(state["lengths"])
 
@@ -95,6 +103,7 @@ class Ledger:
                 self._add(name, value)
         elif message["kind"] == "evaluation":
             self._evaluated(message["env_steps"], message["numbers"])
+            self._keep_best(message)
 
     def row_if_due(self, *, last: bool = False) -> None:
         """Write a row when `log_every` environment steps have been made since the one before."""
@@ -132,10 +141,13 @@ class Ledger:
         row = {f"eval_{name}": value for name, value in numbers.items()}
         self.numbers |= row
         self._sink.scalars(env_steps, row)
-        if self._plan.best is not None and self._plan.best in numbers:
-            value = numbers[self._plan.best]
-            if self.best is None or value > self.best:
-                self.best, self.best_is_new = value, True
         target = self._plan.budget.target
         if target is not None and numbers.get(target[0], -np.inf) >= target[1]:
             self.target_reached = True
+
+    def _keep_best(self, message: Message) -> None:
+        value = message["numbers"].get(self._plan.best, math.nan)
+        better = bool(value > self._board.best)  # never so for a NaN
+        kept = self.keep(message, better) if self.keep is not None else True
+        if better and kept:
+            self._board.set_best(value)

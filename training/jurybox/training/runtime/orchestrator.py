@@ -62,14 +62,16 @@ class Orchestrator:
         self.latest = resumed
         self._checkpoints = checkpoints
         self._rules = Rules(plan, self._board, plan.pace.slack)
+        evaluated = checkpoints.folder if checkpoints is not None else None
         self._children = [
-            Child(plan, number, self._board, logs / f"{role.name}.log", launcher)
+            Child(plan, number, self._board, logs / f"{role.name}.log", launcher, evaluated)
             for number, role in enumerate(plan.roles)
         ]
         # An evaluation takes long and has no state: nobody waits for evaluators.
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
         self._saved_at = self._board.env_steps
         self._saved_files: set[str] = set()
+        self._unsaved = ""  # why no checkpoint could be made
         self._watched = self._closed_at = 0.0
         self._given_up = False
         self._at_once: Callable[[], bool] = lambda: False
@@ -143,6 +145,8 @@ class Orchestrator:
                 self._told(f"{child.name} failed: {message['error']}; its log says more")
             case "saved":
                 self._saved_files.add(str(message["file"]))
+            case "unsaved":
+                self._unsaved = f"{child.name} could not write its state: {message['error']}"
             case _:
                 self._ledger.take(message)
 
@@ -220,18 +224,29 @@ class Orchestrator:
         if self._checkpoints is None:
             return
         every, steps = self._plan.save_every, self._board.env_steps
-        due = self._ledger.best_is_new or (every > 0 and steps - self._saved_at >= every) or last
+        due = (every > 0 and steps - self._saved_at >= every) or last
         if not due or steps == self._saved_at or not all(map(self._at_work, self._savers)):
             return
         self._saved_at = steps
         began = time.monotonic()
-        if self._save(self._checkpoints, began + self._plan.patience.save):
+        self._unsaved = ""
+        try:
+            made = self._save(self._checkpoints, began + self._plan.patience.save)
+        except OSError as error:  # a full disk; or weights were being written, and could not be read whole in time
+            made, self._unsaved = False, f"{type(error).__name__}: {error}"
+        if made:
             self._told(f"checkpoint at {self._board.env_steps} steps, in {time.monotonic() - began:.1f} s")
         else:
-            self._told("no checkpoint: a role died or did not answer in time; the one before stands")
+            why = self._unsaved or "a role died or did not answer in time"
+            before = "there is none before" if self.latest is None else f"{self.latest.folder.name} stands"
+            self._told(f"no checkpoint at {self._board.env_steps} steps ({before}): {why}")
 
     def _save(self, checkpoints: Checkpoints, until: float) -> bool:
-        """Pause everybody, have everybody save, and go on."""
+        """Pause everybody, have everybody save, and go on.
+
+        Raises:
+            OSError: a file could not be written, or weights not be read whole.
+        """
         scratch = checkpoints.begin()
         try:
             for child in self._savers:
@@ -249,9 +264,6 @@ class Orchestrator:
             made = checkpoints.complete(scratch, self._plan, self._commons, gathered, self._launcher.save_replay)
             self.latest = made
             self._saved_at = made.env_steps
-            if self._ledger.best_is_new:
-                self._ledger.best_is_new = False
-                checkpoints.mark_best(made)
             return True
         finally:
             checkpoints.abandon(scratch)
@@ -262,7 +274,8 @@ class Orchestrator:
     def _all(self, until: float, answered: Callable[[Child], bool]) -> bool:
         """Listen until everybody has answered; False when somebody died, or did not in time."""
         while not all(answered(child) for child in self._savers):
-            if self._at_once() or time.monotonic() > until or not all(child.alive for child in self._savers):
+            over = self._at_once() or time.monotonic() > until or bool(self._unsaved)
+            if over or not all(child.alive for child in self._savers):
                 return False
             self._listen(0.005)
         return True

@@ -84,7 +84,16 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
     # From the process that started this one.
     plan: Plan = pickle.loads(base64.b64decode(message["plan"]))
     with Commons.attach(message["board"], message["replays"]) as commons:
-        seat = Seat(plan, message["number"], commons, reports, life=message["life"], folders=message["folders"])
+        seat = Seat(
+            plan,
+            message["number"],
+            commons,
+            reports,
+            life=message["life"],
+            folders=message["folders"],
+            evaluated=Path(message["evaluated"]) if message["evaluated"] else None,
+            certainly=reports.certainly,
+        )
         reports.words = seat.words
         seat.words[Word.PID] = os.getpid()
         seat.words[Word.LIFE] = seat.life
@@ -128,8 +137,13 @@ def _rest(turn: Turn, seat: Seat, lifeline: Lifeline, reports: Reports) -> None:
     def saved() -> bool:
         message = lifeline.receive(0)
         if message is not None and message["kind"] == "save":
-            write_state(Path(message["file"]), turn.role.save())
+            state = turn.role.save()
             turn.saved()
+            try:
+                write_state(Path(message["file"]), state)
+            except OSError as error:  # a full disk is no reason to die: the checkpoint before stands
+                reports.certainly({"kind": "unsaved", "file": message["file"], "error": str(error)})
+                return False
             reports.certainly({"kind": "saved", "file": message["file"]})
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from jurybox.training.runtime.ledger import Ledger, Sink
 from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.outcome import End, Outcome
 from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.seat import Message
 from jurybox.training.runtime.serial import Serial
 from jurybox.training.runtime.stopping import Signals, heard
 from jurybox.training.runtime.timeline import Timeline
@@ -74,10 +76,12 @@ def run(
         if resumed is not None:
             resumed.put_back(plan, commons)
             ledger.restore(resumed.gathered)
+            _restore_best(plan, commons, checkpoints)
         mark = folder / RUNNING
         write_atomically(mark, json.dumps({"board": commons.board.segment.name, "pid": os.getpid()}))
         try:
             with View(plan, commons.board, ledger, console, folder / "logs" / "run.log") as view:
+                ledger.keep = partial(_keep_best, checkpoints, view.say)
                 end, text, was_serial = _carry_out(
                     plan, commons, ledger, view, folder, checkpoints, resumed, signals, serial, watch, launcher
                 )
@@ -140,6 +144,31 @@ def _carry_out(
         return driver.run(ending, tick), text, True
     finally:
         driver.close()
+
+
+def _keep_best(checkpoints: Checkpoints, told: Callable[[str], None], message: Message, better: bool) -> bool:
+    """Keep the weights of an evaluation, or drop them; see `Ledger.keep`."""
+    kept = message.get("kept")
+    if kept is None:
+        if better:
+            told(f"checkpoints/best is not of the best evaluation: {message.get('unkept', 'no weights came with it')}")
+        return False
+    if better:
+        try:
+            checkpoints.keep_best(Path(kept))
+            return True
+        except OSError as error:
+            told(f"checkpoints/best is not of the best evaluation: it could not be put there: {error}")
+    checkpoints.abandon(Path(kept))
+    return False
+
+
+def _restore_best(plan: Plan, commons: Commons, checkpoints: Checkpoints) -> None:
+    """What a killed run evaluated after its last checkpoint was good nevertheless, and its weights are there."""
+    said = checkpoints.best()
+    value = said["numbers"].get(plan.best) if said is not None else None
+    if value is not None and value > commons.board.best:
+        commons.board.set_best(value)
 
 
 def _outcome(end: End, text: str, plan: Plan, commons: Commons, ledger: Ledger, serial: bool) -> Outcome:

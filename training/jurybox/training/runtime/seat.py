@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.client.weights_reader import State as Arrays
+from jurybox.client.weights_reader import Weights, WeightsReader
 from jurybox.training.replay import Replay
+from jurybox.training.runlog import write_atomically
 from jurybox.training.runtime.board import AT_REST, INTERVALS, Order, State, Subject, Told, Word
 from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.plan import Plan, RoleSpec
+from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
+from jurybox.training.runtime.state_files import write_state
 
 Message = dict[str, Any]
 
@@ -23,6 +31,8 @@ _REST_SECONDS = 0.01  # between two looks while waiting at rest: a thousand look
 _REPORT_SECONDS = 0.5
 _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
+WRITING = ".writing-"  # begins the names of folders that are not whole yet
+EVALUATION = "evaluation.json"  # beside weights that were evaluated: when, with what result, which versions
 
 
 class Follows(Protocol):
@@ -34,6 +44,27 @@ class Follows(Protocol):
         """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
 
 
+class KeepingReader(WeightsReader):
+    """A reader that keeps a copy of what it read last: an evaluator's, whose weights may turn out to be the best.
+
+    Attributes:
+        kept: None before the first.
+    """
+
+    kept: Weights | None = None
+
+    def read(self, *, timeout: float = 1.0, out: Arrays | None = None) -> Weights:
+        found = super().read(timeout=timeout, out=out)
+        copied = {name: array.copy() for name, array in found.state.items()}
+        self.kept = Weights(copied, found.version, found.extra)
+        return found
+
+    def read_flat(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, dict[str, Any]]:
+        version, extra = super().read_flat(out, timeout=timeout)
+        self.kept = Weights(self.layout.views(out.copy()), version, extra)
+        return version, extra
+
+
 class Seat:
     """What a driver gives to a role.
 
@@ -41,8 +72,10 @@ class Seat:
         number: of the role in the plan.
         commons: of the run, as this process sees it. It stays the driver's to close.
         send: takes reports: episodes, metrics, warnings. Must not block for long.
+        certainly: takes what must not be dropped, however long that takes; `send` without it.
         life: 1 for the first process of this role, one more for each restart.
         folders: the run's on this machine; None: the plan's own.
+        evaluated: folder for weights that an evaluation likes best; None: they are not kept.
 
     Attributes:
         spec: the role's part of the plan.
@@ -60,6 +93,8 @@ class Seat:
         *,
         life: int = 1,
         folders: Mapping[str, str] | None = None,
+        evaluated: Path | None = None,
+        certainly: Callable[[Message], None] | None = None,
     ) -> None:
         self.plan = plan
         self.number = number
@@ -73,7 +108,9 @@ class Seat:
         self.words = self.board.words[number]
         self.followed: list[tuple[str, WeightsReader, Follows]] = []
         self._told = self.board.orders[number]
-        self._send = send
+        self._send, self._certainly = send, certainly or send
+        self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
+        self._keeping: dict[str, KeepingReader] = {}
         self._timeline = self.board.timeline[number]
         self._mark = self._busy_from = time.monotonic_ns()
         self._episodes: list[dict[str, float]] = []
@@ -88,7 +125,10 @@ class Seat:
 
     def reader(self, name: str | None = None) -> WeightsReader:
         """A reader of the weights channel of that name; without one, of the only one that the role reads."""
-        return self.commons.reader(name or _only(self.spec.reads, "weights channel", self.name))
+        name = name or _only(self.spec.reads, "weights channel", self.name)
+        if self._evaluated is None:
+            return self.commons.reader(name)
+        return self._keeping.setdefault(name, KeepingReader(self.commons.channel(name)))
 
     def folder(self, name: str) -> Path:
         """The run's folder of that name on this machine; a file that a role elsewhere wrote comes soon after."""
@@ -146,8 +186,31 @@ class Seat:
             self._episodes, self._sums = [], {}
 
     def evaluated(self, env_steps: int, numbers: dict[str, float]) -> None:
-        """An evaluation is done."""
-        self._send({"kind": "evaluation", "env_steps": env_steps, "numbers": numbers})
+        """An evaluation is done; where it is the best so far, its weights are written down for whoever keeps them."""
+        message: Message = {"kind": "evaluation", "env_steps": env_steps, "numbers": numbers}
+        if self._evaluated is not None and numbers.get(str(self.plan.best), math.nan) > self.board.best:
+            message |= self._written(self._evaluated, env_steps, numbers)
+        self._certainly(message)
+
+    def _written(self, parent: Path, env_steps: int, numbers: dict[str, float]) -> Message:
+        kept = {name: reader.kept for name, reader in self._keeping.items() if reader.kept is not None}
+        if not kept:
+            return {"unkept": f"{self.name} took no weights from a reader of its seat (seat.reader())"}
+        folder: Path | None = None
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(dir=parent, prefix=WRITING))
+            for name, (state, version, extra) in kept.items():
+                whole = {"state": state, "version": version, "extra": extra}
+                write_state(folder / f"weights-{name}.state", whole)
+            versions = {name: weights.version for name, weights in kept.items()}
+            said = {"env_steps": env_steps, "numbers": numbers, "versions": versions}
+            write_atomically(folder / EVALUATION, json.dumps(said, indent=1))
+        except OSError as error:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return {"unkept": f"{self.name} could not write them: {error}"}
+        return {"kept": str(folder)}
 
     # ---- life and waits, for drivers
 

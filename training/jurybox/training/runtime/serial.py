@@ -53,7 +53,8 @@ class Serial:
             for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
                 orders = commons.board.orders[number]
                 orders[Told.LIFE] += 1
-                seat = Seat(plan, number, commons, self._take, life=orders[Told.LIFE])
+                kept = checkpoints.folder if checkpoints is not None else None
+                seat = Seat(plan, number, commons, self._take, life=orders[Told.LIFE], evaluated=kept)
                 seat.words[Word.LIFE] = seat.life
                 # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.
                 goes_on = resumed and (seat.life == 1 or seat.spec.kind is Kind.LEARNER)
@@ -103,25 +104,28 @@ class Serial:
         return min(self._actors, key=lambda turn: turn.seat.words[Word.EPOCHS])
 
     def save(self) -> Checkpoint | None:
-        """Make a checkpoint now."""
+        """Make a checkpoint now; None where that cannot be, because the disk is full, say."""
         if self._checkpoints is None:
             return None
-        scratch = self._checkpoints.begin()
-        try:
-            for turn in self._turns:
-                turn.seat.report(now=True)
-                if turn.seat.spec.kind is not Kind.EVALUATOR:
-                    self._checkpoints.write_role(scratch, turn.seat.name, turn.role.save())
-            made = self._checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
-        except BaseException:
-            self._checkpoints.abandon(scratch)
-            raise
+        self._saved_at = self._commons.board.env_steps
+        savers = [turn for turn in self._turns if turn.seat.spec.kind is not Kind.EVALUATOR]
+        for turn in self._turns:
+            turn.seat.report(now=True)
+        states = {turn.seat.name: turn.role.save() for turn in savers}
         for turn in self._turns:
             turn.saved()
-        self._saved_at = made.env_steps
-        if self._ledger.best_is_new:
-            self._ledger.best_is_new = False
-            self._checkpoints.mark_best(made)
+        scratch = None
+        try:
+            scratch = self._checkpoints.begin()
+            for name, state in states.items():
+                self._checkpoints.write_role(scratch, name, state)
+            made = self._checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
+        except OSError as error:
+            self._told(f"no checkpoint at {self._saved_at} steps: {error}")
+            return None
+        finally:
+            if scratch is not None:
+                self._checkpoints.abandon(scratch)
         return made
 
     def close(self) -> None:
@@ -143,13 +147,13 @@ class Serial:
             turn.seat.report(now=True)
             turn.seat.finish_timeline()
         self._ledger.row_if_due(last=True)
-        if self._commons.board.env_steps > self._saved_at or self._ledger.best_is_new:
+        if self._commons.board.env_steps > self._saved_at:
             self.save()
         return reason
 
     def _checkpoint_due(self) -> bool:
         every = self._plan.save_every
-        return self._ledger.best_is_new or (every > 0 and self._commons.board.env_steps - self._saved_at >= every)
+        return every > 0 and self._commons.board.env_steps - self._saved_at >= every
 
     def _take(self, message: Message) -> None:
         if message["kind"] == "said":

@@ -230,8 +230,9 @@ class EvaluatorTurn(Turn):
         self._following.sync()
         steps = self.seat.env_steps
         numbers = {name: float(value) for name, value in self._evaluator.evaluate().items()}
-        self.seat.words[Word.EVALUATED_AT] = steps
+        # Told first: once the board shows the last one, the run may end.
         self.seat.evaluated(steps, numbers)
+        self.seat.words[Word.EVALUATED_AT] = steps
 
 
 def take_seat(seat: Seat, rules: Rules, state: dict[str, Any] | None) -> Turn:

@@ -1,0 +1,160 @@
+"""A checkpoint is whole or not there, whatever interrupts its writing; one that cannot be written costs no run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.unit.runtime.toys import Rows, plan
+
+from jurybox.training.runtime import checkpoints as module
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.process import Reports
+from jurybox.training.runtime.run import run
+
+
+class Killed(BaseException):
+    pass
+
+
+def numbers(best):
+    return json.loads((best / "evaluation.json").read_text())
+
+
+def evaluated(checkpoints, value):
+    folder = checkpoints.begin()
+    (folder / "evaluation.json").write_text(json.dumps({"numbers": {"w": value}}))
+    return folder
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5])
+def test_a_kill_while_the_best_is_replaced_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, kill_at):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.keep_best(evaluated(checkpoints, 1))
+    later = evaluated(checkpoints, 2)
+    calls = []
+
+    def dying(real):
+        def call(*arguments, **more):
+            calls.append(real)
+            if len(calls) == kill_at:
+                raise Killed
+            return real(*arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Path, "rename", dying(Path.rename))
+        patched.setattr(module, "_sync", dying(module._sync))
+        checkpoints.keep_best(later)
+    fresh = Checkpoints(tmp_path)
+    fresh.sweep()
+    assert fresh.best() in ({"numbers": {"w": 1}}, {"numbers": {"w": 2}})
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_found(tmp_path, monkeypatch):
+    run(plan(steps=100, save_every=20), tmp_path, Rows(), serial=True)
+    before = Checkpoints(tmp_path / "checkpoints").latest().folder
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert steps[-1] == before.name and len(steps) == 2
+
+    def dies(folder, **more):
+        if Path(folder).name.startswith("step-"):
+            raise Killed
+        real(folder, **more)
+
+    real = shutil.rmtree
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(shutil, "rmtree", dies)
+        run(plan(steps=140, save_every=20), tmp_path, Rows(), serial=True, resume=True)
+    left = [path.name for path in (tmp_path / "checkpoints").glob("step-*/run.json")]
+    assert len(left) == 2 and Checkpoints(tmp_path / "checkpoints").latest().env_steps == 120
+    outcome = run(plan(steps=140, save_every=20), tmp_path, Rows(), serial=True, resume=True)
+    assert outcome.env_steps == 140
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path):
+    outcome = run(plan(steps=200, learner={"longest_file": 100_000}, save_every=50), tmp_path, Rows())
+    assert outcome.end is End.STEPS and outcome.restarts == 0
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    said = (tmp_path / "logs" / "run.log").read_text()
+    assert "(there is none before): learner could not write its state: [Errno 27] File too large" in said
+
+
+def test_a_full_disk_costs_a_serial_run_its_checkpoints_only(tmp_path, monkeypatch):
+    def full(path, state):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_state", full)
+    outcome = run(plan(steps=100, save_every=50), tmp_path, Rows(), serial=True)
+    assert outcome.end is End.STEPS and list((tmp_path / "checkpoints").iterdir()) == []
+    assert "no checkpoint at 50 steps: [Errno 28] No space left" in (tmp_path / "logs" / "run.log").read_text()
+
+
+def test_weights_that_cannot_be_kept_are_told_and_the_next_good_ones_are(tmp_path, monkeypatch):
+    keep, failed = Checkpoints.keep_best, []
+
+    def full_once(self, folder):
+        if not failed:
+            failed.append(folder)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return keep(self, folder)
+
+    monkeypatch.setattr(Checkpoints, "keep_best", full_once)
+    rows = Rows()
+    run(plan(steps=100, evaluate=40, best="w"), tmp_path, rows, serial=True)
+    assert "checkpoints/best is not of the best evaluation" in (tmp_path / "logs" / "run.log").read_text()
+    assert not failed[0].exists()
+    later = [values["eval_w"] for _, values in rows if "eval_w" in values][1:]
+    assert numbers(tmp_path / "checkpoints" / "best")["numbers"]["w"] == max(later)
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path):
+    rows = Rows()
+    run(plan(steps=100, evaluate=25, judge={"nan_until": 6}, best="liking"), tmp_path, rows, serial=True)
+    liking = [values["eval_liking"] for _, values in rows if "eval_w" in values]
+    assert math.isnan(liking[0]) and not math.isnan(liking[-1])
+    kept = numbers(tmp_path / "checkpoints" / "best")["numbers"]["liking"]
+    assert kept == max(each for each in liking if not math.isnan(each))
+
+
+def test_a_resumed_run_knows_the_best_that_it_evaluated_after_its_last_checkpoint(tmp_path):
+    run(plan(steps=100, evaluate=40, best="version"), tmp_path, Rows(), serial=True)
+    path = tmp_path / "checkpoints" / "best" / "evaluation.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "numbers": {"version": 10**6}}))
+    run(plan(steps=200, evaluate=40, best="version"), tmp_path, Rows(), serial=True, resume=True)
+    assert numbers(path.parent)["numbers"]["version"] == 10**6
+
+
+class Busy:
+    """The orchestrator's end of a lifeline that is not read at this moment."""
+
+    def __init__(self):
+        self.sent = []
+
+    def writable(self):
+        return False
+
+    def send(self, **message):
+        self.sent.append(message)
+
+
+def test_an_evaluation_reaches_an_orchestrator_that_is_busy(tmp_path):
+    from jurybox.training.runtime.commons import Commons
+    from jurybox.training.runtime.seat import Seat
+
+    planned = plan(evaluate=10)
+    lifeline = Busy()
+    reports = Reports(lifeline)
+    with Commons.create(planned) as commons:
+        seat = Seat(planned, 2, commons, reports, certainly=reports.certainly)
+        seat.say("a line that may be dropped")
+        seat.evaluated(10, {"w": 1.0})
+    assert [message["kind"] for message in lifeline.sent] == ["evaluation"]
