@@ -133,3 +133,41 @@ def test_closing_leaves_neither_workers_nor_memory() -> None:
     env.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not [name for name in os.listdir(directory()) if f"vector{os.getpid()}" in name]
+
+
+def seeds(mode: AutoresetMode, seed: int) -> list[tuple[int, ...]]:
+    """Seeds of all environments after each death of a worker, in a run in which both die, the first one twice."""
+    with vector(mode) as env:
+        env.reset(seed=seed)
+        seen = []
+        for dying in (1, 2, 0):
+            actions = NOTHING.copy()
+            actions[dying] = 9
+            truncated = env.step(actions)[3]
+            assert truncated.sum() == 2
+            if mode is AutoresetMode.DISABLED:
+                env.reset(options={"reset_mask": truncated})
+            env.step(NOTHING)
+            seen.append(env.get_attr("np_random_seed"))
+        return seen
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_a_run_is_the_same_again_though_its_workers_died_and_no_two_environments_are_alike(mode) -> None:
+    first, again, other = seeds(mode, 3), seeds(mode, 3), seeds(mode, 7)
+    assert first == again
+    replaced = {seed for moment in first for seed in moment} - {3, 4, 5, 6}
+    # Environments 0 and 1 were replaced twice, 2 and 3 once: each time with a seed of its own.
+    assert len(replaced) == 6 and len(set(first[-1])) == N
+    assert not replaced & {seed for moment in other for seed in moment}
+
+
+def test_environments_replaced_while_they_were_asked_something_say_so_to_their_next_action() -> None:
+    with vector() as env:
+        env.reset(seed=3)
+        os.kill(env.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerFailed, match="it was replaced"):
+            env.get_attr("name")
+        truncated = env.step(NOTHING)[3]
+        assert truncated.tolist() == [True, True, False, False]
+        assert env.step(NOTHING)[0][:, 3].tolist() == [0, 0, 2, 2]

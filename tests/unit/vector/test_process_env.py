@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 from functools import partial
 
 import gymnasium
@@ -12,6 +15,7 @@ from tests.unit.vector.vector_environments import Counter, Nested
 
 from jurybox.protocol.errors import Timeout
 from jurybox.training.recipes.worker_process import WorkerFailed
+from jurybox.training.recipes.workers import WorkerVecEnv
 from jurybox.training.vector import ProcessVectorEnv
 
 N = 5
@@ -151,3 +155,45 @@ def test_it_runs_a_registered_environment() -> None:
         for _ in range(30):
             observations, *_ = env.step(np.ones(2, int))
         assert observations.shape == (2, 4)
+
+
+def in_a_forked_child(work) -> bytes:
+    """What `work` gives there, as text; bounded in time by the pipe's end."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = str(work())
+        except BaseException as error:  # noqa: BLE001 (told to the parent)
+            said = f"{type(error).__name__}: {error}"
+        os.write(theirs, said.encode())
+        os._exit(0)
+    os.close(theirs)
+    try:
+        with os.fdopen(ours, "rb") as pipe:
+            assert select.select([pipe], [], [], 20.0)[0], "the child hangs"
+            return pipe.read()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused_and_takes_none_of_its_parents_answers() -> None:
+    with ProcessVectorEnv([partial(Counter, name) for name in range(2)], workers=2) as env:
+        env.reset(seed=1)
+        assert b"Refused: these environments belong to process" in in_a_forked_child(lambda: env.step(np.zeros(2, int)))
+        assert in_a_forked_child(env.close) == b"None", "its copy alone is closed"
+        assert env.step(np.zeros(2, int))[1].tolist() == [1.0] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused_by_stable_baselines_workers_too() -> None:
+    env = WorkerVecEnv([partial(gymnasium.make, "CartPole-v1")] * 2)
+    try:
+        env.reset()
+        assert b"WorkerFailed: worker 0 belongs to process" in in_a_forked_child(env.reset)
+        assert in_a_forked_child(env.close) == b"None"
+        assert env.step([0, 1])[1].tolist() == [1.0] * 2
+    finally:
+        env.close()

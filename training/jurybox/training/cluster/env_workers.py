@@ -211,6 +211,12 @@ class EnvWorkers:
             except RayActorError:  # Ray is restarting it
                 if time.monotonic() > until:
                     raise
+            if time.monotonic() > until:
+                raise Timeout(
+                    f"env worker {worker} died again and again for {self._start_timeout:g} s before it could begin: "
+                    "the log of its node says why"
+                )
+            interrupts.check()
             time.sleep(_AGAIN)
 
     def _begun(self, worker: int, answer: Any, until: float) -> None:

@@ -116,7 +116,7 @@ class SpreadVecEnv(SubprocVecEnv):
         return observation, 0.0, True, told, info
 
     def _fresh_seed(self, worker: int, seat: int) -> int:
-        numbers = (self._seed, self._number[worker, seat], self._workers.restarts)
+        numbers = (self._seed, self._number[worker, seat], self._workers.life(worker))
         return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

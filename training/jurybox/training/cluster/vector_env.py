@@ -144,7 +144,7 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _ask_reset(self, worker: int, seed: int | None, options: dict[str, Any] | None) -> Any:
         if seed is None and self._workers.life(worker) != self._lives[worker]:
-            seed = self._fresh_seed()
+            seed = self._fresh_seed(worker)
         self._lives[worker] = self._workers.life(worker)
         own = None if seed is None else seed + self._rows[worker].start
         return self._workers.ask(worker, "reset", self._group, own, options)
@@ -163,11 +163,15 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
             pass
         return answer
 
-    def _fresh_seed(self) -> int | None:
-        """A seed for environments that begin anew in a new worker, where the run has one."""
+    def _fresh_seed(self, worker: int) -> int | None:
+        """A seed for environments that begin anew in a new worker, where the run has one.
+
+        It depends on nothing that happened to other workers, so that a run in which the same happens is the same.
+        """
         if self._seed is None:
             return None
-        return int(np.random.SeedSequence((self._seed, self._group, self._workers.restarts)).generate_state(1)[0])
+        numbers = (self._seed, self._group, worker, self._workers.life(worker))
+        return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
     def _joined(self, batches: list[Any]) -> Any:
         if all(isinstance(batch, np.ndarray) for batch in batches):

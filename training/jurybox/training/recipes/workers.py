@@ -30,8 +30,14 @@ class Remote:
         self._index = index
         self._connection = connection
         self._process = process
+        self._pid = os.getpid()
 
     def send(self, message: Any) -> None:
+        if os.getpid() != self._pid:
+            raise WorkerFailed(
+                f"worker {self._index} belongs to process {self._pid}; a forked child that used it would take its "
+                "parent's answers: make environments in the process that steps them"
+            )
         try:
             self._connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -73,6 +79,7 @@ class WorkerVecEnv(SubprocVecEnv):
     def __init__(self, make: Sequence[Callable[[], Any]]) -> None:
         self.waiting = False
         self.closed = False
+        self._pid = os.getpid()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.remotes: list[Remote] = []
         try:
@@ -93,6 +100,8 @@ class WorkerVecEnv(SubprocVecEnv):
             if self.closed:
                 return
             self.closed = True
+            if os.getpid() != self._pid:  # a forked child's copy: the workers are its parent's
+                return
             for remote in self.remotes:
                 remote.close()  # a worker takes the end of its pipe for the order to stop
             until = time.monotonic() + _STOP

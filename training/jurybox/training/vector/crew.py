@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import selectors
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from jurybox.protocol.errors import Timeout
+from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.segment import Segment
 from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.worker_process import WorkerFailed
@@ -37,6 +38,7 @@ class Crew:
 
     Attributes:
         pending: per worker the environments that it has not answered for.
+        restarts: processes replaced so far; lives: the same by worker.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Crew:
         start_timeout: float,
     ) -> None:
         self._timeout, self._start_timeout = timeout, start_timeout
+        self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._members: list[WorkerProcess] = []
         self._deaths = [0] * workers
@@ -55,6 +58,7 @@ class Crew:
         self.pending: list[set[int]] = [set() for _ in range(workers)]
         self.owner: list[int] = []
         self.restarts = 0
+        self.lives = [0] * workers
         bounds = [round(index * len(make) / workers) for index in range(workers + 1)]
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
             orders = Orders(list(sys.path), cloudpickle.dumps(list(make[first:end])), first, mode)
@@ -81,6 +85,7 @@ class Crew:
 
     def give(self, kind: bytes, numbers: Sequence[int], body: Callable[[list[int]], bytes]) -> list[int]:
         """Send each worker its part of the work; returns the environments whose worker was found dead."""
+        self._require_owner()
         parts: dict[int, list[int]] = {}
         for number in numbers:
             parts.setdefault(self.owner[number], []).append(number)
@@ -93,6 +98,7 @@ class Crew:
 
     def call(self, request: tuple[Any, ...], numbers: Sequence[int]) -> list[Any]:
         """Call, get or set an attribute of environments that have no step under way; values in order."""
+        self._require_owner()
         if any(self.pending):
             raise RuntimeError("expected no step under way, got some: receive their results first")
         values: dict[int, Any] = {}
@@ -120,6 +126,7 @@ class Crew:
             WorkerFailed: an environment raised; the work of its worker is forgotten.
             Timeout: nothing by then.
         """
+        self._require_owner()
         now = time.monotonic()
         busy = [member for member in self._members if self.pending[member.index]]
         dead_at = min((member.busy_since or now) + self._timeout for member in busy)
@@ -144,6 +151,8 @@ class Crew:
 
     def close(self) -> None:
         """End the workers: asked at first, killed when they have not ended in two seconds."""
+        if os.getpid() != self._pid:  # a forked child's copy: the workers are its parent's
+            return
         with interrupts.held():
             self._selector.close()
             for member in self._members:
@@ -151,6 +160,13 @@ class Crew:
             until = time.monotonic() + _STOP
             for member in self._members:
                 member.end(until)
+
+    def _require_owner(self) -> None:
+        if os.getpid() != self._pid:
+            raise Refused(
+                f"these environments belong to process {self._pid}; a forked child that used their workers would take "
+                "its parent's answers: make environments in the process that steps them"
+            )
 
     def _none_came(self, until: float | None) -> Iterator[tuple[list[int], dict[int, Any], bool]]:
         now = time.monotonic()
@@ -183,6 +199,7 @@ class Crew:
             member.share(*self._memory)
             self._selector.register(member.pipe, selectors.EVENT_READ, member)
         self.restarts += 1
+        self.lives[member.index] += 1
         return list(member.numbers)
 
 

@@ -37,6 +37,8 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
     A worker that dies, or says nothing for `timeout` seconds, is replaced, and new environments take the places of
     those it held. Their episodes are cut: they answer with truncated=True, their last observation, reward 0 and
     ``info["restarted"]``, and go on as after any end of an episode. (Those idle meanwhile say so to their next action.)
+    Each new environment begins with a seed of its own, derived from the seed of the last `reset` that had one, its
+    number, and how often it was replaced since.
 
     Args:
         env_fns: one function for each environment, called in its worker; lambdas will do (cloudpickle).
@@ -79,9 +81,13 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._ready: deque[int] = deque()
         self._extras: dict[int, Any] = {}
         self._restarted = np.zeros(n, np.bool_)
-        self._lost = np.zeros(n, np.bool_)  # replaced while idle, and not told yet
         self._asked = np.zeros(n, np.bool_)
-        self._seed: int | None = None
+        # The life of its worker (`Crew.lives`) in which each environment was reset last, was reset with a seed, and
+        # told that its episode was cut. What is in a later life than it was reset in is new.
+        self._begun = np.zeros(n, np.int64)
+        self._seeded = np.zeros(n, np.int64)
+        self._told_cut = np.zeros(n, np.int64)
+        self._seeds: list[int | None] = [None] * n  # of the run
         self._crew = Crew(env_fns, workers, self.autoreset_mode, timeout, start_timeout)
         try:
             self._shared = self._bring_up()
@@ -103,20 +109,21 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         options = dict(options or {})
         which = np.flatnonzero(_mask(options.pop("reset_mask", None), self.num_envs)).tolist()
         if isinstance(seed, int):
-            self._seed = seed
             seeds: list[int | None] = [seed + number for number in range(self.num_envs)]
         else:
             seeds = [None] * self.num_envs if seed is None else list(seed)
         if len(seeds) != self.num_envs:
             raise ValueError(f"expected {self.num_envs} seeds, one for each environment, got {len(seeds)}")
+        for number in which:
+            if seeds[number] is not None:
+                self._seeds[number] = seed if isinstance(seed, int) else seeds[number]
+                self._seeded[number] = self._life(number)
         waiting = set(which)
-        self._lost[which] = False
         lost = self._give_reset(which, seeds, options or None)
         while waiting:
             if lost:
                 # The whole of a worker is new, so all its environments that this call resets are reset again.
                 again = [number for number in lost if number in which]
-                self._lost[[number for number in lost if number not in which]] = True
                 waiting.update(again)
                 lost = self._give_reset(again, seeds, options or None)
                 continue
@@ -223,11 +230,23 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             raise RuntimeError(f"environments {busy} have an action already: receive their results first")
         put(self._shared.actions, numbers, actions)
         self._asked[numbers] = True
-        for number in [number for number in numbers if self._lost[number]]:
-            self._cut([number])
-        rest = [number for number in numbers if not self._lost[number]]
-        self._lost[numbers] = False
-        self._after_loss(self._crew.give(kind, rest, lambda part: np.array(part, np.int32).tobytes()))
+        if self._crew.restarts:
+            numbers = self._send_to_new(numbers)
+        self._after_loss(self._crew.give(kind, numbers, lambda part: np.array(part, np.int32).tobytes()))
+
+    def _send_to_new(self, numbers: list[int]) -> list[int]:
+        """See to those whose action finds no episode, because they were replaced; returns the others."""
+        told = self._told_cut.copy()
+        for number in numbers:
+            if self._is_new(number) and self._told_cut[number] < self._life(number):
+                self._cut([number])
+        left = [number for number in numbers if self._told_cut[number] == told[number]]
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            begin = [number for number in left if self._is_new(number)]
+            self._after_loss(self._give_reset(begin, [None] * self.num_envs, None))
+            left = [number for number in left if number not in begin]
+        # A worker may just have been found dead: then these have answered that they were cut.
+        return [number for number in left if self._told_cut[number] == told[number]]
 
     def _collect(self, count: int, timeout: float | None) -> None:
         under_way = len(self._ready) + sum(map(len, self._crew.pending))
@@ -245,13 +264,12 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
     def _after_loss(self, numbers: list[int]) -> None:
         """These are new: those that were asked answer that their episode was cut, the others will when asked."""
         done = set(self._ready)
-        asked = [number for number in numbers if self._asked[number] and number not in done]
-        self._lost[[number for number in numbers if number not in asked]] = True
-        if asked:
+        if asked := [number for number in numbers if self._asked[number] and number not in done]:
             self._cut(asked)
 
     def _cut(self, numbers: list[int]) -> None:
         shared = self._shared
+        self._told_cut[numbers] = [self._life(number) for number in numbers]
         shared.rewards[numbers] = 0.0
         shared.terminated[numbers], shared.truncated[numbers] = False, True
         self._restarted[numbers] = True
@@ -265,25 +283,37 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             put(shared.final_observations, number, take(shared.observations, number))
             for told in shared.final_told.values():
                 told[number] = False
-        self._after_loss(self._give_reset(numbers, [self._fresh_seed()] * self.num_envs, None))
+        self._after_loss(self._give_reset(numbers, [None] * self.num_envs, None))
 
     def _give_reset(self, numbers: list[int], seeds: list[int | None], options: _Options | None) -> list[int]:
+        """Reset these; new ones that are given no seed get one of their own. Returns those whose worker was dead."""
+        seeds = [self._fresh_seed(number) if each is None else each for number, each in enumerate(seeds)]
+        self._begun[numbers] = [self._life(number) for number in numbers]
         return self._crew.give(
             RESET, numbers, lambda part: pickle.dumps(({number: seeds[number] for number in part}, options))
         )
 
-    def _fresh_seed(self) -> int | None:
-        """A seed for environments that begin anew in a new process, where the run has one."""
-        if self._seed is None:
+    def _life(self, number: int) -> int:
+        """How often an environment was replaced."""
+        return self._crew.lives[self._crew.owner[number]]
+
+    def _is_new(self, number: int) -> bool:
+        """Whether it was replaced and has not been reset since."""
+        return bool(self._begun[number] < self._life(number))
+
+    def _fresh_seed(self, number: int) -> int | None:
+        """A seed for an environment that is new, where the run has one; None for another."""
+        seed = self._seeds[number]
+        if seed is None or not self._is_new(number):
             return None
-        return int(np.random.SeedSequence((self._seed, self._crew.restarts)).generate_state(1)[0])
+        replaced = self._life(number) - int(self._seeded[number])
+        return int(np.random.SeedSequence((seed, number, replaced)).generate_state(1)[0])
 
     def _forget_what_runs(self) -> None:
         """Steps under way are waited for and dropped."""
         while any(self._crew.pending):
-            for numbers, _, gone in self._crew.wait(None):
-                if gone:
-                    self._lost[numbers] = True
+            for _ in self._crew.wait(None):
+                pass
         self._ready.clear()
         self._asked[:] = False
         self._restarted[:] = False
