@@ -17,7 +17,9 @@ from jurybox.training.runtime.run import run
 from jurybox.training.runtime.seat import Seat
 from jurybox.training.runtime.turns import Rules, take_seat
 
-PPO = {**SMALL, "algorithm": "ppo", "ppo": {"rollout": 20, "epochs": 2}, "checkpoint_interval": 30}
+# Without what PPO has no use for.
+PPO = {name: value for name, value in SMALL.items() if name not in ("epsilon", "learning_starts")}
+PPO |= {"algorithm": "ppo", "ppo": {"rollout": 20, "epochs": 2}, "checkpoint_interval": 30}
 
 
 def weights(folder, learner):

@@ -50,19 +50,30 @@ class ValueNetwork(nn.Module):
 
 
 class QNetwork(ValueNetwork):
-    """Values of actions from stacked planes: (n, stack, planes, height, width) of 0 and 1 -> (n, actions)."""
+    """Values of actions from stacked observations of any dtype: (n, stack, ...) -> (n, actions).
 
-    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128)) -> None:
+    Args:
+        scale: what observations are multiplied by.
+    """
+
+    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.layers = perceptron(inputs, hidden, actions)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = self.layers(seen.flatten(1).float())
+        values: torch.Tensor = self.layers(as_floats(seen, self.scale))
         return values
 
     def values(self, seen: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self(seen)
         return out
+
+
+def as_floats(seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """Stacked observations as rows of float32, times `scale`."""
+    floats = seen.flatten(1).float()
+    return floats if scale == 1.0 else floats * scale
 
 
 def perceptron(inputs: int, hidden: tuple[int, ...], outputs: int) -> nn.Sequential:

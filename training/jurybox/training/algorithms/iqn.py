@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.dqn import ValueLearner, ValueNetwork, perceptron
+from jurybox.training.algorithms.dqn import ValueLearner, ValueNetwork, as_floats, perceptron
 
 COSINES = 64  # n in the paper
 QUANTILES = 8  # N and N' there
@@ -21,16 +21,20 @@ POLICY_QUANTILES = 32  # K there
 
 
 class QuantileNetwork(ValueNetwork):
-    """Returns' quantiles from stacked planes: (n, stack, planes, height, width) -> (n, taus, actions).
+    """Returns' quantiles from stacked observations of any dtype: (n, stack, ...) -> (n, taus, actions).
 
     A policy compares `values`: means over fixed, evenly spread quantiles, so that it draws nothing.
+
+    Args:
+        scale: what observations are multiplied by.
     """
 
     cosines: torch.Tensor
     spread: torch.Tensor
 
-    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128)) -> None:
+    def __init__(self, inputs: int, actions: int, hidden: tuple[int, ...] = (128, 128), scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.seen = perceptron(inputs, hidden[:-1], hidden[-1])
         self.embedding = nn.Linear(COSINES, hidden[-1])
         self.head = perceptron(hidden[-1], hidden[-1:], actions)
@@ -40,7 +44,7 @@ class QuantileNetwork(ValueNetwork):
 
     def forward(self, seen: torch.Tensor, taus: torch.Tensor) -> torch.Tensor:
         """`taus` are (n, taus), or (taus,) for all rows alike; 0 to 1."""
-        features = torch.relu(self.seen(seen.flatten(1).float()))
+        features = torch.relu(self.seen(as_floats(seen, self.scale)))
         embedded = torch.relu(self.embedding(torch.cos(taus[..., None] * self.cosines)))
         values: torch.Tensor = self.head(features[:, None, :] * embedded)
         return values

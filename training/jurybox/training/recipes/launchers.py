@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from jurybox.training.runtime.errors import RunError
+from jurybox.training.runtime.errors import RunError, refuse_unused
 from jurybox.training.runtime.launching import Launcher, Local
 
 NAMES = ("local", "ray")
@@ -37,6 +37,15 @@ def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
 
     with RayLauncher(address) as launcher:
         yield launcher
+
+
+def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
+    """Raises ConfigError where GPUs are to be set aside (number by setting) and nobody sets any aside."""
+    if launcher is None or isinstance(launcher, Local):
+        why = (
+            "GPUs are set aside by --launcher ray; on one machine `device` or `device_per_agent` says where to compute"
+        )
+        refuse_unused([name for name, number in gpus.items() if number], dict.fromkeys(gpus, why))
 
 
 def check_local(address: str | None) -> None:

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.recipes.marl_networks import ON_POLICY, Algorithm, make_network
+from jurybox.training.recipes.marl_worlds import Sight, make_world, sights
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
-from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.errors import ConfigError, refuse_unused
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -24,7 +25,6 @@ from jurybox.training.runtime.plan import (
     Plan,
     ReplaySpec,
     RoleSpec,
-    load,
 )
 
 _ROLES = "jurybox.training.recipes.marl_roles"
@@ -69,7 +69,7 @@ class MarlTraining(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    environment: str = Field(TREASURE, description="A PettingZoo AEC environment: package.module:Class.")
+    environment: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
@@ -131,7 +131,36 @@ class MarlTraining(BaseModel):
         changes: dict[str, Any] = {}
         for agent in agents:
             changes |= self.own.get(agent, {})
-        return MarlTraining(**{**self.model_dump(), "own": {}, **changes}) if changes else self
+        # What nobody has set stays unset: see `refuse_unused`.
+        said = {name: getattr(self, name) for name in self.model_fields_set - {"own"}}
+        return MarlTraining(**{**said, **changes}) if changes else self
+
+    def refuse_unused(self) -> None:
+        """Make sure that nothing is set that has no effect on this learner.
+
+        Raises:
+            ConfigError: something is; the message says what and why.
+        """
+        refuse_unused(self.model_fields_set, self._unused())
+
+    def _unused(self) -> dict[str, str]:
+        if self.algorithm == ON_POLICY:
+            unused = dict.fromkeys(
+                ("n_step", "target_interval", "epsilon"), f"{ON_POLICY} has no replayed values and draws its actions"
+            )
+            unused |= dict.fromkeys(
+                ("train_interval", "learning_starts"), f"the pace of {ON_POLICY} is ppo.rollout, from the first turn on"
+            )
+            unused |= dict.fromkeys(("learner_gpus", "device_per_agent"), f"{ON_POLICY} computes on the CPU")
+            if self.publish_interval > 1:
+                unused["publish_interval"] = f"{ON_POLICY} publishes after every update (or never, with 0)"
+        else:
+            unused = {"ppo": f"the algorithm is {self.algorithm}"}
+            if self.learner_gpus:
+                unused["device_per_agent"] = "a learner with GPUs of its own (learner_gpus) takes the first of them"
+        if self.environment != TREASURE:
+            unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `world`"
+        return unused
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> MarlTraining:
@@ -159,27 +188,32 @@ def plan(settings: MarlTraining) -> Plan:
     """The run that these settings ask for.
 
     Raises:
-        ConfigError: the environment's agents see or do different things, or `share` or `own` names others.
+        ConfigError: the environment cannot be made, agents that share see or do different things, `share` or `own`
+            names others, or something is set that would have no effect.
     """
-    env = load(settings.environment)(**settings.world_settings)
-    agents = list(env.possible_agents)
-    seen, does = env.observation_space(agents[0]), env.action_space(agents[0])
-    if any(env.observation_space(agent) != seen or env.action_space(agent) != does for agent in agents):
-        raise ConfigError(f"the agents of {settings.environment} see or do different things: one network fits none")
-    env.close()
-    groups = _groups(settings, agents)
-    of_group = {name: settings.of(name.split("+")) for name in dict.fromkeys(groups.values())}
+    environment = (settings.environment, settings.world_settings)
+    world = make_world(environment)
+    if not getattr(world, "possible_agents", None):
+        raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
+    known = sights(world)
+    world.close()
+    groups = _groups(settings, list(known))
+    sight = _of_groups(groups, known)
+    of_group = {name: settings.of(name.split("+")) for name in sight}
+    for own in of_group.values():
+        own.refuse_unused()
     networks: dict[str, dict[str, Any]] = {
         name: {
             "algorithm": own.algorithm,
-            "shape": (own.frames, *seen.shape),
-            "actions": int(does.n),
+            "shape": (own.frames, *sight[name].shape),
+            "dtype": sight[name].dtype,
+            "scale": sight[name].scale,
+            "actions": sight[name].actions,
             "hidden": own.hidden,
         }
         for name, own in of_group.items()
     }
     fields = {
-        "observation": ReplayField(seen.shape, "uint8", stored="bits" if int(seen.high.max()) == 1 else None),
         "action": ReplayField((), "int32"),
         "reward": ReplayField((), "float32"),
         "terminated": ReplayField((), "bool"),
@@ -193,23 +227,28 @@ def plan(settings: MarlTraining) -> Plan:
             "moment": ReplayField((), "int64"),
         }
     names = tuple(of_group)
-    played = {"environment": (settings.environment, settings.world_settings), "groups": groups, "networks": networks}
+    played = {"environment": environment, "groups": groups, "networks": networks}
     return Plan(
         roles=(
-            RoleSpec("actor", Kind.ACTOR, f"{_ROLES}:TurnTaker", played, writes=names, reads=names, restarts=False),
+            RoleSpec("actor", Kind.ACTOR, f"{_ROLES}:TurnTaker", played, writes=names, reads=names),
             *(_learner(own, number, name, networks[name]) for number, (name, own) in enumerate(of_group.items())),
             RoleSpec(
                 "evaluator",
                 Kind.EVALUATOR,
                 f"{_ROLES}:PlayingEvaluator",
-                {**played, "episodes": settings.evaluate_episodes, "epsilon": settings.epsilon[1]},
+                {
+                    **played,
+                    "episodes": settings.evaluate_episodes,
+                    "epsilon": {name: own.epsilon[1] for name, own in of_group.items()},
+                },
                 reads=names,
                 evaluate_every=settings.evaluate_interval,
                 nice=settings.learner_nice,
             ),
         ),
         replays=tuple(
-            ReplaySpec(name, own.buffer_capacity, fields, episodes=Episodes()) for name, own in of_group.items()
+            ReplaySpec(name, own.buffer_capacity, {"observation": sight[name].field, **fields}, episodes=Episodes())
+            for name, own in of_group.items()
         ),
         channels=tuple(
             ChannelSpec(name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), settings.publish_mode)
@@ -237,6 +276,18 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
     if strange := (groups.keys() | settings.own.keys()) - set(agents):
         raise ConfigError(f"share or own names {min(strange)!r}; the agents are {', '.join(agents)}")
     return groups
+
+
+def _of_groups(groups: Mapping[str, str], known: Mapping[str, Sight]) -> dict[str, Sight]:
+    """What the agents of every group see and do."""
+    found: dict[str, Sight] = {}
+    for agent, group in groups.items():
+        if found.setdefault(group, known[agent]) != known[agent]:
+            raise ConfigError(
+                f"the agents of {group} see or do different things ({found[group]} and {known[agent]}): one network "
+                "does not fit both; let each have its own (share)"
+            )
+    return found
 
 
 def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[str, Any]) -> RoleSpec:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.training.algorithms.dqn import DQN, ValueLearner, ValueNetwork, ValueSettings
+from jurybox.training.algorithms.dqn import DQN, ValueLearner, ValueNetwork, ValueSettings, as_floats
 from jurybox.training.algorithms.iqn import IQN
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
 from jurybox.training.recipes.marl_networks import make_network
@@ -127,6 +127,7 @@ class OnPolicyLearner(Learner):
         inputs = int(np.prod(network["shape"]))
         asked = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
         self.learner = PPO(inputs, int(network["actions"]), asked, _seed(seat))
+        self._scale = float(network["scale"])
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
         # The rows in this process's memory, in order.
         self._resident = seat.replay(group).resident("cpu")
@@ -220,7 +221,7 @@ class OnPolicyLearner(Learner):
 
     def _rollout(self, rows: Mapping[str, torch.Tensor]) -> Rollout:
         """One long column; it is cut wherever the next row is no continuation."""
-        seen, after = (rows[name].flatten(1).float().numpy() for name in ("observation", "next_observation"))
+        seen, after = (as_floats(rows[name], self._scale).numpy() for name in ("observation", "next_observation"))
         moment, agent = rows["moment"].numpy(), rows["agent"].numpy()
         over = np.ones(len(moment), np.bool_)
         over[:-1] = (moment[1:] != moment[:-1] + 1) | (agent[1:] != agent[:-1])

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from jurybox.training.algorithms.actor_critic import ActorCritic
-from jurybox.training.algorithms.dqn import ValueNetwork
+from jurybox.training.algorithms.dqn import ValueNetwork, as_floats
 from jurybox.training.recipes.marl_networks import make_network
 from jurybox.training.runtime.seat import Seat
 from jurybox.training.torch_weights import TorchWeights
 
-Observation = npt.NDArray[np.uint8]
+Observation = npt.NDArray[Any]
 
 
 class Policy(ABC):
@@ -75,9 +75,9 @@ class SampledPolicy(Policy):
     published: what an on-policy learner needs to know of whoever acted.
     """
 
-    def __init__(self, seat: Seat, channel: str, network: ActorCritic) -> None:
+    def __init__(self, seat: Seat, channel: str, network: ActorCritic, *, scale: float) -> None:
         super().__init__(seat, channel, network)
-        self._network = network
+        self._network, self._scale = network, scale
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
         action, log_probability = self._draw(stacked, random)
@@ -88,7 +88,7 @@ class SampledPolicy(Policy):
 
     def _draw(self, stacked: Observation, random: np.random.Generator) -> tuple[int, float]:
         with torch.inference_mode():
-            logits = self._network.actor(torch.from_numpy(stacked).flatten()[None].float())[0]
+            logits = self._network.actor(as_floats(torch.from_numpy(stacked)[None], self._scale))[0]
             log_probabilities = torch.log_softmax(logits, 0).double().numpy()
         reached = np.cumsum(np.exp(log_probabilities)) > random.random()
         action = int(reached.argmax()) if reached.any() else len(reached) - 1
@@ -96,32 +96,36 @@ class SampledPolicy(Policy):
 
 
 def policies(
-    seat: Seat, groups: Mapping[str, str], networks: Mapping[str, Mapping[str, Any]], epsilon: float = 0.0
+    seat: Seat,
+    groups: Mapping[str, str],
+    networks: Mapping[str, Mapping[str, Any]],
+    epsilon: Mapping[str, float] | None = None,
 ) -> dict[str, Policy]:
     """A policy for each agent; agents of one group have the same.
 
     Args:
         groups: by agent, the name of its channel.
         networks: by group, the arguments of `make_network`.
-        epsilon: of evaluations.
+        epsilon: of evaluations, by group; 0 without it.
     """
     of_group: dict[str, Policy] = {}
     for group in dict.fromkeys(groups.values()):
         network = make_network(**networks[group], seed=0)
         if isinstance(network, ActorCritic):
-            of_group[group] = SampledPolicy(seat, group, network)
+            of_group[group] = SampledPolicy(seat, group, network, scale=float(networks[group]["scale"]))
         else:
             assert isinstance(network, ValueNetwork)
             actions = int(networks[group]["actions"])
-            of_group[group] = ValuePolicy(seat, group, network, epsilon=epsilon, actions=actions)
+            explores = (epsilon or {}).get(group, 0.0)
+            of_group[group] = ValuePolicy(seat, group, network, epsilon=explores, actions=actions)
     return {agent: of_group[group] for agent, group in groups.items()}
 
 
 class Seen:
-    """The last frames of one agent: (stack, ...) uint8, the newest last, zeroes before the first."""
+    """The last frames of one agent: (stack, ...), the newest last, zeroes before the first."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.frames: Observation = np.zeros(shape, np.uint8)
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self.frames: Observation = np.zeros(shape, dtype)
 
     def clear(self) -> None:
         self.frames[:] = 0

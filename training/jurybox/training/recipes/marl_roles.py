@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from pettingzoo import AECEnv
 
 from jurybox.training.recipes.marl_networks import ON_POLICY
 from jurybox.training.recipes.marl_policies import Observation, Seen, policies
-from jurybox.training.runtime.plan import load
+from jurybox.training.recipes.marl_worlds import Environment, eyes, make_world, sights
 from jurybox.training.runtime.roles import Actor, Evaluator
 from jurybox.training.runtime.seat import Seat
+
+_LIVES = 40  # bits of a moment that are of one life of the actor
 
 
 class TurnTaker(Actor):
@@ -25,38 +26,42 @@ class TurnTaker(Actor):
 
     The world itself moves first, before the first agent's observation: that is the environment's affair.
 
+    Whoever comes after a killed one begins a new episode, with random numbers of its own.
+
     Args:
-        environment: "package.module:Class" of a PettingZoo AEC environment, and its keyword arguments.
+        environment: see `make_world`.
         groups: by agent, the name of its replay and channel.
-        networks: by group: algorithm, shape (stack, ...), actions, hidden.
+        networks: by group, the arguments of `make_network` but for its seed.
     """
 
     def __init__(
         self,
         seat: Seat,
         *,
-        environment: tuple[str, Mapping[str, Any]],
+        environment: Environment,
         groups: Mapping[str, str],
         networks: Mapping[str, Mapping[str, Any]],
     ) -> None:
         super().__init__(seat)
         torch.set_num_threads(seat.spec.threads)
-        make, settings = environment
-        self.env: AECEnv = load(make)(**settings)
+        self.env = make_world(environment)
+        self._eyes, self._sights = eyes(self.env), sights(self.env)
         self.random = np.random.default_rng(seat.seed)
         self._policies = policies(seat, groups, networks)
         self._rows = {agent: seat.replay(group).stream() for agent, group in groups.items()}
-        self._seen = {agent: Seen(networks[group]["shape"]) for agent, group in groups.items()}
+        self._seen = {
+            agent: Seen(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
+        }
         self._numbers = {agent: number for number, agent in enumerate(groups)}
         self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
         self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
         self._turns = 0
-        self._moment = 0
-        self.env.agents = []
+        self._moment = (seat.life - 1) << _LIVES  # so that none of an earlier life looks like the one before
+        self._playing = False
 
     def step(self) -> int:
-        if not self.env.agents:
+        if not self._playing:
             self._begin()
         self._moment += 1
         for _ in range(len(self.env.agents)):
@@ -73,7 +78,7 @@ class TurnTaker(Actor):
         for rows in self._rows.values():
             rows.end()
         self._pending.clear()
-        self.env.agents = []
+        self._playing = False
         return {"random": self.random.bit_generator.state, "moment": self._moment}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -85,6 +90,7 @@ class TurnTaker(Actor):
 
     def _begin(self) -> None:
         self.env.reset(seed=int(self.random.integers(2**31)))
+        self._playing = True
         self._turns = 0
         self._moment += 1  # so that no two episodes look like one
         for agent, seen in self._seen.items():
@@ -95,7 +101,8 @@ class TurnTaker(Actor):
         return bool(self.env.terminations[agent] or self.env.truncations[agent])
 
     def _one(self, agent: str) -> None:
-        observation, reward, terminated, truncated, _ = self.env.last()
+        observed, reward, terminated, truncated, _ = self.env.last()
+        observation = self._eyes[agent].row(observed)
         if agent in self._pending:
             # What an action brought is known when the agent's turn comes again.
             before, action, chosen = self._pending.pop(agent)
@@ -109,9 +116,10 @@ class TurnTaker(Actor):
         if agent in self._on_policy:
             chosen = {**chosen, "agent": self._numbers[agent], "moment": self._moment}
         self._pending[agent] = (observation, action, chosen)
-        self.env.step(action)
+        self.env.step(action + self._sights[agent].first)
 
     def _end(self) -> None:
+        self._playing = False
         each = {f"return_{agent}": total for agent, total in self._totals.items()}
         self.seat.episode(total=float(np.mean(list(self._totals.values()))), length=self._turns, **each)
 
@@ -120,25 +128,26 @@ class PlayingEvaluator(Evaluator):
     """Plays whole episodes with the newest policies; the same episodes every time.
 
     Args:
-        episodes: how many. epsilon: of policies that compare values; others draw their actions as they do in training.
+        episodes: how many.
+        epsilon: by group, of policies that compare values; others draw their actions as they do in training.
     """
 
     def __init__(
         self,
         seat: Seat,
         *,
-        environment: tuple[str, Mapping[str, Any]],
+        environment: Environment,
         groups: Mapping[str, str],
         networks: Mapping[str, Mapping[str, Any]],
         episodes: int,
-        epsilon: float,
+        epsilon: Mapping[str, float],
     ) -> None:
         super().__init__(seat)
         torch.set_num_threads(seat.spec.threads)
-        make, settings = environment
-        self._env: AECEnv = load(make)(**settings)
+        self._env = make_world(environment)
+        self._eyes, self._sights = eyes(self._env), sights(self._env)
         self._policies = policies(seat, groups, networks, epsilon)
-        self._shapes = {agent: networks[group]["shape"] for agent, group in groups.items()}
+        self._frames = {agent: (networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()}
         self._actions = {agent: int(networks[group]["actions"]) for agent, group in groups.items()}
         self._episodes = episodes
         self._random_play: dict[str, float] | None = None
@@ -157,12 +166,15 @@ class PlayingEvaluator(Evaluator):
         totals = dict.fromkeys(self._policies, 0.0)
         for _ in range(self._episodes):
             self._env.reset(seed=int(random.integers(2**31)))
-            seen = {agent: Seen(shape) for agent, shape in self._shapes.items()}
+            seen = {agent: Seen(*frames) for agent, frames in self._frames.items()}
             for agent in self._env.agent_iter():
                 observation, reward, terminated, truncated, _ = self._env.last()
                 totals[agent] += float(reward) / self._episodes
-                over = terminated or truncated
-                self._env.step(None if over else choose(agent, seen[agent].add(observation), random))
+                if terminated or truncated:
+                    self._env.step(None)
+                    continue
+                action = choose(agent, seen[agent].add(self._eyes[agent].row(observation)), random)
+                self._env.step(action + self._sights[agent].first)
             self.seat.alive()
         return totals
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jurybox.protocol.wire import build_version
+from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.report import charts, page
@@ -41,10 +42,11 @@ def train(
     """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `settings.log_dir`.
 
     Raises:
-        ConfigError: the settings don't fit the environment.
+        ConfigError: the settings don't fit the environment or each other.
         RunLogError: the folder holds another run, and `resume` is not set.
         NothingToResume: there is no checkpoint to go on from.
     """
+    check_gpus(launcher, {"learner_gpus": settings.learner_gpus})
     planned, folder = plan(settings), settings.log_dir
     return recorded_run(
         planned,

@@ -1,0 +1,195 @@
+"""Any PettingZoo environment with discrete actions: in turns or parallel, observations of any dtype, unlike agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import numpy as np
+import pytest
+from tests.integration.marl.worlds import SPACES, Kinds
+
+from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
+from jurybox.training.recipes.marl_command import settings_of
+from jurybox.training.recipes.marl_run import train
+from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.board import State, Word
+from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.run import run
+
+KINDS = f"{Kinds.__module__}:Kinds"
+DQN = {"steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "evaluate_episodes": 1, "log_interval": 20}
+PPO = {"algorithm": "ppo", "ppo": {"rollout": 10, "epochs": 1}, "steps": 40, "batch_size": 8, "hidden": (8,)}
+PPO |= {"evaluate_episodes": 1, "log_interval": 20}
+
+
+class Nothing:
+    def scalars(self, step, values): ...
+
+
+def remembered(folder, agent):
+    checkpoint = Checkpoints(folder / "checkpoints").latest()
+    replay = Replay.load(checkpoint.folder / f"replay-{agent}.jbr", f"look-{os.getpid()}")
+    try:
+        return replay.parts[0].field_rows("observation", 0, len(replay)).copy()
+    finally:
+        replay.unlink()
+        replay.close()
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "iqn", "ppo"])
+def test_agents_that_see_all_kinds_of_things_learn_side_by_side(tmp_path, algorithm):
+    base = PPO if algorithm == "ppo" else {**DQN, "algorithm": algorithm}
+    kinds = {f"sees_{kind}": kind for kind in SPACES}
+    outcome = train(
+        MarlTraining(**base, environment=KINDS, world={"kinds": kinds, "first": 4}, log_dir=tmp_path), serial=True
+    )
+    assert outcome.end is End.STEPS and outcome.learner_steps > 0
+    assert np.isfinite(outcome.evaluation["eval_return"])
+    rows = {kind: remembered(tmp_path, agent) for agent, kind in kinds.items()}
+    assert {kind: each.dtype.name for kind, each in rows.items() if each.dtype != np.uint8} == dict.fromkeys(
+        ("float32", "float64", "bounded", "uint16", "int32", "int64"), "float32"
+    )
+    assert rows["uint16"].max() > 255 and rows["uint8"].max() > 200
+    assert np.abs(rows["int64"]).max() > 2**31 and rows["float64"].dtype == np.float32
+    one_hot, two_hot = (np.unpackbits(rows[kind], axis=1) for kind in ("discrete", "multi_discrete"))
+    assert (one_hot.sum(1) == 1).all() and (one_hot.sum(0) > 0).sum() == 5
+    assert (two_hot.sum(1) == 2).all() and (two_hot.sum(0) > 0).sum() == 5
+
+
+@pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
+def test_float_observations_travel_between_processes_as_they_are(tmp_path, base):
+    settings = MarlTraining(
+        **base, environment=KINDS, world={"kinds": {"a": "float32", "b": "float32"}}, publish_interval=0
+    )
+    run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
+    run(plan(settings), tmp_path / "parallel", Nothing())
+    one, two = (remembered(tmp_path / name, "a") for name in ("serial", "parallel"))
+    assert np.array_equal(one, two) and len(one) >= 30 and len(np.unique(one)) > 60
+
+
+def test_what_is_paid_is_learned_from_floats(tmp_path):
+    settings = MarlTraining(
+        environment=KINDS,
+        world={"kinds": {"a": "float32"}},
+        steps=1500,
+        learning_starts=100,
+        train_interval=1,
+        discount=0.0,
+        n_step=1,
+        epsilon=(1.0, 0.0, 500),
+        learning_rate=0.01,
+        hidden=(16,),
+        log_dir=tmp_path,
+    )
+    outcome = train(settings, serial=True)
+    assert outcome.evaluation["eval_return_a"] > 7 > 5 > outcome.evaluation["eval_random_a"]
+
+
+def test_agents_that_share_must_see_alike(tmp_path):
+    world = {"kinds": {"a": "float32", "b": "uint8"}}
+    assert plan(MarlTraining(**DQN, environment=KINDS, world=world))
+    with pytest.raises(ConfigError, match="see or do different things"):
+        plan(MarlTraining(**DQN, environment=KINDS, world=world, share=["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "message"),
+    [
+        ("uint8", np.full((4, 4, 1), 300), "holds 300"),
+        ("discrete", 4, "holds 5 of 5"),
+        ("float64", np.array([1.0, 1e300, 0.0]), "holds 1e\\+300"),
+        ("float32", np.zeros(4, np.float32), r"has the shape \(4,\)"),
+    ],
+)
+def test_an_observation_that_is_not_of_its_space_is_an_error(kind, says, message):
+    space = SPACES[kind]
+    world = Kinds({"a": kind})
+    seen = Eyes("a", space, Sight.of(space, world.action_space("a"), "a"))
+    with pytest.raises(WorldError, match=message):
+        seen.row(says)
+
+
+def test_rows_are_copies_of_what_an_environment_may_write_again():
+    space = SPACES["float32"]
+    seen = Eyes("a", space, Sight.of(space, Kinds({"a": "float32"}).action_space("a"), "a"))
+    given = np.ones(3, np.float32)
+    row = seen.row(given)
+    given[:] = 7
+    assert row.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "world", "message"),
+    [
+        (KINDS, {"colour": "red"}, "cannot be made with .*colour"),
+        ("builtins:dict", {}, "expected a PettingZoo environment"),
+        ("gymnasium:make", {"id": "CartPole-v1"}, "expected a PettingZoo environment"),
+        ("no.such:Env", {}, "no.such"),
+    ],
+)
+def test_what_is_no_world_is_told_in_a_sentence(environment, world, message):
+    with pytest.raises(ValueError, match=message):
+        plan(MarlTraining(environment=environment, world=world))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (['algorithm = "ppo"', "n_step = 3"], "n_step is set and would have no effect: ppo"),
+        (['algorithm = "ppo"', "epsilon = [0.5, 0.1, 10]"], "epsilon is set"),
+        (['algorithm = "ppo"', "target_interval = 5"], "target_interval is set"),
+        (['algorithm = "ppo"', "learner_gpus = 1"], "learner_gpus is set.*CPU"),
+        (['algorithm = "ppo"', "train_interval = 8"], "train_interval is set.*rollout"),
+        (['algorithm = "ppo"', "publish_interval = 10"], "publish_interval is set"),
+        (['algorithm = "ppo"', "own = {agent_0 = {n_step = 2}}"], "n_step is set"),
+        (["ppo = {rollout = 5}"], "ppo is set.*dqn"),
+        ([f'environment = "{KINDS}"', "agents = 3", 'world = {kinds = {a = "bool"}}'], "agents is set"),
+    ],
+)
+def test_what_is_set_and_would_have_no_effect_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(settings_of(None, changes, {}))
+
+
+def test_gpus_are_set_aside_by_ray_alone(tmp_path):
+    with pytest.raises(ConfigError, match="learner_gpus.*--launcher ray"):
+        train(MarlTraining(learner_gpus=1, log_dir=tmp_path))
+
+
+@pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
+def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base):
+    settings = MarlTraining(**{**base, "steps": 400}, max_ahead=40, world={"turns": 15, "height": 9, "width": 9})
+    killed = []
+
+    def watch(commons):
+        words = commons.board.words[0]
+        if len(killed) < 2 and words[Word.ENV_STEPS] > 100 * (1 + len(killed)) and words[Word.STATE] == State.RUNNING:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(words[Word.PID], signal.SIGKILL)
+                killed.append(words[Word.PID])
+
+    outcome = run(plan(settings), tmp_path, Nothing(), watch=watch)
+    assert len(set(killed)) == outcome.restarts == 2
+    assert outcome.end is End.STEPS and outcome.env_steps == 400
+
+
+@pytest.mark.parametrize(
+    ("environment", "world", "share"),
+    [
+        ("pettingzoo.classic.rps_v2:parallel_env", {"max_cycles": 10}, ["player_0", "player_1"]),
+        ("pettingzoo.classic.rps_v2:env", {"max_cycles": 10}, []),
+        ("mpe2.simple_tag_v3:parallel_env", {"max_cycles": 10}, []),
+        ("mpe2.simple_spread_v3:env", {"max_cycles": 10}, []),
+    ],
+)
+@pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
+def test_environments_of_others(tmp_path, environment, world, share, base):
+    pytest.importorskip("pygame", reason="PettingZoo's own environments need pygame: pip install pygame mpe2")
+    pytest.importorskip(environment.partition(":")[0])
+    settings = MarlTraining(**base, environment=environment, world=world, share=share, log_dir=tmp_path)
+    outcome = train(settings, serial=True)
+    assert outcome.end is End.STEPS and outcome.learner_steps > 0

@@ -1,0 +1,77 @@
+"""Environments whose observations are of every kind that an agent may have; each tells its agents how to be paid."""
+
+from __future__ import annotations
+
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+
+SPACES = {
+    "float32": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+    "float64": spaces.Box(-np.inf, np.inf, (3,), np.float64),
+    "bounded": spaces.Box(-1.0, 1.0, (2, 3), np.float32),
+    "uint8": spaces.Box(0, 255, (4, 4, 1), np.uint8),
+    "uint16": spaces.Box(0, 65535, (3,), np.uint16),
+    "int32": spaces.Box(-(2**31), 2**31 - 1, (3,), np.int32),
+    "int64": spaces.Box(-(2**40), 2**40, (3,), np.int64),
+    "bool": spaces.Box(0, 1, (3,), np.bool_),
+    "discrete": spaces.Discrete(5, start=-1),
+    "multi_discrete": spaces.MultiDiscrete([2, 3]),
+    "multi_binary": spaces.MultiBinary(4),
+}
+
+
+class Kinds(ParallelEnv):
+    """Agents act together; what one sees is drawn from its space, its action 2 is paid.
+
+    Args:
+        kinds: by agent, which of `SPACES` it observes. length: of an episode. first: number of the first action.
+        says: what is observed instead of a draw, for environments that are wrong.
+    """
+
+    metadata = {"name": "kinds_v0", "render_modes": []}
+    render_mode = None
+
+    def __init__(self, kinds, length=8, first=0, says=None):
+        self.possible_agents = list(kinds)
+        self.agents = []
+        self.length, self.first, self.says = length, first, says
+        self._seen = {agent: SPACES[kind] for agent, kind in kinds.items()}
+        self._does = {agent: spaces.Discrete(3, start=first) for agent in kinds}
+        self.random = np.random.default_rng(0)
+
+    def observation_space(self, agent):
+        return self._seen[agent]
+
+    def action_space(self, agent):
+        return self._does[agent]
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.now = list(self.possible_agents), 0
+        self.random = np.random.default_rng(seed)
+        return self._observations(), {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        for agent, action in actions.items():
+            assert self._does[agent].contains(np.int64(action)), f"{action} is none of {self._does[agent]}"
+        self.now += 1
+        rewards = {agent: float(action - self.first == 2) for agent, action in actions.items()}
+        over = dict.fromkeys(self.agents, self.now >= self.length)
+        never = dict.fromkeys(self.agents, False)
+        observations, infos = self._observations(), {agent: {} for agent in self.agents}
+        if self.now >= self.length:
+            self.agents = []
+        return observations, rewards, never, over, infos
+
+    def _observations(self):
+        if self.says is not None:
+            return {agent: np.asarray(self.says) for agent in self.possible_agents}
+        found = {}
+        for agent in self.possible_agents:
+            space = self._seen[agent]
+            space.seed(int(self.random.integers(2**31)))
+            found[agent] = space.sample()
+        return found
+
+    def close(self):
+        pass

@@ -1,0 +1,180 @@
+"""The worlds of a multi-agent training: PettingZoo's, of either interface; what agents see and do, as rows of a replay.
+
+What networks compute with is float32. A row keeps an observation in its own dtype where that is no wider and torch
+computes with it, and else as float32; so nothing is lost on the way that the network would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.utils.conversions import parallel_to_aec
+
+from jurybox.training.replay import Field
+from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.plan import load
+
+Observation = npt.NDArray[Any]
+Environment = tuple[str, Mapping[str, Any]]
+
+_AS_THEY_ARE = ("uint8", "int8", "int16", "float16", "float32")
+
+
+class WorldError(ValueError):
+    """An environment does not do what its spaces say."""
+
+
+def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
+    """The environment, whose agents take turns; in a parallel one they act together when the last has chosen.
+
+    Args:
+        environment: "package.module:callable" that gives a PettingZoo environment (AEC or parallel), and its keyword
+            arguments.
+
+    Raises:
+        ConfigError: it cannot be made, or is neither.
+    """
+    name, settings = environment
+    try:
+        made = load(name)(**settings)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be made with {dict(settings)}: {type(error).__name__}: {error}; `world` holds its keyword "
+            "arguments"
+        ) from error
+    if isinstance(made, ParallelEnv):
+        return parallel_to_aec(made)
+    if not isinstance(made, AECEnv):
+        raise ConfigError(
+            f"{name} made a {type(made).__name__}: expected a PettingZoo environment, AECEnv or ParallelEnv (of a "
+            "module of PettingZoo's own: module:env or module:parallel_env)"
+        )
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one agent sees and does.
+
+    Attributes:
+        shape, dtype: of its observations as rows hold them; Discrete and MultiDiscrete ones are one-hot.
+        binary: whether they hold 0 and 1 only.
+        scale: what networks multiply them by: pictures of bytes become numbers up to 1.
+        actions: how many there are. first: number of the first one in the environment.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    binary: bool
+    scale: float
+    actions: int
+    first: int
+
+    @classmethod
+    def of(cls, seen: spaces.Space[Any], does: spaces.Space[Any], agent: str) -> Sight:
+        """What these spaces of `agent` come to.
+
+        Raises:
+            ConfigError: one of them is of a kind that is not known.
+        """
+        if not isinstance(does, spaces.Discrete):
+            raise ConfigError(f"{agent} acts in {does}: expected Discrete actions, which is what all algorithms choose")
+        dtype, binary, scale = "uint8", True, 1.0
+        if isinstance(seen, spaces.Discrete):
+            shape: tuple[int, ...] = (int(seen.n),)
+        elif isinstance(seen, spaces.MultiDiscrete):
+            shape = (int(seen.nvec.sum()),)
+        elif isinstance(seen, spaces.MultiBinary):
+            shape = tuple(seen.shape)
+        elif isinstance(seen, spaces.Box):
+            shape = tuple(seen.shape)
+            kind = np.dtype(seen.dtype)
+            binary = kind == np.bool_ or (kind.kind in "iu" and bool((seen.low >= 0).all() and (seen.high <= 1).all()))
+            if not binary:
+                dtype = kind.name if kind.name in _AS_THEY_ARE else "float32"
+                scale = 1.0 / 255.0 if kind == np.uint8 else 1.0
+        else:
+            raise ConfigError(
+                f"{agent} observes {seen}: expected Box, Discrete, MultiDiscrete or MultiBinary; flatten it in a "
+                "wrapper of the environment"
+            )
+        return cls(shape, dtype, binary, scale, int(does.n), int(does.start))
+
+    @property
+    def field(self) -> Field:
+        """Of a replay."""
+        return Field(self.shape, self.dtype, stored="bits" if self.binary else None)
+
+
+class Eyes:
+    """Makes rows of one agent's observations.
+
+    Args:
+        seen: the agent's observation space.
+    """
+
+    def __init__(self, agent: str, seen: spaces.Space[Any], sight: Sight) -> None:
+        self._agent, self._seen, self._sight = agent, seen, sight
+        self._dtype = np.dtype(sight.dtype)
+        self._declared = np.dtype(seen.dtype)
+
+    def row(self, observation: Any) -> Observation:
+        """An observation as the replay and the networks have it.
+
+        Raises:
+            WorldError: it is not of the space.
+        """
+        if isinstance(self._seen, spaces.Discrete):
+            return self._one_hot([int(observation) - int(self._seen.start)], [int(self._seen.n)])
+        if isinstance(self._seen, spaces.MultiDiscrete):
+            start = np.asarray(self._seen.start).ravel()
+            return self._one_hot((np.ravel(observation) - start).tolist(), self._seen.nvec.ravel().tolist())
+        given = np.asarray(observation)
+        if given.shape != self._sight.shape:
+            raise self._strange(f"has the shape {given.shape}")
+        if given.dtype == self._dtype:
+            return given.copy()  # an environment may write into its array again
+        if given.dtype != self._declared and self._declared.kind != "f":
+            # What is said to be a byte and is not would come out as another number.
+            exact = given.astype(self._declared)
+            if not np.array_equal(exact, given):
+                raise self._strange(f"holds {given.ravel()[(exact != given).ravel()][0]}")
+        with np.errstate(over="ignore"):
+            row = given.astype(self._dtype)
+        if not np.isfinite(row).all() and np.isfinite(given).all():
+            raise self._strange(f"holds {given[~np.isfinite(row)][0]}, which is beyond {self._dtype}")
+        return row
+
+    def _one_hot(self, numbers: Sequence[int], counts: Sequence[int]) -> Observation:
+        out = np.zeros(self._sight.shape, np.uint8)
+        first = 0
+        for number, count in zip(numbers, counts, strict=True):
+            if not 0 <= number < count:
+                raise self._strange(f"holds {number} of {count}")
+            out[first + number] = 1
+            first += count
+        return out
+
+    def _strange(self, what: str) -> WorldError:
+        return WorldError(f"an observation of {self._agent} {what}, its observation space is {self._seen}")
+
+
+def sights(world: AECEnv[Any, Any, Any]) -> dict[str, Sight]:
+    """What every agent sees and does."""
+    return {
+        agent: Sight.of(world.observation_space(agent), world.action_space(agent), agent)
+        for agent in world.possible_agents
+    }
+
+
+def eyes(world: AECEnv[Any, Any, Any]) -> dict[str, Eyes]:
+    """What makes rows of every agent's observations."""
+    return {agent: Eyes(agent, world.observation_space(agent), sight) for agent, sight in sights(world).items()}
