@@ -80,7 +80,7 @@ struct PyRing {
     // ---- from a call's arguments to sources
 
     void parse(PyObject* const* values, Py_ssize_t positional, PyObject* names, std::size_t lead, std::size_t& n, Source* sources, Held& held) const {
-        const Py_ssize_t given = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+        const Py_ssize_t given = names == nullptr ? 0 : NB_TUPLE_GET_SIZE(names);
         if (positional != 0) raise_protocol_error("SpecMismatch", "fields are given by name: " + field_names());
         const std::size_t wanted = inputs.size();
         std::size_t found = 0;
@@ -88,11 +88,11 @@ struct PyRing {
             PyObject* value = nullptr;
             const PyObject* name = inputs[f].name.ptr();
             // The usual call names the fields in their order.
-            if (static_cast<Py_ssize_t>(f) < given && PyTuple_GET_ITEM(names, static_cast<Py_ssize_t>(f)) == name) {
+            if (static_cast<Py_ssize_t>(f) < given && NB_TUPLE_GET_ITEM(names, static_cast<Py_ssize_t>(f)) == name) {
                 value = values[f];
             } else {
                 for (Py_ssize_t k = 0; k < given && value == nullptr; ++k)
-                    if (PyTuple_GET_ITEM(names, k) == name || PyUnicode_Compare(PyTuple_GET_ITEM(names, k), const_cast<PyObject*>(name)) == 0) value = values[k];
+                    if (NB_TUPLE_GET_ITEM(names, k) == name || PyUnicode_Compare(NB_TUPLE_GET_ITEM(names, k), const_cast<PyObject*>(name)) == 0) value = values[k];
             }
             if (value == nullptr) raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[f].name) + "' is missing; expected " + field_names());
             source_of(inputs[f], value, lead, f, n, sources[f], held);
@@ -100,7 +100,7 @@ struct PyRing {
         }
         if (static_cast<std::size_t>(given) != found) {
             for (Py_ssize_t k = 0; k < given; ++k) {
-                const nb::object name = nb::borrow(PyTuple_GET_ITEM(names, k));
+                const nb::object name = nb::borrow(NB_TUPLE_GET_ITEM(names, k));
                 bool known = false;
                 for (const auto& input : inputs) known = known || name.equal(input.name);
                 if (!known) raise_protocol_error("SpecMismatch", "there is no field '" + text_of(name) + "'; expected " + field_names());

@@ -17,13 +17,11 @@ from jurybox.protocol.segment import directory
 START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
 
 
-class RunningServer:
-    """A ``jurybox serve`` in a process group of its own."""
+class ServerElsewhere:
+    """A server that somebody else started, and ends."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
-        self.process = process
+    def __init__(self, address: str) -> None:
         self.address = address
-        self.log = log
 
     def connect(self, **options: object) -> Server:
         return connect(self.address, **{"timeout": 60.0, **options})
@@ -32,6 +30,15 @@ class RunningServer:
         """Where "http", "grpc" or "tcp" really listens, "host:port"."""
         with self.connect() as client:
             return client.status()["server"][door]
+
+
+class RunningServer(ServerElsewhere):
+    """A ``jurybox serve`` in a process group of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
+        super().__init__(address)
+        self.process = process
+        self.log = log
 
     def pids(self) -> dict[str, int]:
         """Process ids by role, engines from the board, the gateway from the process table."""

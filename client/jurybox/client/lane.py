@@ -203,7 +203,7 @@ class Lane:
         """Wait for a future, at most `left` seconds; silence makes it look after the tickets."""
         try:
             await asyncio.wait_for(future, min(left, LOOK_AFTER))
-        except TimeoutError:
+        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
             self.receive_now()
             self._look_after()
 
