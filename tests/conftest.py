@@ -17,7 +17,7 @@ settings.load_profile("suite")
 @pytest.fixture(scope="session", autouse=True)
 def shared_memory_of_our_own():
     """A folder in shared memory for this run alone: what is left in it is ours, and nobody else's is swept."""
-    if "JURYBOX_TEST_SERVER" in os.environ:  # of another run, as is the folder
+    if "MATRIX_SERVER" in os.environ:  # of another run, as is the folder
         yield str(directory())
         return
     folder = tempfile.mkdtemp(prefix="jurybox-tests-", dir=directory())

@@ -83,7 +83,13 @@ def config(models: dict[str, dict[str, object]], **server: object) -> str:
     return "\n".join(lines) + "\n"
 
 
-def launch(folder: Path, models: dict[str, dict[str, object]], env: dict[str, str] | None = None, **server: object):
+def launch(
+    folder: Path,
+    models: dict[str, dict[str, object]],
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
+    **server: object,
+):
     """Start a server and don't wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
     address = f"ipc://{folder}/engine"
@@ -92,7 +98,7 @@ def launch(folder: Path, models: dict[str, dict[str, object]], env: dict[str, st
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
     with log.open("a") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jurybox.server.cli", "serve", str(file)],
+            [python, "-m", "jurybox.server.cli", "serve", str(file)],
             stdout=sink,
             stderr=sink,
             text=True,
@@ -104,10 +110,14 @@ def launch(folder: Path, models: dict[str, dict[str, object]], env: dict[str, st
 
 @contextmanager
 def serving(
-    folder: Path, models: dict[str, dict[str, object]], env: dict[str, str] | None = None, **server: object
+    folder: Path,
+    models: dict[str, dict[str, object]],
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
+    **server: object,
 ) -> Iterator[RunningServer]:
     """A server that serves; stopped at the end, whatever the test did to it."""
-    running = launch(folder, models, env, **server)
+    running = launch(folder, models, env, python, **server)
     try:
         wait_until(lambda: "serving" in running.text() or running.process.poll() is not None, START)
         if running.process.poll() is not None:

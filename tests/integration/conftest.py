@@ -21,9 +21,9 @@ MODELS = {
 def server(tmp_path_factory):
     """One server for a module's tests: they must leave it as they found it.
 
-    JURYBOX_TEST_SERVER: the address of one that serves MODELS already, of another Python perhaps (tests/wheel).
+    MATRIX_SERVER: the address of one that serves MODELS already, of another Python perhaps (tests/wheel).
     """
-    if elsewhere := os.environ.get("JURYBOX_TEST_SERVER"):
+    if elsewhere := os.environ.get("MATRIX_SERVER"):
         yield ServerElsewhere(elsewhere)
         return
     with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
@@ -33,7 +33,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gateway_server(tmp_path_factory):
     """Another, for clients over gRPC: its gateway keeps rows of every model."""
-    if elsewhere := os.environ.get("JURYBOX_TEST_GATEWAY"):
+    if elsewhere := os.environ.get("MATRIX_GATEWAY"):
         yield ServerElsewhere(elsewhere)
         return
     with serving(tmp_path_factory.mktemp("gateway"), MODELS, grpc="127.0.0.1:0") as running:

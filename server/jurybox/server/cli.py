@@ -9,6 +9,12 @@ _USAGE = 2
 
 def main() -> None:
     """Run the command line; ends the process with the exit status of docs/operations.md."""
+    if sys.version_info < (3, 11):
+        sys.stderr.write(
+            f"jurybox: this is Python {sys.version_info[0]}.{sys.version_info[1]}, which a client may be; the command "
+            "line, servers and trainings need Python 3.11 or newer.\n"
+        )
+        sys.exit(_USAGE)
     try:
         from jurybox.server.commands.app import app
     except ModuleNotFoundError as error:

@@ -37,6 +37,7 @@ def examine(*, fix: bool = False) -> list[Finding]:
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_python(sys.version_info[:3], sys.platform),
         lambda: check_packages(_installed()),
+        _check_conflicts,
         check_native,
         lambda: host_checks.check_kernel(os.uname().release),
         lambda: check_room(*_room(directory()), directory()),
@@ -75,6 +76,14 @@ def check_packages(installed: Mapping[str, str | None]) -> Finding:
             "packages", Level.FAIL, f"{', '.join(missing)} not installed; {text}", "pip install 'jurybox[server]'"
         )
     return Finding("packages", Level.OK, text)
+
+
+def _check_conflicts() -> Finding:
+    try:
+        from jurybox.server import package_checks
+    except ModuleNotFoundError as error:
+        return Finding("versions", Level.WARN, f"not looked at: no {error.name}", "pip install 'jurybox[server]'")
+    return package_checks.check_conflicts(package_checks.installed())
 
 
 def check_native() -> Finding:

@@ -1,0 +1,140 @@
+"""Throw-away environments with the wheel in them: interpreters that are at hand, wheels built once, packages by uv."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NO_TORCH = "torch; python_version < '3'"  # an override for uv: gigabytes that a client does not need
+_ASK = """
+import sys, sysconfig
+print("%d.%d" % sys.version_info[:2] + "t" * bool(sysconfig.get_config_var("Py_GIL_DISABLED")))
+"""
+
+
+def run(*command: object, timeout: float = 600.0, **more: object) -> str:
+    """What a command prints; an AssertionError with all it said where it fails."""
+    words = [str(part) for part in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, **more)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{' '.join(words[:6])} ...\n{done.stdout}\n{done.stderr}"
+    return str(done.stdout)
+
+
+def uv() -> str:
+    """The program uv, of this environment or on the path; the test is skipped where there is none."""
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    if found is None:
+        pytest.skip("uv is not here: pip install uv")
+    return found
+
+
+@cache
+def interpreter(version: str) -> str | None:
+    """A Python of that version ("3.13", "3.13t"): in MATRIX_PYTHONS, on the path, pyenv's, or one that uv manages."""
+    name = f"python{version}"
+    given = [Path(folder) for folder in os.environ.get("MATRIX_PYTHONS", "").split(os.pathsep) if folder]
+    places = [*given, *map(Path, os.get_exec_path())]
+    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [str(place / name) for place in places]
+    candidates += [str(path) for path in sorted(kept.glob(f"{version}*/bin/{name}"))]
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK):
+            told = subprocess.run([candidate, "-c", _ASK], capture_output=True, text=True, check=False)
+            if told.stdout.strip() == version:
+                return candidate
+    managed = subprocess.run(
+        [uv(), "python", "find", "--managed-python", "--no-python-downloads", version], capture_output=True, text=True
+    )
+    return managed.stdout.strip() or None
+
+
+def needed_interpreter(version: str) -> str:
+    """As `interpreter`; the test is skipped aloud where there is none."""
+    found = interpreter(version)
+    if found is None:
+        pytest.skip(
+            f"Python {version} is not here: uv python install {version}, or name its folder in MATRIX_PYTHONS "
+            "(docs/install.md)"
+        )
+    return found
+
+
+class Wheels:
+    """The wheels of this tree, each built when it is first asked for.
+
+    Args:
+        folder: where they go. MATRIX_WHEELS names one where they are already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        given = os.environ.get("MATRIX_WHEELS")
+        self._folder = Path(given) if given else folder
+        self._given = bool(given)
+
+    def of(self, version: str) -> Path:
+        """The wheel for a version of Python: from 3.12 on the same one, unless it is free-threaded."""
+        own = f"cp{version.replace('.', '')}"
+        tag = f"{own.rstrip('t')}-{own}" if version.endswith("t") or version < "3.12" else "cp312-abi3"
+        pattern = f"jurybox-*-{tag}-*{os.uname().machine}.whl"
+        if not list(self._folder.glob(pattern)) and not self._given:
+            maker = needed_interpreter("3.12" if tag == "cp312-abi3" and interpreter("3.12") else version)
+            run("nice", uv(), "build", "--quiet", "--wheel", "--python", maker, "--out-dir", self._folder, ROOT)
+        found = sorted(self._folder.glob(pattern))
+        assert found, f"no {pattern} in {self._folder}"
+        return found[-1]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment; `python` is its interpreter."""
+
+    folder: Path
+    python: Path
+
+    @classmethod
+    def make(
+        cls, folder: Path, version: str, wheel: Path, *packages: str, extra: str = "", options: tuple[str, ...] = ()
+    ) -> Environment:
+        """Resolve and install the wheel, with an extra of its own, and packages, all at once; then look for conflicts.
+
+        The test is skipped aloud where the package index cannot be reached.
+        """
+        run(uv(), "venv", "--quiet", "--python", needed_interpreter(version), folder)
+        made = cls(folder, folder / "bin" / "python")
+        overrides = folder / "overrides.txt"
+        overrides.write_text(NO_TORCH)
+        wanted = [f"jurybox{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}", *packages, "--override", overrides]
+        command = [uv(), "pip", "install", "--quiet", "--python", made.python, *wanted, *options]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
+        if done.returncode and ("error sending request" in done.stderr or "dns error" in done.stderr):
+            pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+        if extra in ("", "grpc"):  # which asks for no torch
+            run(uv(), "pip", "check", "--quiet", "--python", made.python)
+        return made
+
+    def run(self, *command: object, timeout: float = 300.0, **env: str) -> str:
+        """What the environment's Python prints."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        return run(self.python, *command, timeout=timeout, env={**kept, "PYTHONDONTWRITEBYTECODE": "1", **env})
+
+    def version_of(self, package: str) -> str:
+        """Which version of a package is installed."""
+        return self.run("-c", f"from importlib.metadata import version; print(version({package!r}))").strip()
+
+    def lend_torch(self) -> None:
+        """Let it import this environment's torch, and whatever else it has none of its own."""
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.origin is not None
+        (place,) = self.folder.glob("lib/python*/site-packages")
+        (place / "torch-of-another.pth").write_text(str(Path(spec.origin).parents[1]) + "\n")

@@ -1,0 +1,129 @@
+"""The wheel in other people's environments: beside their packages, in their Pythons. `make matrix`; minutes, and PyPI.
+
+What is not here (an interpreter, the package index) is skipped, and pytest's summary says so.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from tests.integration.conftest import MODELS
+from tests.serving import serving
+from tests.wheel.environments import ROOT, Environment, Wheels, run, uv
+
+from jurybox.protocol.segment import directory
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
+
+HERE = "{}.{}".format(*sys.version_info[:2])
+# What is installed beside the wheel, in one resolution, and the Python it is for.
+NEIGHBOURS = {
+    "protobuf 4.25": ("protobuf", ["protobuf==4.25.*"], "3.11"),
+    "protobuf 5.29": ("protobuf", ["protobuf==5.29.*"], "3.11"),
+    "protobuf 6.33": ("protobuf", ["protobuf==6.33.*"], "3.12"),
+    "protobuf 7": ("protobuf", ["protobuf==7.*"], "3.12"),
+    "tritonclient": ("tritonclient", ["tritonclient[grpc,http]"], "3.12"),
+    "older tritonclient": ("tritonclient", ["tritonclient[grpc,http]==2.45.*", "numpy<2"], "3.11"),
+    "tensorboard": ("tensorboard", ["tensorboard"], "3.12"),
+    "wandb": ("wandb", ["wandb"], "3.12"),
+    "mlflow": ("mlflow", ["mlflow"], "3.12"),
+    "ray": ("ray", ["ray"], "3.12"),
+}
+SUITE = ["pytest", "pytest-timeout", "pytest-asyncio", "hypothesis"]
+# A Python, how versions are chosen, and what of the versions is to be seen.
+PYTHONS = {
+    "3.10, the oldest of everything": ("3.10", ["--resolution", "lowest-direct"], {"numpy": "1.26.", "pyzmq": "22.3"}),
+    "3.11, NumPy 1.26": ("3.11", [], {"numpy": "1.26."}),
+    "3.12, NumPy 1.26": ("3.12", [], {"numpy": "1.26."}),
+    "3.12": ("3.12", [], {"numpy": "2."}),
+    "3.13": ("3.13", [], {"numpy": "2."}),
+    "3.14": ("3.14", [], {"numpy": "2."}),
+    "3.14t": ("3.14t", [], {"numpy": "2."}),
+}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> Wheels:
+    return Wheels(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server with every model of the client's suite, over every transport, of the Python that runs this."""
+    doors = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    with serving(tmp_path_factory.mktemp("server"), MODELS, {"PYTHONPATH": str(ROOT)}, **doors) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    """Another, for the part of the suite over gRPC: a gateway keeps rows of every model."""
+    folder = tmp_path_factory.mktemp("gateway")
+    with serving(folder, MODELS, {"PYTHONPATH": str(ROOT)}, grpc="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.mark.parametrize("case", NEIGHBOURS)
+def test_the_client_works_beside(case, wheels, server, tmp_path) -> None:
+    name, packages, version = NEIGHBOURS[case]
+    there = Environment.make(tmp_path / "env", version, wheels.of(version), *packages, extra="grpc")
+    addresses = [server.address, *(f"{door}://{server.listening(door)}" for door in ("tcp", "grpc", "http"))]
+    said = there.run(ROOT / "tests/wheel/beside.py", name, *addresses, WANDB_SILENT="true", JURYBOX_SHM_DIR=directory())
+    assert f"{name} and the client work together" in said
+    if case.startswith("protobuf"):
+        assert there.version_of("protobuf").startswith(case.split()[1])
+
+
+def test_sorrel_comes_as_an_extra(wheels, server, tmp_path) -> None:
+    """All that the extra asks for fits together; torch, the largest of it, is resolved and not downloaded."""
+    wheel = wheels.of("3.12")
+    wanted = tmp_path / "wanted.in"
+    wanted.write_text(f"jurybox[sorrel] @ {wheel.as_uri()}\n")
+    resolved = run(uv(), "pip", "compile", "--quiet", "--no-header", "--python-version", "3.12", wanted)
+    assert "\nsorrel==" in resolved and "\ntorch==" in resolved and "\nprotobuf==6." in resolved
+    there = Environment.make(tmp_path / "env", "3.12", wheel, extra="sorrel")
+    assert there.version_of("sorrel") >= "1.6"
+    said = there.run(ROOT / "tests/wheel/beside.py", "sorrel", server.address, JURYBOX_SHM_DIR=directory())
+    assert "sorrel and the client work together" in said
+
+
+@pytest.mark.parametrize("case", PYTHONS)
+def test_the_clients_suite_passes_in_another_python(case, wheels, server, gateway, tmp_path) -> None:
+    version, options, seen = PYTHONS[case]
+    pins = ["numpy==1.26.*"] if seen["numpy"].startswith("1.26") and not options else []
+    there = Environment.make(tmp_path / "env", version, wheels.of(version), *pins, extra="grpc", options=tuple(options))
+    for package, start in seen.items():
+        assert there.version_of(package).startswith(start)
+    run(uv(), "pip", "install", "--quiet", "--python", there.python, *SUITE)
+    given = {"MATRIX_SERVER": server.address, "MATRIX_GATEWAY": gateway.address}
+    suite = [
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        ROOT,
+        "-c",
+        ROOT / "pyproject.toml",
+        ROOT / "tests/integration/test_client.py",
+    ]
+    said = there.run("-m", "pytest", "-q", *suite, JURYBOX_SHM_DIR=directory(), **given)
+    assert " passed" in said
+    if version.endswith("t"):
+        there.run("-c", "import sys, jurybox.client, jurybox.native; assert not sys._is_gil_enabled()")
+
+
+@pytest.mark.parametrize("protobuf", ["5.29", "6.33", "7"])
+def test_a_server_serves_with_protobuf(protobuf, wheels, tmp_path) -> None:
+    """Health, reflection and inference over gRPC: the packages of gRPC's that fit come with it."""
+    there = Environment.make(tmp_path / "env", HERE, wheels.of(HERE), f"protobuf=={protobuf}.*", extra="server")
+    there.lend_torch()
+    assert there.version_of("protobuf").startswith(protobuf)
+    models = {"affine": {"factory": "tests.models:affine"}}
+    doors = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    env = {"PYTHONPATH": str(ROOT)}
+    with serving(tmp_path / "server", models, env, python=str(there.python), **doors) as server:
+        addresses = [server.address, *(f"{door}://{server.listening(door)}" for door in doors)]
+        said = run(sys.executable, ROOT / "tests/wheel/beside.py", "protobuf", *addresses)
+        assert "protobuf and the client work together" in said
+        answer = there.run(ROOT / "tests/wheel/grpc_health.py", server.listening("grpc"))
+    assert answer.split() == ["SERVING", "inference.GRPCInferenceService"]
