@@ -352,12 +352,15 @@ void bind_replay(nb::module_& m) {
             if (r.ring.links != nullptr) Writer(r.ring).end(r.stream);
         })
         .def("rebuild_sums", [](PyRing& r) { r.ring.tree.rebuild(); })
-        .def("adopt", [](PyRing& r, std::uint64_t reserved, std::uint64_t tail, std::uint64_t top) {
+        .def("after_fork", &PyRing::after_fork, nb::arg("seed"), "In a forked child: writers, draws and threads of its own.")
+        .def("adopt", [](PyRing& r, std::uint64_t reserved, std::uint64_t tail, std::uint64_t top, std::uint64_t retried, std::uint64_t sampled) {
             // A loaded ring goes on counting where the saved one stood.
+            r.ring.control->retried.store(std::min(retried, reserved), std::memory_order_relaxed);
+            r.ring.control->sampled.store(sampled, std::memory_order_relaxed);
             r.ring.control->reserved.store(reserved, std::memory_order_release);
             r.ring.control->tail.store(tail, std::memory_order_release);
             if (top != 0) r.ring.control->top_priority.store(top, std::memory_order_relaxed);
-        }, nb::arg("reserved"), nb::arg("tail"), nb::arg("top_priority"))
+        }, nb::arg("reserved"), nb::arg("tail"), nb::arg("top_priority"), nb::arg("retried"), nb::arg("sampled"))
         .def_prop_ro("top_priority", [](const PyRing& r) { return r.ring.control->top_priority.load(std::memory_order_relaxed); })
         .def_prop_ro("total_priority", [](const PyRing& r) { return r.ring.tree.present() ? r.ring.tree.total() : 0; })
         .def("announce", [](PyRing& r) {
@@ -375,6 +378,7 @@ void bind_replay(nb::module_& m) {
         .def("end", [](PyStreams& s, std::size_t which) {
             if (s.ring->ring.links != nullptr) Writer(s.ring->ring).end(s.streams.at(which));
         }, nb::arg("which"))
+        .def("after_fork", [](PyStreams& s) { s.streams.assign(s.streams.size(), Stream{}); }, "In a forked child: none of its rows follows its parent's.")
         .def("__len__", [](const PyStreams& s) { return s.streams.size(); });
     add_fast_method<streams_add>(streams, "add", "add(**fields): one row for each stream.");
     add_fast_method<streams_extend>(streams, "extend", "extend(**fields): n rows of one stream, in order.");

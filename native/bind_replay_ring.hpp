@@ -181,10 +181,11 @@ struct PyRing {
         const bool simple = ring.control->full == Full::overwrite && !ring.limited();
         const double deadline = simple ? 0.0 : monotonic_seconds() + timeout;
         std::uint64_t done = 0;
+        std::uint64_t passed = 0;  // slots in a row that were taken
         outcome = Written::yes;
         while (done < n) {
             Ticket first = 0;
-            const std::uint64_t got = simple ? (first = ring.reserve(n), n) : tickets(n - done, first, deadline);
+            const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline);
             if (got == 0) {
                 if (ring.control->full == Full::drop_newest && !interrupted_ && admitted(1) != 0)
                     ring.control->dropped.fetch_add(n - done, std::memory_order_relaxed);
@@ -192,16 +193,24 @@ struct PyRing {
                     timed_out = true;
                 break;
             }
-            for (std::uint64_t i = 0; i < got; ++i, ++done) {
+            for (std::uint64_t i = 0; i < got; ++i) {
                 Stream* stream = streams == nullptr ? nullptr : streams + (stream_a_row ? done : 0);
                 const unsigned end = stream == nullptr || final_row ? 0 : ends(sources, done);
                 outcome = writer.write(first + i, sources, done, stream, end, final_row);
-                if (outcome != Written::yes) {
-                    bad = writer.failed_field;
-                    return done;
+                if (outcome == Written::yes) {
+                    if (prioritized) update->set(ring.slot_of(writer.last_ticket), top);
+                    passed = 0, ++done;
+                    continue;
                 }
-                if (prioritized) update->set(ring.slot_of(writer.last_ticket), top);
+                // The row takes the next ticket; one more is had as all are, so a ring that must not overwrite does not.
+                const bool on = outcome == Written::taken && ++passed < ring.capacity;
+                ring.control->retried.fetch_add(on ? 1 : got - i, std::memory_order_relaxed);
+                if (on) continue;
+                if (outcome == Written::taken) outcome = Written::no_slot;
+                bad = writer.failed_field;
+                return done;
             }
+            outcome = Written::yes;
             if (ring.limited()) announce(ring.control->rows);
         }
         return done;
@@ -239,6 +248,19 @@ struct PyRing {
                                                 " s: " + (ring.control->full == Full::block ? "the ring is full and nobody takes or discards rows" : "the rate limiter waits for samples") +
                                                 "; read more, or give a longer timeout");
         return PyLong_FromUnsignedLongLong(done);
+    }
+
+    // A forked child's copy: its rows begin episodes of their own and its draws are not its parent's. The threads that copy
+    // are the parent's, and so may be the locks they held: they are left behind.
+    void after_fork(std::uint64_t seed) {
+        stream = Stream{};
+        key = mixed(seed, 0);
+        calls.store(0, std::memory_order_relaxed);
+        interrupted_ = false;
+        if (!crew) return;
+        const std::size_t threads = crew->threads();
+        static_cast<void>(crew.release());
+        crew = std::make_unique<Crew>(threads);
     }
 
     bool interrupted_ = false;

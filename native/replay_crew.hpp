@@ -1,10 +1,12 @@
-// Threads that copy: they sleep between jobs and share a job's parts out among themselves and the caller.
+// Threads that copy: they sleep between jobs and share a job's parts out among themselves and the caller. They begin with
+// the first job.
 #pragma once
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -12,9 +14,7 @@ namespace jurybox::replay {
 
 class Crew {
   public:
-    explicit Crew(std::size_t threads) {
-        for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
-    }
+    explicit Crew(std::size_t threads) : threads_(threads) {}
     Crew(const Crew&) = delete;
     Crew& operator=(const Crew&) = delete;
     ~Crew() {
@@ -26,15 +26,19 @@ class Crew {
         for (auto& worker : workers_) worker.join();
     }
 
-    std::size_t threads() const { return workers_.size() + 1; }
+    std::size_t threads() const { return threads_; }
 
     // Run part(0) .. part(parts - 1), the caller's thread included; gives back when all are done.
     void run(std::size_t parts, const std::function<void(std::size_t)>& part) {
-        if (workers_.empty() || parts <= 1) {
+        if (threads_ <= 1 || parts <= 1) {
             for (std::size_t i = 0; i < parts; ++i) part(i);
             return;
         }
         const std::lock_guard<std::mutex> one_job(jobs_);
+        try {
+            while (workers_.size() + 1 < threads_) workers_.emplace_back([this] { work(); });
+        } catch (const std::system_error&) {  // no more threads are to be had: those that are there do the work
+        }
         {
             const std::lock_guard<std::mutex> hold(mutex_);
             part_ = &part;
@@ -70,6 +74,7 @@ class Crew {
         }
     }
 
+    const std::size_t threads_;
     std::mutex jobs_;  // callers take turns
     std::mutex mutex_;
     std::condition_variable wake_, idle_;

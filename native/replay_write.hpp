@@ -64,16 +64,16 @@ struct Stream {
 
 constexpr std::size_t kCached = std::size_t{32} << 20;  // a smaller ring may stay in a last-level cache
 
-enum class Written { yes, full, no_slot, too_dense };
+enum class Written { yes, taken, no_slot, too_dense };
 
 class Writer {
   public:
     explicit Writer(Ring& ring) : ring_(ring) {}
 
-    // Write row `row` of `sources` at ticket `t` (or, where its slot is taken, at a newer one).
+    // Write row `row` of `sources` at ticket `t`; taken: another writer is in its slot, or one was killed there.
     // ends: 0 goes on, 1 truncated, 2 terminated.
     Written write(Ticket t, const Source* sources, std::size_t row, Stream* stream, unsigned ends, bool final_row) {
-        if (!ring_.claim_any(t)) return Written::no_slot;
+        if (!ring_.claim(t)) return Written::taken;
         const std::size_t at = ring_.slot_of(t);
         std::byte* slot = ring_.slot(at);
         const std::size_t n = ring_.fields.size();

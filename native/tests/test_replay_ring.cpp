@@ -45,9 +45,13 @@ void write_stamped(Ring& ring, float stamp, std::size_t elements, Stream* stream
     std::vector<float> row(elements, stamp);
     std::vector<Source> sources(ring.fields.size());
     for (auto& s : sources) s.data = reinterpret_cast<const std::byte*>(row.data());
-    const Ticket t = ring.reserve(1);
     Writer writer(ring);
-    CHECK(writer.write(t, sources.data(), 0, stream, ends, false) == Written::yes);
+    Written outcome = Written::taken;
+    while (outcome == Written::taken) {
+        outcome = writer.write(ring.reserve(1), sources.data(), 0, stream, ends, false);
+        if (outcome == Written::taken) ring.control->retried.fetch_add(1, std::memory_order_relaxed);
+    }
+    CHECK(outcome == Written::yes);
     if (ring.tree.present()) ring.tree.set(ring.slot_of(writer.last_ticket), SumTree::quantised(1.0));
 }
 

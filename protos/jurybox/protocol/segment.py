@@ -10,6 +10,7 @@ tracker unlinks segments that other processes still need (cpython#82300).
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -189,6 +190,24 @@ class Segment:
     def owner_lives(self) -> bool:
         """Whether anybody holds the segment (this object's own hold not counted)."""
         return is_locked(self._fd, OWNER_LOCK)
+
+    def separate(self, *, hold: bool) -> None:
+        """In a forked child: take the file anew, so that no lock here is the parent's, nor outlives it; own nothing.
+
+        Args:
+            hold: hold the segment as the parent does: it is not swept while this object is open.
+        """
+        self.owned = False
+        if self._fd < 0:
+            return
+        access = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_ACCMODE
+        own = os.open(f"/proc/self/fd/{self._fd}", access | os.O_CLOEXEC)
+        try:
+            os.dup2(own, self._fd, inheritable=False)
+        finally:
+            os.close(own)
+        if hold:
+            try_lock(self._fd, OWNER_LOCK, shared=True)
 
     def close(self) -> None:
         """Let go of the file and its locks. The mapping goes when the last array over it does."""

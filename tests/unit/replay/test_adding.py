@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gc
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from jurybox.protocol.errors import Refused, SharedMemoryError, SpecMismatch, Timeout
+from jurybox.protocol.errors import Busy, Refused, SharedMemoryError, SpecMismatch, Timeout
 from jurybox.training.replay import Field, NotEnoughRows, Replay
 
 
@@ -176,3 +178,56 @@ def test_a_replay_may_be_closed_before_it_is_unlinked(make) -> None:
     replay.unlink()
     with pytest.raises(SharedMemoryError):
         Replay.attach(replay.name)
+
+
+def whole_tickets(replay: Replay) -> set[int]:
+    part = replay.parts[0]
+    words = part.sequences
+    tickets = words[(words > 0) & (words % 2 == 0)] // 2 - 1
+    return {int(ticket) for ticket in tickets if ticket >= part.ring.tail}
+
+
+@pytest.mark.parametrize("full", ["block", "drop_newest"])
+def test_a_ring_that_must_not_overwrite_does_not_where_a_writer_was_killed(make, full: str) -> None:
+    replay = make(8, full=full, timeout=0.01)
+    replay.parts[0].sequences[5] = 1  # a writer of long ago was killed in this slot
+    added = 0
+    for n in range(60):
+        before, now = whole_tickets(replay), added
+        try:
+            added += replay.add(x=np.zeros(3, np.float32), n=n)
+        except Timeout:
+            assert full == "block"
+        assert before <= whole_tickets(replay), "a row was overwritten that nobody had taken"
+        if added == now:
+            replay.discard(1)
+    assert added > 20 and replay.counters.retried > 2
+
+
+def test_rows_of_one_call_keep_their_order_where_a_slot_is_taken(make) -> None:
+    replay = make(8)
+    replay.parts[0].sequences[3] = 1
+    replay.extend(x=np.zeros((6, 3), np.float32), n=np.arange(6))
+    batch = replay.sample(6, replace=False)
+    assert batch["n"][np.argsort(batch.indices)].tolist() == list(range(6))
+
+
+def test_a_replay_whose_every_slot_is_taken_says_so(make) -> None:
+    replay = make(4)
+    replay.parts[0].sequences[:] = 1
+    for add in (
+        lambda: replay.add(x=np.zeros(3, np.float32), n=1),
+        lambda: replay.extend(x=np.zeros((9, 3), np.float32), n=np.arange(9)),
+    ):
+        with pytest.raises(Busy, match="make the replay anew"):
+            add()
+    assert replay.added == 0
+
+
+def test_a_replay_that_is_dropped_without_a_word_leaves_no_descriptor(make) -> None:
+    replay = make(4)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        Replay.attach(replay.name)
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

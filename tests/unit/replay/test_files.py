@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jurybox.protocol.errors import Refused, SharedMemoryError
-from jurybox.training.replay import Damaged, Episodes, Field, Replay, Windows
+from jurybox.training.replay import Damaged, Episodes, Field, RateLimiter, Replay, Windows
 from jurybox.training.replay import save as saving
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, Kind, record_head
 
@@ -240,3 +240,25 @@ def test_restore_takes_the_place_of_what_was_there(make, tmp_path) -> None:
     add(replay, 60, 100)
     replay.restore(tmp_path / "b")
     assert content(replay) == was and replay.added == 60
+
+
+def test_what_was_retried_and_sampled_is_counted_on_by_the_loaded_and_the_restored(make, loaded, tmp_path) -> None:
+    limiter = RateLimiter(samples_per_insert=1, least_rows=1, error=10)
+    replay = make(8, limiter=limiter, timeout=0.01)
+    replay.parts[0].sequences[3] = 1  # a writer was killed in this slot
+    for n in range(30):
+        replay.add(x=np.zeros(3, np.float32), n=n)
+        replay.sample(1)
+    replay.save(tmp_path / "buffer.jbr")
+    assert (replay.added, replay.counters.sampled) == (30, 30) and replay.counters.retried > 2
+    again = loaded(tmp_path / "buffer.jbr")
+    assert (again.added, again.counters.sampled) == (30, 30)
+    for n in range(9):
+        again.add(x=np.zeros(3, np.float32), n=n)  # the limiter would not let them in, were no sample remembered
+    fresh = make(8, limiter=limiter, timeout=0.01)
+    fresh.parts[0].sequences[3] = 1
+    for n in range(11):
+        fresh.add(x=np.zeros(3, np.float32), n=n)
+    fresh.save(tmp_path / "small.jbr")
+    again.restore(tmp_path / "small.jbr")
+    assert again.added == 11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
 from jurybox.training.replay import Field, Replay
@@ -43,3 +44,47 @@ def test_a_row_that_is_never_finished_holds_nothing_up(replay):
     replay.add(a=2)
     assert tail.take()["a"].tolist() == [2]
     del held
+
+
+def killed_in(replay, slot):
+    """What a writer leaves that was killed in this slot, long ago."""
+    replay.parts[0].sequences[slot] = 1
+
+
+def test_the_newest_rows_come_though_a_writer_was_killed_laps_ago(replay):
+    killed_in(replay, 3)
+    for a in range(40):
+        replay.add(a=a)
+    assert replay.counters.retried > 0, "no writer met the dead slot: this run has shown nothing"
+    fresh, tail = Tail(replay), Tail(replay)
+    assert fresh.take()["a"].tolist() == [], "a fresh reader begins after what is there"
+    for a in range(40, 80):
+        replay.add(a=a)
+        assert tail.take()["a"].tolist() == [a], "the newest row comes at once, and no old one with it"
+
+
+def test_rows_that_were_given_up_are_not_handed_out(replay):
+    tail = Tail(replay)
+    for a in range(4):
+        replay.add(a=a)
+    replay.discard(3)
+    assert tail.take()["a"].tolist() == [3]
+
+
+def test_rows_of_more_than_one_number_come_as_they_were_written():
+    fields = {"a": Field((2, 3), "int16"), "b": Field((), "float64"), "c": Field((5,), "uint8")}
+    with Replay.create(f"tail-wide-{os.getpid()}", 8, fields) as replay:
+        tail = Tail(replay)
+        rng, rows = np.random.default_rng(0), []
+        for _ in range(13):
+            rows.append(
+                {
+                    "a": rng.integers(-9, 9, (2, 3), np.int16),
+                    "b": rng.normal(),
+                    "c": rng.integers(0, 9, 5, np.uint8),
+                }
+            )
+            replay.add(**rows[-1])
+        taken = tail.take()
+        for name in fields:
+            np.testing.assert_array_equal(taken[name], np.stack([row[name] for row in rows[-8:]]))

@@ -14,7 +14,7 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.segment import Segment
 from jurybox.training.replay import memory
 from jurybox.training.replay.archive import Archive, Kind, Record
-from jurybox.training.replay.part import Part, format_parts
+from jurybox.training.replay.part import Part, format_parts, standing_of
 
 if TYPE_CHECKING:
     from jurybox.training.replay.replay import Replay
@@ -75,7 +75,7 @@ def restore(replay: Replay, path: Path, *, recover: bool) -> None:
             )
         for part in replay.parts:
             part.sequences[:] = 0
-            part.ring.adopt(0, 0, 0)
+            part.ring.adopt(0, 0, 0, 0, 0)
         try:
             _fill(replay, archive, recover, None)
         except BaseException:
@@ -91,8 +91,7 @@ def put_in_order(replay: Replay) -> None:
     for part in replay.parts:
         unfinished = part.sequences % np.uint64(2) == 1
         part.sequences[unfinished] = 0
-        ring = part.ring
-        _settle(part, {"reserved": ring.reserved, "tail": ring.tail, "top_priority": ring.top_priority}, damaged=False)
+        _settle(part, standing_of(part), damaged=False)
 
 
 def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None) -> None:
@@ -180,12 +179,10 @@ def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
     sequences = part.sequences
     tickets = (sequences[sequences != 0] // np.uint64(2)) - np.uint64(1)
     newest = int(tickets.max()) + 1 if len(tickets) else 0
-    reserved = max(newest, counters["reserved"] if counters is not None else 0)
-    part.ring.adopt(
-        reserved,
-        counters["tail"] if counters is not None else 0,
-        counters["top_priority"] if counters is not None else 0,
-    )
+    standing = {} if counters is None else counters
+    # Files of earlier releases do not say how many tickets were retried, nor how many rows had been sampled.
+    rest = (standing.get(name, 0) for name in ("tail", "top_priority", "retried", "sampled"))
+    part.ring.adopt(max(newest, standing.get("reserved", 0)), *rest)
     if part.leaves is not None:
         there = sequences != 0
         part.leaves[~there] = 0

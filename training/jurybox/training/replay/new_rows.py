@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
+from jurybox.protocol import forks
+from jurybox.protocol.errors import Refused
 from jurybox.training.replay.part import Part
 
 # Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor never came. After it:
@@ -52,7 +54,7 @@ class Piece:
 
 
 class NewRows:
-    """Takes rows out of one ring; belongs to one thread.
+    """Takes rows out of one ring; belongs to one thread of one process, since it may give their slots back.
 
     Attributes:
         taken: rows taken so far, and the next one's position.
@@ -71,6 +73,15 @@ class NewRows:
         self._ticket_at = np.full(part.capacity, -1, np.int64)
         self._position_at = np.full(part.capacity, -1, np.int64)
         self._links = np.zeros((0, 16), np.uint8)
+        self._forked = False
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._forked = True
+
+    def _require_own(self) -> None:
+        if self._forked:
+            raise Refused("these new rows were followed before a fork, and are the parent's: follow them anew here")
 
     @property
     def waiting(self) -> int:
@@ -83,6 +94,7 @@ class NewRows:
         Args:
             most: rows at once; what is left comes next time.
         """
+        self._require_own()
         ring = self._part.ring
         newest = int(ring.reserved)
         oldest = max(self._next, int(ring.tail), newest - self._capacity)
@@ -98,6 +110,7 @@ class NewRows:
 
     def ended(self) -> npt.NDArray[np.int64]:
         """Positions of rows whose episode went on when they were taken, and has ended with them since."""
+        self._require_own()
         if self._part.links is None or not self._open:
             return np.empty(0, np.int64)
         tickets = np.fromiter(self._open, np.int64, len(self._open))
@@ -111,6 +124,7 @@ class NewRows:
 
     def discard(self) -> None:
         """Give the slots of the rows that were taken back to writers that wait for room."""
+        self._require_own()
         # What is still being written stays, and all behind it.
         upto = min(self._late, default=self._next)
         ring = self._part.ring

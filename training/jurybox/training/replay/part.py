@@ -76,7 +76,7 @@ class Part:
             spec.stored_dtype,
             self.slots[first : first + rows].data,
             offset,
-            strides=(self.layout.slot.size, *_packed_strides(spec.stored_shape, spec.stored_dtype.itemsize)),
+            strides=(self.layout.slot.size, *packed_strides(spec.stored_shape, spec.stored_dtype.itemsize)),
         )
 
     def draw(
@@ -139,6 +139,19 @@ def open_parts(
     ]
 
 
+def standing_of(part: Part) -> dict[str, int]:
+    """Where a ring stands, for one that is to go on from there: in a file, or after its processes."""
+    ring = part.ring
+    reserved, retried, _, _, sampled, _ = ring.counters()
+    return {
+        "reserved": reserved,
+        "tail": ring.tail,
+        "top_priority": ring.top_priority,
+        "retried": retried,
+        "sampled": sampled,
+    }
+
+
 def format_parts(segment: Segment, layout: Layout) -> None:
     """Write the description and empty control blocks into a new segment."""
     head = layout.head()
@@ -160,7 +173,7 @@ def format_parts(segment: Segment, layout: Layout) -> None:
         )
 
 
-def _packed_strides(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
+def packed_strides(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
     strides: list[int] = []
     for size in reversed(shape):
         strides.append(item)

@@ -8,12 +8,16 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from jurybox.protocol import forks
+from jurybox.protocol.errors import Refused
 from jurybox.training.replay.batch import Batch
 
 if TYPE_CHECKING:
     import torch
 
     from jurybox.training.replay.replay import Replay
+
+_SLICE = 0.1  # seconds between two looks whether to stop
 
 
 class Prefetch:
@@ -22,6 +26,9 @@ class Prefetch:
     On the host it gives `Batch` objects, which are filled again: a batch is the caller's until the next is asked for.
     With a device it gives dicts of tensors there (and "indices", "weights"), copied from page-locked memory on a
     stream of their own; they are the caller's for good.
+
+    A sampler that waits for the rate limiter raises its Timeout here; a closed one ends, in whatever thread it is
+    asked. In a forked child, which has no such thread, it is refused.
     """
 
     def __init__(self, replay: Replay, n: int, *, depth: int, device: str | None, options: dict[str, Any]) -> None:
@@ -43,17 +50,27 @@ class Prefetch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replay-prefetch", daemon=True)
         self._thread.start()
+        self._forked = False
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._forked = True
 
     def __iter__(self) -> Prefetch:
         return self
 
     def __next__(self) -> Any:
+        if self._forked:
+            raise Refused("these batches are drawn by a thread of the process before its fork: prefetch in this one")
         if self._held is not None:
             self._free.put(self._held)
             self._held = None
-        if self._stop.is_set():
-            raise StopIteration
-        item = self._ready.get()
+        item = None
+        while item is None:
+            if self._stop.is_set():
+                raise StopIteration
+            with suppress(queue.Empty):
+                item = self._ready.get(timeout=_SLICE)
         if isinstance(item, BaseException):
             self.close()
             raise item
@@ -69,6 +86,8 @@ class Prefetch:
 
     def close(self) -> None:
         """Stop drawing; batches handed out stay valid."""
+        if self._forked:
+            return
         self._stop.set()
         # A batch more than it has lets the thread see that it is to stop.
         self._free.put(self._replay.batch(0))
@@ -102,7 +121,7 @@ class Prefetch:
     def _offer(self, item: Any) -> None:
         while not self._stop.is_set():
             with suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
+                self._ready.put(item, timeout=_SLICE)
                 return
 
 

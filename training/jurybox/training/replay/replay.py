@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.protocol.segment import Segment
 from jurybox.training.replay import load as loading
@@ -38,6 +41,11 @@ class Replay:
     Every method may be called from several threads at once, but rows of one episode stream come from one thread.
     A row costs its fields' stored sizes and a sequence word of 8 bytes.
 
+    A forked child may go on with the replay of its parent, as if it had attached to it: its rows begin episodes of
+    their own, its draws are seeded by the operating system (call `seed` there to have them repeatable), and leaving a
+    ``with`` block there does not remove the replay. A reservation, a `prefetch` and a save in the background stay the
+    parent's.
+
     Attributes:
         name: of the shared memory; or the path of the file that is the replay's memory.
         add: writes one row: ``replay.add(observation=..., reward=1.0)``. This and `extend` are the native functions
@@ -65,6 +73,8 @@ class Replay:
         self.saved: Saved | None = None
         self.add: Adding = self._pool.ring.add
         self.extend: Adding = self._pool.ring.extend
+        forks.register(self)
+        weakref.finalize(self, segment.close)  # who drops it without a word leaves no descriptor behind
 
     # ---- coming and going
 
@@ -339,6 +349,13 @@ class Replay:
         """Sum the priorities anew; for a replay at rest, after a process was killed in the midst of setting some."""
         for part in self.parts:
             part.ring.rebuild_sums()
+
+    def _after_fork_in_child(self) -> None:
+        for part in self.parts:
+            part.ring.after_fork(secrets.randbits(63))
+        self.saved = None  # the file goes on being the parent's
+        if self._segment is not None:
+            self._segment.separate(hold=True)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}: {spec.dtype}{list(spec.shape)}" for name, spec in self.layout.fields.items())

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, SpecMismatch
 from jurybox.training.replay.field import Codec
 from jurybox.training.replay.part import Part
@@ -16,7 +17,7 @@ class Reservation:
     """`rows[name]` is an array of shape (n, ...) that IS the ring's rows, in their stored dtype.
 
     Leaving the ``with`` block makes them visible, an exception in it gives them back. Until then no reader sees
-    them, and a killed writer costs these slots.
+    them, and a killed writer costs these slots. In a forked child the rows are still its parent's: it is refused.
     """
 
     def __init__(self, part: Part, n: int) -> None:
@@ -36,8 +37,18 @@ class Reservation:
             for name, spec in part.layout.fields.items()
             if spec.codec is not Codec.SPARSE
         }
+        self._forked = False
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._forked, self._first = True, None
+
+    def _require_own(self) -> None:
+        if self._forked:
+            raise Refused("these rows were reserved before a fork, and are the parent's to write: reserve rows here")
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        self._require_own()
         if name not in self._arrays:
             raise SpecMismatch(f"field {name!r} cannot be written in place; expected one of {', '.join(self._arrays)}")
         return self._arrays[name]
@@ -58,6 +69,7 @@ class Reservation:
 
     def commit(self) -> None:
         """Make the rows visible."""
+        self._require_own()
         self._finish(commit=True)
 
     def abandon(self) -> None:

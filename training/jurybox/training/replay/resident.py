@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.training.replay.errors import NotEnoughRows
 from jurybox.training.replay.new_rows import NewRows
@@ -28,6 +29,8 @@ _PLAIN = Windows()
 
 class Resident:
     """Up to `capacity` rows of a replay on a device; belongs to one thread. Made by `Replay.resident`.
+
+    A forked child may draw from the rows that were there, with draws of its own; `refresh` refuses there.
 
     Attributes:
         taken: rows that came to the device.
@@ -62,6 +65,11 @@ class Resident:
             torch.zeros(capacity, dtype=torch.float64, device=self.device) if layout.prioritized else None
         )
         self._top = 1.0
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        if self.device.type == "cpu":  # CUDA itself refuses to go on in a forked child
+            self._generator.seed()
 
     def __len__(self) -> int:
         return min(self.taken, self.capacity)

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, compressor, head_of, record_head
-from jurybox.training.replay.part import Part
+from jurybox.training.replay.part import Part, standing_of
 
 if TYPE_CHECKING:
     from jurybox.training.replay.replay import Replay
@@ -180,8 +181,9 @@ def _write(replay: Replay, fd: int, at: int, codec: str, *, before: Saved | None
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-save") as pool:
             job = _Job(output, codec, _Compressor(codec), pool)
             for number, part in enumerate(replay.parts):
-                newest = part.ring.reserved
-                counters.append({"reserved": newest, "tail": part.ring.tail, "top_priority": part.ring.top_priority})
+                standing = standing_of(part)
+                newest = standing["reserved"]
+                counters.append(standing)
                 saved.rows += _write_part(job, part, number, newest, before=before, saved=saved)
     finally:
         output.finish()
@@ -294,6 +296,11 @@ class BackgroundSave:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(replay, path, incremental, codec), name="replay-save")
         self._thread.start()
+        self._forked = False
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._forked = True
 
     def _run(self, replay: Replay, path: Path, incremental: bool, codec: str) -> None:
         try:
@@ -302,12 +309,16 @@ class BackgroundSave:
             self._error = error
 
     def done(self) -> bool:
+        """Whether `result` would not wait. Raises Refused in a forked child, where nobody saves."""
+        if self._forked:
+            raise Refused("this save runs on a thread of the process before its fork: ask there, or save in this one")
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Saved:
-        """Wait for the end of the save; raises what it raised, or TimeoutError."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        """Wait for the end of the save; raises what it raised, or TimeoutError; Refused in a forked child."""
+        if not self.done():
+            self._thread.join(timeout)
+        if not self.done():
             raise TimeoutError(f"the save is still running after {timeout} s; ask again")
         if self._error is not None:
             raise self._error

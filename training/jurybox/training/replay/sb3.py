@@ -90,7 +90,7 @@ class SharedReplayBuffer(ReplayBuffer):
         )
         self._batch: Batch | None = None
         # The maker removes the name; algorithms drop their buffers without a word.
-        weakref.finalize(self, _leave, self.replay, unlink=not attach)
+        weakref.finalize(self, _leave, self.replay, os.getpid(), unlink=not attach)
 
     def size(self) -> int:
         """Transitions an env, as the base class counts."""
@@ -106,7 +106,7 @@ class SharedReplayBuffer(ReplayBuffer):
 
     @property
     def pos(self) -> int:
-        return self.replay.added // self.n_envs % self.buffer_size
+        return int(self.replay.parts[0].ring.reserved) // self.n_envs % self.buffer_size
 
     @pos.setter
     def pos(self, value: int) -> None:
@@ -161,7 +161,7 @@ class SharedReplayBuffer(ReplayBuffer):
         raise TypeError("a SharedReplayBuffer is not pickled: use buffer.replay.save(path), and Replay.load")
 
 
-def _leave(replay: Replay, *, unlink: bool) -> None:
-    if unlink:
+def _leave(replay: Replay, maker: int, *, unlink: bool) -> None:
+    if unlink and os.getpid() == maker:  # a forked child has a copy of this, and ends earlier
         replay.unlink()
     replay.close()

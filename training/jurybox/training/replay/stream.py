@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jurybox import native
+from jurybox.protocol import forks
 from jurybox.training.replay.part import Part
 
 
@@ -28,7 +29,7 @@ class Streams:
     """`n` independent runs of rows, each linked to its own predecessor; belongs to one thread of one process.
 
     A replay's own `add` is one such stream. Envs side by side want one each: otherwise their rows would be taken
-    for one episode.
+    for one episode. In a forked child they begin anew: no row of a child's follows one of its parent's.
     """
 
     def __init__(self, part: Part, n: int, *, group: bool) -> None:
@@ -36,6 +37,10 @@ class Streams:
         self._fields = part.layout.fields
         self.add: Adding = self._native.add
         self.extend: Adding = self._native.extend
+        forks.register(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._native.after_fork()
 
     def __len__(self) -> int:
         return len(self._native)
