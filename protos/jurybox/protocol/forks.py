@@ -1,41 +1,43 @@
-"""What belongs to one process is told when that process forks.
+"""What a fork leaves to a child: objects that hold descriptors, locks or places in shared memory are told of it.
 
-A forked child has a copy of every object, and shares with its parent what they stand for: a lane, a place of publisher,
-a file lock, a stream. Whoever holds such a thing registers here, and in every child its `_after_fork_in_child` says
-what becomes of the copy: it refuses from then on, or begins anew. Nobody pays for this but a fork.
+A child shares its parent's sockets, file locks and rows; using them would give it the parent's answers, and the parent
+the child's. So whoever holds such things registers here, and lets go of them in the child before any of its code runs.
+It costs nothing until a fork happens.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import weakref
 from typing import Protocol
-from weakref import WeakSet
 
 
 class Forked(Protocol):
-    """What can be registered: hashable, and referable to weakly."""
+    """Who is told."""
 
     def _after_fork_in_child(self) -> None:
-        """Called in a forked child, in its only thread, in no particular order among those registered."""
+        """Called in the child, in its only thread, before `os.fork` returns there.
+
+        Close inherited descriptors and make new locks: another thread, which the child lacks, may have held the old
+        ones. Never unlock a file, never send: both would be done in the parent's name.
+        """
 
 
-_held: WeakSet[Forked] = WeakSet()
+_living: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
-def register(held: Forked) -> None:
-    """Tell `held` in every child that this process forks from now on, for as long as it lives."""
-    _held.add(held)
+def register(holder: Forked) -> None:
+    """Have `holder._after_fork_in_child()` called in every child that is forked while `holder` lives."""
+    _living.add(holder)
 
 
-def _in_child() -> None:
-    errors: list[Exception] = []
-    for held in list(_held):
+def _tell() -> None:
+    for holder in list(_living):
         try:
-            held._after_fork_in_child()
-        except Exception as error:  # noqa: BLE001  (the others must be told all the same)
-            errors.append(error)
-    if errors:
-        raise ExceptionGroup("after a fork", errors)  # which os.fork prints
+            holder._after_fork_in_child()
+        except Exception:  # noqa: BLE001  the others must be told, too
+            sys.excepthook(*sys.exc_info())
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_tell)
