@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
+# Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
+TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
+
 .PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel format bench monitoring proto sbom clean
 .DEFAULT_GOAL := help
 
@@ -15,6 +18,8 @@ setup: $(STAMP)  ## make .venv with everything in it
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.hpp native/CMakeLists.txt)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -z "$(TORCH_INDEX)" || PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --retries 1 --no-deps --index-url "$(TORCH_INDEX)" torch || \
+	  echo "no torch from $(TORCH_INDEX): taking PyPI's, with CUDA" >&2
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet -e '.[server,training,dev]'
 	touch $@
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.containers import client_program
 
@@ -56,12 +63,45 @@ def bridges() -> bool:
 
 
 def build(target: str, tag: str) -> str:
-    """Build one target of the Dockerfile. JURYBOX_TEST_WHEELS names a folder of wheels that come before PyPI's."""
+    """Build one target of the Dockerfile. JURYBOX_TEST_WHEELS names a folder of wheels that come before PyPI's.
+
+    A torch among them is given by an index of this process's own, so that TORCH_INDEX is tried where PyTorch's is not
+    to be reached.
+    """
     wheels = os.environ.get("JURYBOX_TEST_WHEELS")
-    given = ["--build-context", f"wheels={wheels}"] if wheels else []
-    docker("build", "--network", "host", "-f", "docker/Dockerfile", "--target", target, *given, "-t", tag, ".",
-           timeout=BUILD)  # fmt: skip
+    with ExitStack() as stack:
+        given = []
+        if wheels:
+            others, index = (Path(stack.enter_context(TemporaryDirectory())) for _ in range(2))
+            (index / "torch").mkdir()
+            for wheel in Path(wheels).glob("*.whl"):
+                of_torch = wheel.name.startswith("torch-")
+                shutil.copy(wheel, index / "torch" if of_torch else others)
+            given += ["--build-context", f"wheels={others}"]
+            if any((index / "torch").iterdir()):
+                given += ["--build-arg", f"TORCH_INDEX={stack.enter_context(_served(index))}"]
+        docker("build", "--network", "host", "-f", "docker/Dockerfile", "--target", target, *given, "-t", tag, ".",
+               timeout=BUILD)  # fmt: skip
     return tag
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[str]:
+    """The URL of a folder, which is how a package index may look."""
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing: pytest's output is for the tests."""
 
 
 def free_port() -> int:
@@ -77,7 +117,7 @@ class Project:
         self.name = f"jurybox-test-{secrets.token_hex(3)}"
         self.http = free_port()
         self.server = f"{self.name}-server-1"
-        self.volume = f"{self.name}_shared"
+        self.volume = f"{self.name}_shared_512m"
         self._env = {"IMAGE": image, "TAG": tag, "HTTP_PORT": str(self.http), "GRPC_PORT": str(free_port()),
                      "SHARED_MEMORY": "512m"}  # fmt: skip
         self._files = ["-f", "compose.yaml"]
@@ -85,8 +125,9 @@ class Project:
             self._files += ["-f", "tests/containers/host.yaml"]
         self._started: list[Container] = []
 
-    def compose(self, *arguments: str, timeout: float = COMMAND, check: bool = True) -> str:
-        return docker("compose", "-p", self.name, *self._files, *arguments, timeout=timeout, check=check, env=self._env)
+    def compose(self, *arguments: str, timeout: float = COMMAND, check: bool = True, **env: str) -> str:
+        return docker("compose", "-p", self.name, *self._files, *arguments, timeout=timeout, check=check,
+                      env={**self._env, **env})  # fmt: skip
 
     def in_server(self, *command: str) -> str:
         return docker("exec", self.server, *command)

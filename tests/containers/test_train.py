@@ -14,3 +14,7 @@ def test_a_training_in_its_own_container_leaves_its_report(project, images):
     )  # fmt: skip
     assert "report: /runs/photo/report.html" in said
     assert project.status()["lanes"]["in_use"] <= 2, "the gateway's own are left at most"
+
+    again = project.compose("--profile", "train", "up", "--no-build", "train", timeout=200)
+    assert "/runs/photo holds a run already" in again
+    assert "exited with code 2" in again

@@ -6,6 +6,7 @@ import pytest
 from jurybox.training.recipes.photo import PhotoTraining
 from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation
 from jurybox.training.recipes.photo_report import PhotoRun, render
+from jurybox.training.report import charts
 
 RNG = np.random.default_rng(5)
 STATUS = {
@@ -67,7 +68,7 @@ def test_pictures_scores_curve_criteria_server_and_settings_are_there():
     ):
         assert heading in html
     assert html.count("<img") == 6 * len(KINDS)
-    assert "300 pictures in 100 batches" in html and "8–15" in html and "40%" in html
+    assert "300 rows in 100 batches" in html and "8–15" in html and "40%" in html
     assert "12.0" in html and "learning_rate" in html
 
 
@@ -81,3 +82,33 @@ def test_what_is_missing_is_left_out():
     assert "The server" not in html and "Learning curve" not in html
     assert "The server" not in report(status={"models": []})
     assert "The server" in report(status={"models": [{"name": "photo", "rows": 1, "batches": 1}]})
+
+
+@pytest.mark.parametrize("width", [640, 344])
+def test_no_label_of_a_chart_leaves_its_drawing(width):
+    drawings = re.findall(rf'<svg class="\w+" viewBox="0 0 {width} \d+".*?</svg>', report(), re.S)
+    assert len(drawings) == 4, "scores, learning, criteria, batches; each for a wide screen and for a phone's"
+    for drawing in drawings:
+        for x, anchor, style, text in re.findall(
+            r'<text x="([\d.]+)" [^>]*text-anchor="(\w+)" class="([^"]*)">([^<]*)<', drawing
+        ):
+            wide = len(text) * (6.5 if style == "axis" else 7.0)  # of a 12 and a 13 pixel font, on average
+            begins = float(x) - {"start": 0, "middle": wide / 2, "end": wide}[anchor]
+            assert begins >= -4 and begins + wide <= width + 4, f"{text!r} at {x} of {width}"
+
+
+def test_a_loss_is_not_shown_as_a_gain():
+    def captions(gain):
+        learned = re.findall(r'<figure class="learned">.*?</figure>', report(gain), re.S)
+        return {re.search(r'<b class="(\w*)">([+-])', caption).groups() for caption in learned}
+
+    assert captions(0.1) == {("gain", "+")}
+    assert captions(-0.2) == {("loss", "-")}
+
+
+def test_marks_that_are_the_same_hide_nothing():
+    html = charts.dots_by_row({"size": [(name, 0.5, "plain") for name in "abcd"]}, "title", "axis")
+    wide = re.search(r'<svg class="wide".*?</svg>', html, re.S)[0]
+    circles = re.findall(r'<circle [^>]*r="([\d.]+)" class="(\w+)', wide)
+    assert [kind for _, kind in circles] == ["mean", "mean", "ring", "ring"]
+    assert float(circles[0][0]) < float(circles[2][0]) < float(circles[3][0])

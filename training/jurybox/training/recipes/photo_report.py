@@ -98,7 +98,8 @@ def _pictures(evaluation: PhotoEvaluation) -> str:
 def _picture(case: Case, kind: str) -> str:
     score = case.marks[kind]["score"]
     change = score - case.marks["no edits"]["score"]
-    gain = f" <b>{change:+.2f}</b>" if kind in ("learned", "random edits") else ""
+    tone = "gain" if change > 0 else "loss" if change < 0 else ""
+    gain = f' <b class="{tone}">{change:+.2f}</b>' if kind in ("learned", "random edits") else ""
     image = page.picture(case.pictures[kind], _SIDE, f"{case.photo}, {_COLUMNS[kind].lower()}")
     return f'<figure class="{_STYLES[kind]}">{image}<figcaption>{score:.2f}{gain}</figcaption></figure>'
 
@@ -183,7 +184,9 @@ def _criteria(evaluation: PhotoEvaluation) -> str:
     }
     return page.section(
         "What the juror says, by criterion",
-        charts.legend([(label, _STYLES[kind]) for kind, label in shown.items()]),
+        charts.legend(
+            [(label, f"{_STYLES[kind]}{' ring' if at > 1 else ''}") for at, (kind, label) in enumerate(shown.items())]
+        ),
         charts.dots_by_row(rows, "Mean mark of each criterion", "mean mark"),
         note="The score is their weighted mean. A criterion above the original's mark is a sign of what the juror can "
         "be talked into; one below, of what the tools or the training cannot mend.",
@@ -197,27 +200,29 @@ def _server(status: Mapping[str, Any] | None, model: str) -> str:
     if found is None or not found.get("batches"):
         return ""
     bins = _bins(found.get("histograms", {}).get("batch_rows", []))
-    chart = (
-        charts.histogram(bins, "Share of batches by size", "pictures in a batch", "share of batches") if bins else ""
-    )
-    names = {"queue": "waiting for the engine", "forward": "the juror's forward pass", "request": "the whole request"}
+    chart = charts.histogram(bins, "Share of batches by size", "rows in a batch", "share of batches") if bins else ""
+    names = {
+        "queue": "queue: until its batch began",
+        "forward": "forward: the batch in the juror",
+        "request": "request: until the answer",
+    }
     rows = [
         [label, *(_milliseconds(found["latency"][name].get(key)) for key in ("p50", "p90", "p99"))]
         for name, label in names.items()
         if name in found.get("latency", {})
     ]
     counted = (
-        f"{found['rows']:,} pictures in {found['batches']:,} batches, {found['rows'] / found['batches']:.1f} a batch; "
-        f"{found.get('failed', 0)} failed, {found.get('expired', 0)} expired, {found.get('refused', 0)} refused."
+        f"{found['rows']:,} rows in {found['batches']:,} batches, {found['rows'] / found['batches']:.1f} a batch; "
+        f"errors: {', '.join(f'{found.get(kind, 0)} {kind}' for kind in ('failed', 'expired', 'refused'))}."
     )
-    timed = page.table(["time, in ms", "half are below", "90 % below", "99 % below"], rows) if rows else ""
+    timed = page.table(["time, in ms", "p50", "p90", "p99"], rows) if rows else ""
     return page.section(
         "The server",
         page.paragraph(counted),
         chart,
         timed,
-        note="Workers ask one picture at a time; the engine takes whatever waits the moment it is free. Times are "
-        "read from histograms whose bins double in width.",
+        note="A row is a picture. Workers ask one at a time; the engine takes whatever waits the moment it is free. "
+        "Half of the times are below p50, 99 % below p99; they are read from histograms whose bins double in width.",
     )
 
 

@@ -28,22 +28,28 @@ def matrix(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence
     Args:
         title: what it shows, for whoever cannot see it.
     """
-    wide = (svg.WIDTH - _LEFT - 4) / len(columns)
-    marks = [
-        svg.text(_LEFT + wide * (index + 0.5), _TOP - 12, name, anchor="middle", style="axis")
-        for index, name in enumerate(columns)
-    ]
-    for number, (name, row) in enumerate(zip(rows, cells, strict=True)):
-        y = _TOP + _ROW * number
-        marks.append(svg.text(_LEFT - 10, y + _ROW / 2 + 4, name, anchor="end", style="label"))
-        for index, cell in enumerate(row):
-            if cell is None:
-                continue
-            x, points = _LEFT + wide * index, cell.wins - cell.losses
-            tone = "learned" if points >= 0 else "random"
-            told = f"{name} against {columns[index]}: {cell.wins:.0%} won, {cell.ties:.0%} tied, {cell.losses:.0%} lost"
-            shade = f"fill {tone} shade{round(abs(points) * _STEPS)}"
-            marks.append(svg.box(x + 1, y + 1, wide - 2, _ROW - 2, shade, told))
-            shown = f"{round(100 * points):+d}" if points else "0"
-            marks.append(svg.text(x + wide / 2, y + _ROW / 2 + 5, shown, anchor="middle", style="value"))
-    return svg.figure(_TOP + _ROW * len(rows) + 6, marks, title)
+    left = svg.margin(rows, _LEFT)
+
+    def draw(width: float) -> tuple[float, list[str]]:
+        wide = (width - left - 4) / len(columns)
+        marks = [
+            svg.text(left + wide * (index + 0.5), _TOP - 12, name, anchor="middle", style="axis")
+            for index, name in enumerate(columns)
+        ]
+        for number, (name, row) in enumerate(zip(rows, cells, strict=True)):
+            y = _TOP + _ROW * number
+            marks.append(svg.text(left - 10, y + _ROW / 2 + 4, name, anchor="end", style="label"))
+            for index, cell in enumerate(row):
+                if cell is None:
+                    continue
+                x, points = left + wide * index, cell.wins - cell.losses
+                tone = "learned" if points >= 0 else "random"
+                shares = f"{cell.wins:.0%} won, {cell.ties:.0%} tied, {cell.losses:.0%} lost"
+                told = f"{name} against {columns[index]}: {shares}"
+                shade = f"fill {tone} shade{round(abs(points) * _STEPS)}"
+                marks.append(svg.box(x + 1, y + 1, wide - 2, _ROW - 2, shade, told))
+                shown = f"{round(100 * points):+d}" if points else "0"
+                marks.append(svg.text(x + wide / 2, y + _ROW / 2 + 5, shown, anchor="middle", style="value"))
+        return _TOP + _ROW * len(rows) + 6, marks
+
+    return svg.wide_figure(draw, title)

@@ -1,17 +1,19 @@
 """The few marks that our charts are made of, as inline SVG that takes its colours from the page.
 
 Colours are CSS classes, never literals, so one drawing serves light and dark. Text is text: it can be read aloud,
-searched and copied. Figures scale with the page and keep their proportions.
+searched and copied. A figure is drawn twice, for a wide screen and for a phone's, since what is scaled to fit a phone
+cannot be read there; the page shows one of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 640.0
+WIDTH, NARROW = 640.0, 344.0
+_LETTER = 7.4  # units that a letter of a label takes on average, generously
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +46,38 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def figure(height: float, marks: Iterable[str], title: str) -> str:
-    """A drawing of 640 units by `height`.
+def margin(labels: Iterable[str], least: float = 0.0) -> float:
+    """Room for the longest of some labels beside a drawing."""
+    return max([least, *(20.0 + _LETTER * len(label) for label in labels)])
+
+
+def every(labels: Sequence[str], step: float) -> int:
+    """1 where each of the labels has room in `step` units, 2 where every second one has, and so on."""
+    return max(1, math.ceil(max((_LETTER * len(label) for label in labels), default=0.0) / step))
+
+
+def figure(draw: Callable[[float], tuple[float, Iterable[str]]], title: str) -> str:
+    """A drawing for wide screens and for narrow ones.
 
     Args:
+        draw: gives height and marks for a width, in units.
         title: what it shows, for whoever cannot see it.
     """
-    return (
-        f'<div class="figure"><svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(marks)}</svg></div>"
-    )
+    return f'<div class="figure">{"".join(_drawing(draw, title, *kind) for kind in _KINDS)}</div>'
+
+
+def wide_figure(draw: Callable[[float], tuple[float, Iterable[str]]], title: str) -> str:
+    """A drawing that a phone has to scroll; as `figure`."""
+    return f'<div class="figure scroll">{_drawing(draw, title, "", WIDTH)}</div>'
+
+
+_KINDS = (("wide", WIDTH), ("narrow", NARROW))
+
+
+def _drawing(draw: Callable[[float], tuple[float, Iterable[str]]], title: str, style: str, width: float) -> str:
+    height, marks = draw(width)
+    head = f'<svg class="{style}" viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
+    return f"{head}{''.join(marks)}</svg>"
 
 
 def text(x: float, y: float, content: str, *, anchor: str = "start", style: str = "") -> str:
@@ -67,6 +91,11 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str, title: str = ""
 def box(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
     size = f'width="{max(0.0, width):.1f}" height="{max(0.0, height):.1f}"'
     return f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="2" class="{style}">{_title(title)}</rect>'
+
+
+def ring(x: float, y: float, radius: float, style: str, title: str = "") -> str:
+    """A circle that hides nothing: what lies inside is seen, and shows its own title to the pointer."""
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" class="ring {style}">{_title(title)}</circle>'
 
 
 def dot(x: float, y: float, radius: float, style: str, title: str = "") -> str:

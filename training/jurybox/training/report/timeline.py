@@ -5,7 +5,6 @@ from __future__ import annotations
 from jurybox.training.report import svg
 from jurybox.training.runtime.timeline import Timeline
 
-_LEFT, _RIGHT = 120.0, svg.WIDTH - 64.0
 _ROW, _TOP, _THICK = 34.0, 10.0, 18.0
 _MOST = 400  # marks in a lane; more would be narrower than a pixel
 
@@ -20,23 +19,28 @@ def timeline(run: Timeline, title: str, seconds: float = 5.0) -> str:
     high = _end(run)
     low = max(0.0, high - seconds)
     bottom = _TOP + _ROW * len(run.lanes)
-    x = svg.Scale(low, high, _LEFT, _RIGHT)
-    marks = []
-    for value in svg.ticks(low, high):
-        marks.append(svg.line(x(value), _TOP, x(value), bottom, "grid"))
-        marks.append(svg.text(x(value), bottom + 18, svg.number(value), anchor="middle", style="axis"))
-    marks.append(svg.text((_LEFT + _RIGHT) / 2, bottom + 38, "seconds", anchor="middle", style="axis"))
-    for row, lane in enumerate(run.lanes):
-        middle = _TOP + _ROW * (row + 0.5)
-        marks.append(svg.text(_LEFT - 12, middle + 4, lane.role, anchor="end", style="label"))
-        marks.append(svg.line(_LEFT, middle, _RIGHT, middle, "base"))
-        shown = [each for each in lane.intervals if each[1] > low and each[0] < high and not each[2]]
-        for start, end, _ in _joined(shown, (high - low) / _MOST):
-            left, right = x(max(start, low)), x(min(end, high))
-            told = f"{lane.role}: {end - start:.3f} s of work"
-            marks.append(svg.box(left, middle - _THICK / 2, right - left, _THICK, "fill learned", told))
-        marks.append(svg.text(svg.WIDTH - 4, middle + 5, f"{lane.busy:.0%}", anchor="end", style="value"))
-    return svg.figure(bottom + 44, marks, title)
+    left = svg.margin(lane.role for lane in run.lanes)
+
+    def draw(width: float) -> tuple[float, list[str]]:
+        x = svg.Scale(low, high, left, width - 64)
+        marks = []
+        for value in svg.ticks(low, high, 5 if width == svg.WIDTH else 3):
+            marks.append(svg.line(x(value), _TOP, x(value), bottom, "grid"))
+            marks.append(svg.text(x(value), bottom + 18, svg.number(value), anchor="middle", style="axis"))
+        marks.append(svg.text((x.start + x.end) / 2, bottom + 38, "seconds", anchor="middle", style="axis"))
+        for row, lane in enumerate(run.lanes):
+            middle = _TOP + _ROW * (row + 0.5)
+            marks.append(svg.text(left - 12, middle + 4, lane.role, anchor="end", style="label"))
+            marks.append(svg.line(left, middle, x.end, middle, "base"))
+            shown = [each for each in lane.intervals if each[1] > low and each[0] < high and not each[2]]
+            for start, end, _ in _joined(shown, (high - low) / _MOST):
+                began, ended = x(max(start, low)), x(min(end, high))
+                told = f"{lane.role}: {end - start:.3f} s of work"
+                marks.append(svg.box(began, middle - _THICK / 2, ended - began, _THICK, "fill learned", told))
+            marks.append(svg.text(width - 4, middle + 5, f"{lane.busy:.0%}", anchor="end", style="value"))
+        return bottom + 44, marks
+
+    return svg.figure(draw, title)
 
 
 def _end(run: Timeline) -> float:
