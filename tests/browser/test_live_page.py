@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from tests.browser.crowd import crowd
 from tests.serving import wait_until
+
+from jurybox.client import Error
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -80,7 +83,10 @@ def test_numbers_move_under_load_and_rest_without(visit, watched):
         seen = {page.text("#rows") for _ in range(8) if page.page.wait_for_timeout(400) is None}
         assert len(seen) > 2
         assert re.search(r"\d.*(µs|ms)", page.text("#p50"))
-        assert page.number("#models tr:nth-child(1) td[data-label=clients]") == 3
+        assert page.number("#models tr:nth-child(1) td[data-label=lanes]") == 3
+        # What a line's height means stands beside it; the peak is at least what is shown now and then.
+        assert page.page.locator("#rows-spark text.scale").text_content()
+        assert page.page.locator("#latency-spark text.scale").count() == 2
         assert page.page.locator("#bars rect").count() >= 1
         assert page.page.locator("#rows-spark path.line").get_attribute("d").count("L") >= 5
         page.page.wait_for_timeout(int(os.environ.get("SCREENSHOT_AFTER", "0")) * 1000)
@@ -128,7 +134,36 @@ def test_a_killed_gateway_is_said_to_be_gone_and_the_page_recovers_by_itself(vis
     page.until(lambda: page.link() == "live", 20, "recovery")
     assert not page.page.locator("#banner").is_visible()
     assert page.text("#state") == "serving"
-    page.until(lambda: "gateway" in page.text("#events"), 10, "the event")
+    page.until(lambda: "Gateway was killed by SIGKILL" in page.text("#events"), 10, "the event")
+
+
+def test_a_server_without_an_engine_shows_no_rates_and_says_so(visit, watched):
+    page = visit()
+    with crowd(watched.running):
+        page.until(lambda: page.number("#rows") > 50, 20, "throughput")
+        engine = watched.running.pids()["engine-0"]
+        os.kill(engine, signal.SIGKILL)
+        page.until(lambda: page.text("#state") in ("down", "starting"), 15, "the death")
+        page.picture("down")
+        if page.text("#state") == "down":
+            assert "No engine serves: engine 0 is" in page.text("#banner")
+        assert (page.number("#rows"), page.text("#p50"), page.text("#batch")) == (0, "–", "–")
+        page.until(lambda: page.text("#state") == "serving" and page.number("#rows") > 50, 60, "a new engine")
+        assert not page.page.locator("#banner").is_visible()
+        assert "Engine 0 was killed by SIGKILL" in page.text("#events")
+
+
+def test_errors_have_a_column(visit, watched):
+    page = visit()
+    page.until(lambda: page.link() == "live", 10, "the first sample")
+    cell = "#models tr:nth-child(1) td[data-label=errors]"
+    before = page.number(cell)
+    with watched.running.connect() as connection:
+        model = connection.model("policy/agent0", rows=2)
+        with pytest.raises(Error):
+            model.infer(np.zeros((1, 4), np.float32), timeout=1e-6)
+    page.until(lambda: page.number(cell) > before, 10, "the error")
+    assert "expired" in page.text(cell)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -149,6 +149,9 @@ class Project:
             container.remove()
         docker("rm", "--force", f"{self.name}-train", check=False)
         self.compose("--profile", "train", "down", "--volumes", "--timeout", "5", check=False)
+        mine = docker("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={self.name}").split()
+        if mine:  # those of another size
+            docker("volume", "rm", "--force", *mine, check=False)
 
 
 class Container:

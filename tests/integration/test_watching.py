@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -194,6 +197,38 @@ def test_top_prints_what_the_page_shows(server):
     assert "rows/s" in run.stdout
     assert "affine" in run.stdout
     assert "serving" in run.stdout
+
+
+def press(keys: bytes, address: str) -> tuple[int, str]:
+    """Run `jurybox top` in a terminal and press keys there: its exit status, and what the terminal showed."""
+    parent, child = pty.openpty()
+    echo = termios.tcgetattr(child)[3]
+    command = [sys.executable, "-m", "jurybox.server.cli", "top", "--interval", "60", "--address", address]
+    top = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm"})
+    try:
+        screen, until = b"", time.monotonic() + 60
+        while b"jurybox" not in screen and time.monotonic() < until:
+            if select.select([parent], [], [], 1.0)[0]:
+                screen += os.read(parent, 65536)
+        os.write(parent, keys)
+        until = time.monotonic() + 30
+        while top.poll() is None and time.monotonic() < until:
+            if select.select([parent], [], [], 0.1)[0]:
+                os.read(parent, 65536)  # what nobody reads would block it
+        status = top.wait(1)
+        assert termios.tcgetattr(child)[3] == echo, "the terminal was left as top wanted it"
+        return status, screen.decode(errors="replace")
+    finally:
+        os.close(child)
+        os.close(parent)
+        if top.poll() is None:
+            top.kill()
+            top.wait()
+
+
+def test_q_ends_top_at_once_and_leaves_the_terminal_as_it_was(server):
+    status, screen = press(b"xq", server.address)
+    assert (status, "affine" in screen) == (0, True)
 
 
 def test_top_says_that_nobody_is_there(tmp_path):

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ServerGone
+from jurybox.server.watch.events import sentence
 from jurybox.server.watch.history import History
 from jurybox.server.watch.sample import growth, sample
 from jurybox.server.watch.snapshot import BoardReader
@@ -105,10 +107,61 @@ def test_failures_are_events_and_those_that_come_together_are_one(scene):
     shown = history.add(scene.snapshot(at=12.0))
     assert [(event["event"], event["fields"]) for event in shown["events"]] == [
         ("model ready", {"model": "photo"}),
-        ("the model failed", {"model": "photo", "tickets": 3}),
-        ("requests expired while they waited", {"model": "policy/agent0", "tickets": 4}),
+        ("the model failed", {"model": "photo", "requests": 3}),
+        ("requests expired while they waited", {"model": "policy/agent0", "requests": 4}),
+    ]
+    assert [event["text"] for event in shown["events"]] == [
+        "model ready: model photo",
+        "photo: 3 requests failed",
+        "policy/agent0: 4 requests expired while they waited",
     ]
     assert shown["models"][0]["failures"]["failed"] == 3
+
+
+def test_errors_are_those_of_the_servers_life(scene):
+    scene.add(0, PHOTO, failed=2, expired=1)
+    scene.add(1, PHOTO, failed=1)
+    assert sample(None, scene.snapshot())["models"][0]["errors"] == {"failed": 3, "expired": 1, "refused": 0}
+
+
+@pytest.mark.parametrize("state", [EngineState.ABSENT, EngineState.LOADING, EngineState.STOPPED])
+def test_an_engine_that_is_dead_has_no_rates_and_nothing_waits_for_it(scene, state):
+    before = scene.snapshot(taken=0)
+    for engine in (0, 1):
+        scene.add(engine, PHOTO, requests=10, rows=20, batches=5, waiting=4, forward_total_ns=SECOND, failed=1)
+        scene.bucket(engine, PHOTO, "request_ns", 20, 10)
+        scene.engine(engine, expected_wait=5_000_000)
+    scene.engine(0, state=state)
+    shown = sample(before, scene.snapshot(taken=2 * SECOND))
+    assert (shown["rates"]["requests"], shown["waiting"]) == (5.0, 4)
+    dead, alive = shown["engines"]
+    assert (dead["busy"], dead["rates"]["requests"], dead["expected_wait"]) == (0, 0, None)
+    assert (alive["rates"]["requests"], alive["expected_wait"]) == (5.0, 0.005)
+    scene.engine(1, state=state)
+    shown = sample(before, scene.snapshot(taken=2 * SECOND))
+    assert (shown["rates"], shown["waiting"]) == ({"requests": 0.0, "rows": 0.0, "batches": 0.0}, 0)
+    assert shown["latency"]["request"] == {"p50": None, "p99": None}
+    assert shown["batch"]["mean"] is None
+    assert shown["models"][0]["failures"]["failed"] == 2, "an error stays one, whatever became of its engine"
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "text"),
+    [
+        ("child died", {"role": "engine-0", "status": -9, "failures": 1}, "Engine 0 was killed by SIGKILL"),
+        ("child died", {"role": "gateway", "status": 3, "failures": 1}, "Gateway ended with exit status 3"),
+        (
+            "client gone, rows taken back",
+            {"lane": 3, "rows": 8},
+            "A client is gone: its 8 rows are free again (lane 3)",
+        ),
+        ("model ready", {"model": "photo", "role": "engine-1"}, "photo is ready on engine 1"),
+        ("something else", {"a": 1, "b": "x"}, "something else: a 1, b x"),
+        ("stopping at once", {}, "stopping at once"),
+    ],
+)
+def test_an_event_is_told_in_words(event, fields, text):
+    assert sentence({"at": 0.0, "level": "info", "event": event, "fields": fields}) == text
 
 
 def test_failures_before_the_first_look_are_nobodys_news(scene):

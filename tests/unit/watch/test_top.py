@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 
+import pytest
 from rich.console import Console
 
 from jurybox.protocol.board import EngineState
@@ -15,14 +17,24 @@ SECOND = 10**9
 
 def shown(scene, width: int = 160) -> str:
     before = scene.snapshot(taken=0)
-    scene.add(0, 3, requests=100, rows=640, batches=10, forward_total_ns=SECOND)
+    scene.add(0, 3, requests=100, rows=640, batches=10, forward_total_ns=SECOND, failed=3)
     scene.bucket(0, 3, "batch_rows", 7, 10)
     scene.bucket(0, 3, "request_ns", 20, 100)
     scene.engine(1, state=EngineState.ABSENT, restarts=3)
-    scene.events.append({"at": 5.0, "level": "error", "event": "child died", "fields": {"role": "engine-1"}})
+    scene.events.append({"at": 5.0, "level": "error", "event": "x", "fields": {}, "text": "Engine 1 was killed"})
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(screen(sample(before, scene.snapshot(taken=2 * SECOND), scene.events)))
     return console.export_text()
+
+
+def broken(text: str) -> set[str]:
+    """Words of a page that are none of those there are: parts of one that was broken, or cut off."""
+    known = re.findall(
+        r"\S+",
+        "model state rows/s p50 p99 batch sizes waiting lanes version lag errors engine busy requests/s expected wait "
+        "device memory restarts ready absent serving hung of us ms s photo policy/agent0 failed",
+    )
+    return {word for word in re.findall(r"[a-z][a-z0-9/]*", text) if word not in known}
 
 
 def test_top_shows_rates_models_engines_and_events(scene):
@@ -31,11 +43,19 @@ def test_top_shows_rates_models_engines_and_events(scene):
     assert "64.0 of 64" in text
     assert "absent" in text
     assert "50%" in text
-    assert "child died role=engine-1" in text
+    assert "Engine 1 was killed" in text
+    assert "3 failed" in text
 
 
-def test_a_narrow_terminal_breaks_nothing(scene):
-    assert max(map(len, shown(scene, width=60).splitlines())) <= 60
+@pytest.mark.parametrize("width", [70, 80, 160])
+def test_a_narrow_terminal_shows_fewer_columns_and_breaks_no_word(scene, width):
+    text = shown(scene, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    tables = text[text.index("model ") : text.index("Engine 1 was killed")]
+    assert not broken(tables.replace("01:00:05", ""))
+    heads = tables.splitlines()[0].split()
+    assert {"model", "state", "rows/s", "p99", "batch", "lag", "errors"} <= set(heads)
+    assert ("sizes" in heads) == (width == 160)
 
 
 def test_the_distribution_is_drawn_from_one_row_on():

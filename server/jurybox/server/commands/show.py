@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
 from rich.text import Text
 
 _FAILED, _USAGE = 1, 2
 _TIMEOUT = 2.0  # seconds
+_ERRORS = ("failed", "expired", "refused", "not_held")
 
 Address = Annotated[
     str | None, typer.Option(help="Where the server is; JURYBOX_ADDRESS or the default address without it.")
@@ -35,29 +38,40 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
             f"{memory['shared_bytes'] / 2**20:.1f} MiB of shared memory"
         )
     )
-    console.print(
-        _table(
-            ["engine", "state", "pid", "restarts", "heartbeat", "expected wait"],
-            [
-                [
-                    str(engine["index"]),
-                    "hung" if engine["hung"] else engine["state"],
-                    str(engine["pid"]),
-                    str(engine["restarts"]),
-                    duration(engine["heartbeat_age"]),
-                    duration(engine["expected_wait"]),
-                ]
-                for engine in document["engines"]
-            ],
+    engines = Table("engine", "state", ">pid", ">restarts", ">heartbeat", ">expected wait")
+    for engine in document["engines"]:
+        engines.add(
+            str(engine["index"]),
+            "hung" if engine["hung"] else engine["state"],
+            str(engine["pid"]),
+            str(engine["restarts"]),
+            duration(engine["heartbeat_age"]),
+            duration(engine["expected_wait"]),
         )
-    )
-    console.print(
-        _table(
-            ["model", "state", "requests", "rows", "batch", "queue p50/p99", "forward p50/p99", "request p50/p99",
-             "version", "lag", "publ/s", "adopt p50/p99", "lanes", "errors"],
-            [_status_row(model) for model in document["models"]],
+    counts = Table("model", "state", ">requests", ">rows", ">batch", ">waiting", ">lanes", "errors")
+    times = Table("p50 / p99", ">queue", ">forward", ">request")
+    weights = Table("weights", ">version", ">lag", ">publ/s", ">adopt p50 / p99")
+    for model in document["models"]:
+        counts.add(
+            model["name"],
+            model["state"],
+            str(model["requests"]),
+            str(model["rows"]),
+            batch(model["mean_batch"], model["max_batch"]),
+            str(model["waiting"]),
+            str(model["lanes"]["in_use"]),
+            errors(model) or "-",
         )
-    )  # fmt: skip
+        latency = {
+            name: f"{duration(values['p50'])} / {duration(values['p99'])}" for name, values in model["latency"].items()
+        }
+        times.add(model["name"], latency["queue"], latency["forward"], latency["request"])
+        if (of := model["weights"])["newest"]:
+            told = (str(of["version"]), _lag(of), f"{of['published_per_second']:.1f}", latency["adopt"])
+            weights.add(model["name"], *told)
+    for table in (engines, counts, times, weights):
+        if table.rows:
+            console.print("", table, sep="\n")
     _print_reasons(console, document)
 
 
@@ -68,23 +82,18 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
         typer.echo(json.dumps(document["models"], indent=2))
         return
     console = _console()
-    console.print(
-        _table(
-            ["model", "state", "inputs", "outputs", "max batch", "rows", "weights"],
-            [
-                [
-                    model["name"],
-                    model["state"],
-                    _specs(model["inputs"]),
-                    _specs(model["outputs"]),
-                    str(model["max_batch"]),
-                    str(model["arena"]["rows"]),
-                    f"{model['weights']['digest'] or '-'} v{model['weights']['version']}",
-                ]
-                for model in document["models"]
-            ],
+    table = Table("model", "state", "inputs", "outputs", ">max batch", ">rows", "weights")
+    for model in document["models"]:
+        table.add(
+            model["name"],
+            model["state"],
+            _specs(model["inputs"]),
+            _specs(model["outputs"]),
+            str(model["max_batch"]),
+            str(model["arena"]["rows"]),
+            f"{model['weights']['digest'] or '-'} v{model['weights']['version']}",
         )
-    )
+    console.print(table)
     _print_reasons(console, document)
 
 
@@ -131,36 +140,6 @@ def _ask(address: str | None) -> dict[str, Any]:
         raise typer.Exit(_USAGE) from error
 
 
-def _status_row(model: dict[str, Any]) -> list[str]:
-    latency = {
-        name: f"{duration(values['p50'])} / {duration(values['p99'])}" for name, values in model["latency"].items()
-    }
-    batch, errors = (
-        model["mean_batch"],
-        [
-            f"{model[name]} {name.replace('_', ' ')}"
-            for name in ("failed", "expired", "refused", "not_held")
-            if model.get(name)
-        ],
-    )
-    return [
-        model["name"],
-        model["state"],
-        str(model["requests"]),
-        str(model["rows"]),
-        "-" if batch is None else f"{batch:.1f}",
-        latency["queue"],
-        latency["forward"],
-        latency["request"],
-        str(model["weights"]["version"]),
-        _lag(model["weights"]),
-        f"{model['weights']['published_per_second']:.1f}" if model["weights"]["newest"] else "-",
-        latency["adopt"],
-        str(model["lanes"]["in_use"]),
-        ", ".join(errors) or "-",
-    ]
-
-
 def _lag(weights: dict[str, Any]) -> str:
     """Versions behind, beside the most there should be."""
     return f"{weights['lag']} of {weights['max_lag']}" if weights["max_lag"] else str(weights["lag"])
@@ -170,13 +149,57 @@ def _specs(specs: dict[str, Any]) -> str:
     return "\n".join(f"{name} {spec['dtype']}{spec['shape']}" for name, spec in specs.items()) or "-"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in head:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # as text: a name in brackets is no markup
-    return table
+class Table:
+    """A table that no terminal makes unreadable: what does not fit is left out by whole columns, then the first one is
+    folded; no other word is broken. Cells are text: a name in brackets is no markup.
+
+    Args:
+        heads: names of the columns; those that begin with ">" are flush right.
+        spare: names of columns that may go, the first to go first.
+    """
+
+    def __init__(self, *heads: str, spare: tuple[str, ...] = ()) -> None:
+        self._heads = [head.lstrip(">") for head in heads]
+        self._right = [head.startswith(">") for head in heads]
+        self._spare = spare
+        self.rows: list[list[Text]] = []
+
+    def add(self, *cells: str | Text) -> None:
+        """A row, with a cell for every head."""
+        self.rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = [
+            max(len(head), *(len(line) for row in self.rows for line in row[at].plain.split("\n")), 0)
+            for at, head in enumerate(self._heads)
+        ]
+        shown = list(range(len(self._heads)))
+        for name in self._spare:
+            if sum(wide[at] for at in shown) + 2 * (len(shown) - 1) <= options.max_width:
+                break
+            shown.remove(self._heads.index(name))
+        table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for at in shown:
+            table.add_column(
+                self._heads[at],
+                justify="right" if self._right[at] else "left",
+                overflow="fold",
+                min_width=None if at == 0 else max(map(len, re.split(r"\s", self._heads[at]))),
+                no_wrap=self._right[at],
+            )
+        for row in self.rows:
+            table.add_row(*(row[at] for at in shown))
+        yield table
+
+
+def batch(mean: float | None, most: int) -> str:
+    """A mean batch beside the largest there may be."""
+    return "-" if mean is None else f"{mean:.1f} of {most}"
+
+
+def errors(counted: Mapping[str, int]) -> str:
+    """What went wrong, by kind; empty for nothing."""
+    return ", ".join(f"{counted[kind]} {kind.replace('_', ' ')}" for kind in _ERRORS if counted.get(kind))
 
 
 def _print_reasons(console: Console, document: dict[str, Any]) -> None:

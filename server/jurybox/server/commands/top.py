@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -10,10 +15,9 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from jurybox.server.commands.show import Address, duration
+from jurybox.server.commands.show import Address, Table, batch, duration, errors
 
 _FAILED, _USAGE = 1, 2
 _TIMEOUT = 2.0  # seconds
@@ -35,7 +39,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
     address: Address = None,
 ) -> None:
-    """Watch a server: throughput, latencies, batches, queue, models, engines, events; Ctrl-C ends it."""
+    """Watch a server: rates, latencies, batches, models, engines, events; q or Ctrl-C ends it."""
     from zmq import ZMQError
 
     from jurybox.client import Error
@@ -98,19 +102,51 @@ class _Looker:
 
 
 def _watch(looker: _Looker, console: Console, interval: float) -> None:
-    """Until Ctrl-C; a server that is gone is said to be, and shown again when it is back."""
+    """Until q or Ctrl-C; a server that is gone is said to be, and shown again when it is back."""
     from jurybox.client import Error
 
     last: dict[str, Any] = looker.look()
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while True:
-            live.update(screen(last), refresh=True)
-            time.sleep(interval)
+    with _Keys() as keys, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        live.update(screen(last), refresh=True)
+        while not keys.quit_within(interval):
             try:
                 last = looker.look()
+                live.update(screen(last), refresh=True)
             except Error as error:
                 gone = Panel(Text(f"the server is gone: {error}"), style="red", title="trying again")
                 live.update(Group(gone, screen(last)), refresh=True)
+
+
+class _Keys:
+    """The terminal's keys one by one, without a line's end; where standard input is no terminal there are none."""
+
+    def __init__(self) -> None:
+        self._fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> _Keys:
+        if self._fd is not None:
+            self._before = termios.tcgetattr(self._fd)
+            tty.setcbreak(self._fd)  # Ctrl-C stays what it is
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None and self._before is not None:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def quit_within(self, seconds: float) -> bool:
+        """Wait that long; True as soon as q was pressed."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._fd is None:
+                time.sleep(left)
+            elif select.select([self._fd], [], [], left)[0]:
+                pressed = os.read(self._fd, 64)
+                if b"q" in pressed.lower():
+                    return True
+                if not pressed:  # the terminal is gone
+                    return True
+        return False
 
 
 def screen(sample: dict[str, Any]) -> RenderableType:
@@ -121,8 +157,8 @@ def screen(sample: dict[str, Any]) -> RenderableType:
     head.append(f"  up {duration(server['uptime'])}")
     words = [
         *(f"{_count(rates[name])} {name}/s" for name in ("rows", "requests", "batches")),
-        f"{sample['waiting']} rows wait",
-        f"{sample['lanes']['in_use']} lanes in use",
+        f"{sample['waiting']} waiting",
+        f"{sample['lanes']['in_use']} lanes",
         _bytes(sample["memory"]),
     ]
     stages = "   ".join(
@@ -142,30 +178,34 @@ def screen(sample: dict[str, Any]) -> RenderableType:
 
 
 def _models(models: list[dict[str, Any]]) -> Table:
-    table = _table("model", "state", ">rows/s", ">p50", ">p99", ">batch", ">sizes", ">waiting", ">lanes", ">version",
-                   ">lag")  # fmt: skip
+    table = Table(
+        "model", "state", ">rows/s", ">p50", ">p99", ">batch", ">sizes", ">waiting", ">lanes", ">version", ">lag",
+        "errors", spare=("sizes", "lanes", "waiting", "version", "p50"),
+    )  # fmt: skip
     for model in models:
-        mean, weights, request = model["batch"]["mean"], model["weights"], model["latency"]["request"]
-        table.add_row(
+        weights, request = model["weights"], model["latency"]["request"]
+        table.add(
             Text(model["name"], "bold"),
             Text(model["state"], _TONES.get(model["state"], "yellow")),
             _count(model["rates"]["rows"]),
             duration(request["p50"]),
             duration(request["p99"]),
-            "-" if mean is None else f"{mean:.1f} of {model['max_batch']}",
+            batch(model["batch"]["mean"], model["max_batch"]),
             _bars(model["batch"]["counts"]),
             str(model["waiting"]),
             str(model["lanes"]["in_use"]),
             str(weights["version"]),
             Text(str(weights["lag"]), "yellow" if weights["lag"] > 1 else ""),
+            Text(errors(model["errors"]) or "-", "red" if any(model["failures"].values()) else ""),
         )
     return table
 
 
 def _engines(engines: list[dict[str, Any]]) -> Table:
-    table = _table("engine", "state", ">busy", ">requests/s", ">expected wait", ">device memory", ">restarts")
+    table = Table("engine", "state", ">busy", ">requests/s", ">expected wait", ">device memory", ">restarts",
+                  spare=("device memory", "expected wait"))  # fmt: skip
     for engine in engines:
-        table.add_row(
+        table.add(
             str(engine["index"]),
             Text(engine["state"], _TONES.get(engine["state"], "yellow")),
             f"{engine['busy']:.0%}",
@@ -177,18 +217,9 @@ def _engines(engines: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _table(*heads: str) -> Table:
-    """Columns by name; those that begin with ">" are flush right."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for head in heads:
-        table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
-    return table
-
-
 def _event(event: dict[str, Any]) -> Text:
     line = Text(datetime.fromtimestamp(event["at"]).strftime("%H:%M:%S "), "dim")
-    line.append(event["event"], {"error": "red", "warning": "yellow"}.get(event["level"], "default"))
-    line.append("".join(f" {key}={value}" for key, value in event["fields"].items()), "dim")
+    line.append(event["text"], {"error": "red", "warning": "yellow"}.get(event["level"], "default"))
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 

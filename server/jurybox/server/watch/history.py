@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from jurybox.server.watch.failures import Failures
+from jurybox.server.watch.events import Failures, sentence
 from jurybox.server.watch.sample import sample
 from jurybox.server.watch.snapshot import Document, Snapshot
 
@@ -33,4 +33,5 @@ class History:
             kept.popleft()
         told = self._failures.between(previous, snapshot)
         events = sorted([*snapshot.document["events"], *told], key=lambda event: float(event["at"]))
-        return sample(kept[0] if len(kept) > 1 else None, snapshot, events[-_SHOWN:])
+        shown = [{**event, "text": sentence(event)} for event in events[-_SHOWN:]]
+        return sample(kept[0] if len(kept) > 1 else None, snapshot, shown)

@@ -17,7 +17,9 @@ from jurybox.server.watch.snapshot import Document, Snapshot
 
 _STAGES = {"request": "request_ns", "queue": "queue_ns", "forward": "forward_ns"}
 _COUNTS = [name for name in COUNTERS.names or () if name not in ("version", "newest", "adopted", "waiting")]
-FAILURES = ("failed", "expired", "refused")
+FAILURES = ("failed", "expired", "refused", "not_held")
+_KEPT_OF_THE_DEAD = (*FAILURES, "version", "newest", "adopted")
+_AT_WORK = ("serving", "draining")
 
 
 def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
@@ -48,10 +50,16 @@ def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document]
 
     Args:
         earlier: where the rates, percentiles and distributions begin; without it they are of nothing.
-        events: what is to be told beside, the newest last.
+        events: what is to be told beside, the newest last; `text` is each one's sentence.
     """
     seconds = (later.taken - earlier.taken) / 1e9 if earlier else 0.0
     grown = growth(earlier or later, later)
+    # What an engine did before it died is no news of now: without this, a dead server would show its last rates.
+    for at in range(len(later.engines)):
+        if _state(later, at) not in _AT_WORK:
+            for name in grown.dtype.names or ():
+                if name not in _KEPT_OF_THE_DEAD:
+                    grown[name][at] = 0
     server, memory, held = later.document["server"], later.document["memory"], later.document["lanes"]
     return {
         "at": round(later.at, 3),
@@ -102,6 +110,7 @@ def _model(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Doc
         "max_batch": held["max_batch"],
         "arena_rows": held["arena"]["rows"],
         **_counted(grown, seconds),
+        "errors": {name: int(later.counters[name][:, at].sum()) for name in FAILURES},
         "waiting": int(grown["waiting"].sum()),
         "lanes": {"in_use": len(lanes), "rows": int(lanes["rows"].sum())},
         "weights": {
@@ -115,19 +124,25 @@ def _model(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Doc
 
 
 def _engine(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Document:
-    record, told = later.engines[at], later.document["engines"][at]
+    record, state = later.engines[at], _state(later, at)
     beat = int(record["heartbeat"])
     return {
         "index": at,
-        "state": "hung" if told["hung"] else EngineState(int(record["state"])).name.lower(),
+        "state": state,
         "pid": int(record["pid"]),
         "restarts": int(record["restarts"]),
         "heartbeat_age": max(0.0, (later.taken - beat) / 1e9) if beat else None,
-        "expected_wait": int(record["expected_wait"]) / 1e9,
+        "expected_wait": int(record["expected_wait"]) / 1e9 if state in _AT_WORK else None,
         "device_bytes": int(record["device_bytes"]),
         "busy": min(1.0, _rate(grown["forward_total_ns"], seconds) / 1e9),  # share of the time spent computing
         "rates": {name: _rate(grown[name], seconds) for name in ("requests", "rows", "batches")},
     }
+
+
+def _state(later: Snapshot, at: int) -> str:
+    """Of an engine, in the status document's words."""
+    hung = later.document["engines"][at]["hung"]
+    return "hung" if hung else EngineState(int(later.engines["state"][at])).name.lower()
 
 
 def _rate(counts: NDArray[Any], seconds: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -12,6 +13,12 @@ from rich.console import Console
 from jurybox.training.recipes import interrupts
 
 _FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
+
+# What pyproject.toml's extra `training` installs, as it is imported.
+_EXTRA = (
+    "gymnasium", "pettingzoo", "cloudpickle", "stable_baselines3", "cv2", "skimage", "sklearn", "matplotlib",
+    "tensorboard", "lz4", "zstandard", "Box2D", "imageio", "threadpoolctl",
+)  # fmt: skip
 
 _NO_SERVER = """\
 {error}
@@ -31,6 +38,7 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
     interrupts.take_over(lambda: errors.print(told, highlight=False))
     status, said = 0, ""
     try:
+        require_extra()
         said = work(console, resources)
     except KeyboardInterrupt:
         status = interrupts.exit_status() or 130
@@ -50,6 +58,8 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
 
 def _status_of(error: Exception) -> int:
     """Exit status for an error: those that the user can mend are told without a traceback."""
+    if isinstance(error, ExtraMissing):  # first: what follows imports what is missing
+        return _USAGE
     from jurybox.client import Error
     from jurybox.training.environments.cage.cyborg import CyborgMissing
     from jurybox.training.environments.photo import PhotoError
@@ -68,6 +78,22 @@ def _show(errors: Console, error: Exception) -> None:
     import traceback
 
     errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
+
+
+class ExtraMissing(RuntimeError):
+    """What trainings need is not installed."""
+
+
+def require_extra() -> None:
+    """Raises ExtraMissing, with the line that installs it, where a package of the extra `training` is missing.
+
+    It looks for them without importing them, which would take seconds.
+    """
+    if missing := [name for name in _EXTRA if find_spec(name) is None]:
+        raise ExtraMissing(
+            f"trainings need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. Install "
+            "with: pip install 'jurybox[training]' (from a clone: pip install '.[training]')"
+        )
 
 
 class NoServer(RuntimeError):

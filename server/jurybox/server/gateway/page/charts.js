@@ -17,14 +17,14 @@ function begin(svg) {
   return [width, height];
 }
 
-// Lines over `points` places, the newest at the right edge; a null is a gap.
-export function sparkline(svg, series, { points, logarithmic = false, floor = 0 }) {
+// Lines over `points` places, the newest at the right edge; a null is a gap. `words` says the values at top and bottom.
+export function sparkline(svg, series, { points, words, logarithmic = false, floor = 0 }) {
   const [width, height] = begin(svg);
   const scale = logarithmic ? Math.log10 : (value) => value;
   const values = series.flat().filter((value) => value !== null);
   if (!values.length) return;
-  const high = scale(Math.max(floor, ...values) || 1);
-  const low = logarithmic ? scale(Math.min(...values)) - 0.2 : 0;
+  const most = Math.max(floor, ...values) || 1, least = logarithmic ? Math.min(...values) : 0;
+  const high = scale(most), low = logarithmic ? scale(least) - 0.2 : 0;
   const y = (value) => height - 2 - ((scale(value) - low) / (high - low || 1)) * (height - 5);
   const x = (at, length) => width - ((length - 1 - at) / (points - 1)) * width;
   series.forEach((line, index) => {
@@ -39,6 +39,8 @@ export function sparkline(svg, series, { points, logarithmic = false, floor = 0 
     if (index === 0) put(svg, "path", { d: area, class: "area" });
     put(svg, "path", { d: path, class: index ? "line second" : "line" });
   });
+  put(svg, "text", { x: 0, y: 8, class: "scale" }, words(most));
+  if (logarithmic && least < most) put(svg, "text", { x: 0, y: height, class: "scale" }, words(least));
 }
 
 // For every [name, low, high] a span on one logarithmic axis of seconds; `words` says a value.

@@ -87,8 +87,13 @@ function show(sample) {
   seen = sample.at * 1000;
   latest = sample;
   document.body.dataset.link = "live";
-  $("banner").hidden = true;
   const { server, rates, latency, lanes, memory } = sample;
+  const down = server.state === "down";
+  $("banner").hidden = !down;
+  if (down) {
+    const how = sample.engines.map((one) => `engine ${one.index} is ${one.state}, restarted ${one.restarts} ${one.restarts === 1 ? "time" : "times"}`);
+    say("banner", `No engine serves: ${how.join("; ")}. Requests wait until one does, or their time is over.`);
+  }
   say("state", server.state, `state ${tone(server.state)}`);
   say("about", `up ${duration(server.uptime)} · ${server.address} · jurybox ${server.build}`);
   document.title = `${count(rates.rows)} rows/s · Jurybox`;
@@ -99,7 +104,7 @@ function show(sample) {
   say("batch", count(sample.batch.mean));
   say("batches", `${count(rates.batches)} batches/s`);
   say("waiting", count(sample.waiting));
-  say("clients", `${lanes.in_use} ${lanes.in_use === 1 ? "lane" : "lanes"} in use · ${bytes(memory.shared_bytes)} shared`);
+  say("lanes", `${lanes.in_use} ${lanes.in_use === 1 ? "lane" : "lanes"} · ${bytes(memory.shared_bytes)} shared`);
   if (sample.seconds) {
     const now = { rows: rates.rows, p50: latency.request.p50, p99: latency.request.p99, batch: sample.batch.mean, waiting: sample.waiting };
     for (const [name, values] of Object.entries(past)) {
@@ -114,19 +119,20 @@ function show(sample) {
 }
 
 function draw(sample) {
-  sparkline($("rows-spark"), [past.rows], { points: POINTS });
-  sparkline($("latency-spark"), [past.p50, past.p99], { points: POINTS, logarithmic: true });
-  sparkline($("batch-spark"), [past.batch], { points: POINTS });
-  sparkline($("waiting-spark"), [past.waiting], { points: POINTS, floor: 4 });
+  sparkline($("rows-spark"), [past.rows], { points: POINTS, words: count });
+  sparkline($("latency-spark"), [past.p50, past.p99], { points: POINTS, words: duration, logarithmic: true });
+  sparkline($("batch-spark"), [past.batch], { points: POINTS, words: count });
+  sparkline($("waiting-spark"), [past.waiting], { points: POINTS, words: count, floor: 4 });
   ranges($("ranges"), ["queue", "forward", "request"].map((name) => [name, sample.latency[name].p50, sample.latency[name].p99]), duration);
   bars($("bars"), sample.batch.counts);
 }
 
 function model(held) {
   const { weights } = held;
-  const failures = Object.values(held.failures).reduce((sum, n) => sum + n, 0);
+  const sum = (counts) => Object.values(counts).reduce((all, n) => all + n, 0);
+  const kinds = Object.entries(held.errors).filter(([, n]) => n).map(([kind, n]) => `${count(n)} ${kind}`);
   return [
-    { text: held.name, small: held.reason || (failures ? `${failures} failed lately` : "") },
+    { text: held.name, small: held.reason },
     { text: held.state, dot: tone(held.state) },
     { text: count(held.rates.rows) },
     { text: duration(held.latency.request.p50) },
@@ -136,6 +142,7 @@ function model(held) {
     { text: String(held.lanes.in_use) },
     { text: weights.version ? String(weights.version) : "as loaded", small: weights.age === null ? "" : `${duration(weights.age)} old` },
     { text: weights.newest ? String(weights.lag) : "–", tone: weights.lag > 1 ? "warn" : "" },
+    { text: count(sum(held.errors)), small: kinds.join(", "), tone: sum(held.failures) ? "bad" : "" },
   ];
 }
 
@@ -190,15 +197,13 @@ function events(list) {
   const target = $("events"), key = JSON.stringify(list);
   if (target.dataset.key === key) return;
   target.dataset.key = key;
-  const items = list.toReversed().map(({ at, level, event, fields }) => {
-    const item = document.createElement("li"), time = document.createElement("time"), text = document.createElement("span");
+  const items = list.toReversed().map(({ at, level, text }) => {
+    const item = document.createElement("li"), time = document.createElement("time");
     const when = new Date(at * 1000);
     time.dateTime = when.toISOString();
     time.textContent = when.toLocaleTimeString("en-GB");
-    const name = Object.assign(document.createElement("b"), { className: { error: "bad", warning: "warn" }[level] ?? "", textContent: event });
-    const more = Object.entries(fields).map(([field, value]) => `${field} ${value}`).join(", ");
-    text.append(name, " ", Object.assign(document.createElement("em"), { textContent: more }));
-    item.append(time, text);
+    const said = Object.assign(document.createElement("span"), { className: { error: "bad", warning: "warn" }[level] ?? "", textContent: text });
+    item.append(time, said);
     return item;
   });
   if (!items.length) items.push(Object.assign(document.createElement("li"), { className: "none", textContent: "nothing yet" }));
