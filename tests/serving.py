@@ -91,7 +91,7 @@ def launch(
     **server: object,
 ):
     """Start a server and don't wait for it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     address = f"ipc://{folder}/engine"
     file = folder / "server.toml"
     file.write_text(config(models, **{"address": address, "http": "", "grpc": "", "devices": ["cpu"], **server}))

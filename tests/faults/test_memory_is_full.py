@@ -36,7 +36,7 @@ def fill(folder):
 
 @pytest.mark.slow
 def test_a_full_dev_shm_ends_nobody_and_an_engine_comes_back_when_there_is_room(small, tmp_path):
-    with serving(tmp_path / "run", MODELS) as server:
+    with serving(tmp_path / "run", MODELS, factories=["tests.models:*"]) as server:
         with server.connect() as client:
             model = client.model("affine", rows=2)
             x = np.ones((2, 4), np.float32)

@@ -21,7 +21,11 @@ def affine(version, agent):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     settings = {"factory": "tests.models:affine", "publish": "double_buffer", "group": "agents"}
-    with serving(tmp_path_factory.mktemp("server"), {"policy/agent*": {**settings, "count": AGENTS}}) as running:
+    with serving(
+        tmp_path_factory.mktemp("server"),
+        {"policy/agent*": {**settings, "count": AGENTS}},
+        factories=["tests.models:*"],
+    ) as running:
         yield running
 
 

@@ -18,7 +18,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "offset").write_text("1")
     models = {"file": {"factory": "tests.models:from_file", "args": {"path": str(folder / "offset")}, "rows": 64}}
-    with serving(folder, models) as running:
+    loadable = {"factories": ["tests.models:*"], "exported": [str(tmp_path_factory.getbasetemp())]}
+    with serving(folder, models, **loadable) as running:
         running.folder = folder
         yield running
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from jurybox.protocol.errors import Refused
 
 _IPC = "ipc://"
+_ELSEWHERE = "or set server.address (JURYBOX_ADDRESS) to ipc:// and a path in a folder of your own"
 
 
 def default_address() -> str:
@@ -58,20 +59,41 @@ def out_of_reach(address: str) -> str:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder of an ipc address, for this user alone.
+    """Make the folder of an ipc address, and see that nobody but this user (and root) can enter or replace it.
+
+    Who can enter it can talk to the server, and a server runs code that its clients name; who can replace it, or
+    something above it, can answer in the server's name.
 
     Raises:
-        Refused: it belongs to somebody else, or others may write to it: they could answer in the server's name.
+        Refused: it cannot be made, it belongs to somebody else, or others may enter or replace it. The message says
+            what to run.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()  # the link's own owner, where somebody has put a link in its place
+    try:
+        for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()  # the link's own owner, where somebody has put a link in its place
+        if stat.S_ISLNK(found.st_mode) and found.st_uid in (os.getuid(), 0):
+            found = folder.stat()
+    except OSError as error:
+        raise Refused(f"{folder} cannot be made: {error.strerror}. {where_to(folder)}") from error
     if found.st_uid not in (os.getuid(), 0):
+        raise Refused(f"{folder} belongs to user {found.st_uid}, not to {os.getuid()}: {_ELSEWHERE[3:]}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise Refused(f"{folder} is no folder: {_ELSEWHERE[3:]}")
+    if mode := stat.S_IMODE(found.st_mode) & 0o077:
+        ours = "" if found.st_uid == os.getuid() else f"chown {os.getuid()} {folder} && "
+        what = "write to" if mode & 0o022 else "enter"
         raise Refused(
-            f"{folder} belongs to user {found.st_uid}, not to {os.getuid()}: set server.address to a folder of your own"
+            f"others may {what} {folder} (mode {stat.S_IMODE(found.st_mode):04o}): {ours}chmod 700 {folder} (systemd: "
+            f"RuntimeDirectoryMode=0700; a tmpfs: mode=0700,uid={os.getuid()}), {_ELSEWHERE}"
         )
-    if (
-        not stat.S_ISLNK(found.st_mode)
-        and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        and found.st_uid == os.getuid()
-    ):
-        raise Refused(f"others may write to {folder}: chmod 700 it, or set server.address to a folder of your own")
+    for above in folder.resolve().parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise Refused(f"others may put another folder in the place of {folder}: chmod o-w {above}, {_ELSEWHERE}")
+
+
+def where_to(folder: Path) -> str:
+    """What to do where a server's folder cannot be written to."""
+    mount = f"docker run --tmpfs {folder}:mode=0700,uid={os.getuid()},gid={os.getgid()}"
+    return f"In a container mount a volume or a tmpfs there ({mount}), {_ELSEWHERE}"

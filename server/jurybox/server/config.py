@@ -78,6 +78,22 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def _check_pattern(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", module) or not re.fullmatch(r"[A-Za-z_]\w*|\*", name):
+        raise ValueError('expected "module:callable", or "module:*" for all that the module defines')
+    return text
+
+
+def _check_absolute(text: str) -> str:
+    if not Path(text).is_absolute():
+        raise ValueError("expected an absolute path of a file or of a folder")
+    return text
+
+
+# What comes with Jurybox to be served. Not all of jurybox: it starts processes, too.
+_OWN_FACTORIES = ("jurybox.server.jurors:*",)
+
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Listen = Annotated[str, AfterValidator(check_listen)]
 
@@ -93,6 +109,8 @@ class ServerSettings(SecuritySettings):
     devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)
     standby: bool = False
+    factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
+    exported: list[Annotated[str, AfterValidator(_check_absolute)]] = Field(default=[])
     spin_us: int = Field(default=100, ge=0, le=100_000)
     start_timeout: Seconds = 120.0
     drain_timeout: Seconds = 10.0
@@ -284,6 +302,38 @@ class Settings(_Strict):
     models: Annotated[
         dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings], BeforeValidator(_numbered)
     ] = Field(default_factory=dict, max_length=MAX_MODELS)
+
+
+def named_factories(settings: Settings) -> list[str]:
+    """The factories that the configuration names one by one, of whatever module they really come."""
+    named = [model.factory for model in settings.models.values() if model.factory]
+    return [*dict.fromkeys((*named, *(name for name in settings.server.factories if not name.endswith(":*"))))]
+
+
+def require_loadable(settings: Settings, name: str, model: ModelSettings) -> None:
+    """Refuse code that a client names and the configuration does not allow. Whoever named it, it runs as this user.
+
+    Raises:
+        Refused: the message says which setting to add.
+    """
+    if model.factory is not None:
+        allowed = {*named_factories(settings), *_OWN_FACTORIES, *settings.server.factories}
+        module = model.factory.partition(":")[0]
+        if not allowed & {model.factory, f"{module}:*"}:
+            raise Refused(
+                f"factory {model.factory!r} of model {name!r} is not in the server's configuration, and clients may "
+                f'name no other code to run. To allow it, set server.factories = ["{model.factory}"], or "{module}:*" '
+                "for all that this module defines"
+            )
+    if model.exported is not None:
+        file = Path(model.exported).resolve()
+        there = [held.exported for held in settings.models.values() if held.exported]
+        if not any({Path(entry).resolve()} & {file, *file.parents} for entry in (*there, *settings.server.exported)):
+            raise Refused(
+                f"exported {str(file)!r} of model {name!r} is not in the server's configuration, and clients may "
+                f'name no other program to run. To allow it, set server.exported = ["{file.parent}"], for all of that '
+                "folder"
+            )
 
 
 def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:

@@ -240,8 +240,8 @@ def check_runtime_folder(address: str) -> Finding:
             text,
             f"it must be writable and belong to user {os.getuid()}: set JURYBOX_ADDRESS=ipc://... to another",
         )
-    if found.st_mode & 0o022:
-        return Finding("runtime folder", Level.WARN, text, f"others may put a server there: chmod 700 {folder}")
+    if found.st_mode & 0o077:
+        return Finding("runtime folder", Level.FAIL, text, f"others may enter it, a server refuses: chmod 700 {folder}")
     return Finding("runtime folder", Level.OK, text)
 
 

@@ -1,10 +1,12 @@
-"""Checks of what a server listens on: "host:port" and ZeroMQ addresses, each with what was expected."""
+"""What a server listens on: checks of "host:port" and ZeroMQ addresses, and sockets for its own user alone."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
+
+import zmq
 
 from jurybox.protocol.address import ipc_path
 from jurybox.protocol.board import MAX_ENGINES
@@ -57,3 +59,23 @@ def check_address(text: str) -> str:
     if not port:
         raise ValueError("expected a port of 1 to 65535: clients must know where to connect")
     return text
+
+
+def bind_for_own_user(socket: zmq.Socket[bytes], address: str) -> None:
+    """Bind a ZeroMQ socket; one of an ipc address has mode 0600 from the beginning, and hears this user and root alone.
+
+    Raises:
+        zmq.ZMQError: as bind.
+    """
+    path = ipc_path(address)
+    if path is None:
+        socket.bind(address)
+        return
+    for user in {os.getuid(), 0}:
+        socket.setsockopt(zmq.IPC_FILTER_UID, user)  # by SO_PEERCRED, whatever becomes of the file's mode
+    before = os.umask(0o177)
+    try:
+        socket.bind(address)
+    finally:
+        os.umask(before)
+    path.chmod(0o600)  # a default ACL of the folder's may have widened it

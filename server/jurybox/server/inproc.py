@@ -107,7 +107,9 @@ class InprocServer:
         self._arenas: dict[str, Arena] = {}
         self._index = {name: index for index, name in enumerate(models)}
         self._leases = Leases(self._owned, lambda lane: False, time.monotonic)
-        self.engine = Engine(self._board, 0, [], pause=None, interruptible=True)  # its clients are its caller: nobody comes meanwhile
+        self.engine = Engine(
+            self._board, 0, [], pause=None, interruptible=True
+        )  # its clients are its caller: nobody comes meanwhile
         for name, model in models.items():
             spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
             arena = Arena.create(segment_name(server_id, "arena", self._index[name]), ArenaLayout(spec, rows))

@@ -71,7 +71,7 @@ def test_a_number_sent_again_with_other_rows_leaves_no_row_busy():
         server.engine.add_door(door)
         while server._turn():
             pass
-        door.collect = lambda out, waiting=[sent]: collect(out, waiting)  # noqa: B006
+        door.collect = lambda out, waiting=[sent]: collect(out, waiting)
         while server._turn():
             pass
         assert door.answers == {Code.OK: 4}

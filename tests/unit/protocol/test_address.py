@@ -26,15 +26,42 @@ def test_engines_are_beside_the_server():
 
 
 def test_the_folder_is_made_for_its_user_alone(tmp_path):
-    prepare_folder(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    before = os.umask(0)
+    try:
+        prepare_folder(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
-    (tmp_path / "open").mkdir()
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755, 0o770, 0o711])
+def test_a_folder_that_others_may_enter_is_refused(tmp_path, mode):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(mode)
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("open", "link"):
+        with pytest.raises(Refused, match=f"mode {mode:04o}.*chmod 700"):
+            prepare_folder(tmp_path / name)
+    folder.chmod(0o700)
+    prepare_folder(folder)
+
+
+def test_a_folder_that_others_may_put_another_in_the_place_of_is_refused(tmp_path):
+    (tmp_path / "open" / "ours").mkdir(parents=True)
+    (tmp_path / "open" / "ours").chmod(0o700)
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(Refused, match="chmod 700"):
-        prepare_folder(tmp_path / "open")
+    with pytest.raises(Refused, match=f"chmod o-w {tmp_path}/open"):
+        prepare_folder(tmp_path / "open" / "ours")
+    (tmp_path / "open").chmod(0o1777)  # as /tmp, where everybody may move what is their own
+    prepare_folder(tmp_path / "open" / "ours")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match="docker run --tmpfs .*JURYBOX_ADDRESS"):
+        prepare_folder(tmp_path / "file" / "folder")
 
 
 def test_a_folder_or_link_of_somebody_else_is_refused(tmp_path):

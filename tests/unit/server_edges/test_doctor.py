@@ -123,7 +123,7 @@ def test_a_runtime_folder_is_judged_by_owner_and_mode(tmp_path, monkeypatch):
     assert found(tmp_path / "new" / "deep").level is Level.OK
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    assert (found(tmp_path / "open").level, "chmod 700" in found(tmp_path / "open").remedy) == (Level.WARN, True)
+    assert (found(tmp_path / "open").level, "chmod 700" in found(tmp_path / "open").remedy) == (Level.FAIL, True)
     (tmp_path / "mine").mkdir(mode=0o700)
     assert found(tmp_path / "mine").level is Level.OK
     owner = os.getuid()

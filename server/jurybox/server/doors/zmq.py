@@ -12,6 +12,7 @@ from zmq.backend import Socket as Bare  # its methods without what zmq.Socket ad
 
 from jurybox.protocol.errors import MOST_TEXT, Code, cut, said
 from jurybox.protocol.wire import IDENTITY, PACK_REPLY, PREFIX, TICKET, TICKET_FRAME, prefix_error
+from jurybox.server.endpoints import bind_for_own_user
 
 # A client's credit (the rows of its lane) bounds what waits for it; beyond that, replies to a peer that never
 # reads are dropped.
@@ -50,7 +51,7 @@ class ZmqDoor:
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a lane's holder that reconnects takes its name along
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
-        self._socket.bind(address)
+        bind_for_own_user(self._socket, address)
 
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))

@@ -7,10 +7,14 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -37,13 +41,18 @@ class Loaded(NamedTuple):
     layout: WeightsLayout | None  # as a learner publishes it, in the factory's dtypes; None: it takes no publications
 
 
-def load(name: str, settings: ModelSettings, device: torch.device) -> Loaded:
+def load(name: str, settings: ModelSettings, device: torch.device, factories: Collection[str] | None = None) -> Loaded:
     """Build the model that `settings` describe and move it to `device`.
+
+    Args:
+        factories: may be any callable, since the configuration names them. Of another factory's module, allowed as a
+            whole, only what it defines itself (or lists in `__all__`) is called, not what it happens to import. None:
+            any may.
 
     Raises:
         LoadError: the factory or file is missing, raises, or gives something else than a ServedModel.
     """
-    model = _from_factory(name, settings) if settings.factory else _from_exported(name, settings)
+    model = _from_factory(name, settings, factories) if settings.factory else _from_exported(name, settings)
     if settings.weights:
         _load_weights(name, model.module, Path(settings.weights))
     layout = WeightsLayout.of(model.module.state_dict()) if settings.publish else None
@@ -69,17 +78,24 @@ def digest(module: torch.nn.Module) -> str:
     return sha.hexdigest()[:16]
 
 
-def _from_factory(name: str, settings: ModelSettings) -> ServedModel:
+def _from_factory(name: str, settings: ModelSettings, named: Collection[str] | None) -> ServedModel:
     where = f"models.{name}.factory = {settings.factory!r}"
     module_name, _, attribute = str(settings.factory).partition(":")
     try:
-        factory: Callable[..., Any] = getattr(_imported(module_name), attribute)
+        module = _imported(module_name)
+        factory: Callable[..., Any] = getattr(module, attribute)
     except ImportError as error:
         raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}") from error
     except AttributeError as error:
         raise LoadError(f"{where}: module {module_name!r} has no {attribute!r}") from error
     except BaseException as error:  # a module that ends the process, too
         raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}") from error
+    own = attribute in getattr(module, "__all__", ()) or getattr(factory, "__module__", None) == module_name
+    if named is not None and settings.factory not in named and (not own or attribute.startswith("_")):
+        raise LoadError(
+            f"{where}: {module_name!r} does not define {attribute!r} for others, so that {module_name}:* does not "
+            f'allow it: name it in server.factories = ["{settings.factory}"]'
+        )
     try:
         model = factory(**settings.args)
     except TypeError as error:
@@ -188,8 +204,10 @@ def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
     where = f"models.{name}.exported = {str(path)!r}"
     if not path.is_file():
         raise LoadError(f"{where}: there is no such file; write one with torch.export.save(torch.export.export(...))")
+    _refuse_objects(where, path)
     try:
-        program = torch.export.load(path)
+        with _weights_only():
+            program = torch.export.load(path)
     except Exception as error:
         raise LoadError(f"{where}: not a program of torch.export: {plain(error)}") from error
     arguments, keywords = program.example_inputs or ((), {})
@@ -201,6 +219,48 @@ def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
         raise LoadError(f"{where} keeps no example inputs: give models.{name}.inputs and .outputs in the config")
     outputs = _given(settings.outputs) or _probe_outputs(where, module, inputs)
     return ServedModel(module, inputs, outputs)
+
+
+# All parts of a program that are tensors, names and numbers; those before torch 2.8 lie in no folder.
+_PLAIN = re.compile(
+    r"[^/]+/(data/(weights|constants)/((weight|tensor)_\d+|model_(weights|constants)_config\.json|model\.pt)|"
+    r"data/sample_inputs/model\.pt|models/model\.json|extra/[^/]+|archive_format|archive_version|byteorder|version|"
+    r"\.data/\w+)|serialized_(exported_program|state_dict|constants|example_inputs)\.(json|pt)|version|extra_files/[^/]+"
+)
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_loading = threading.Lock()
+
+
+def _refuse_objects(where: str, path: Path) -> None:
+    """Refuse an archive with a part that torch would run or unpickle without limits: objects, libraries.
+
+    What is left still is code, as a factory is: a graph names the functions that it calls.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise LoadError(f"{where}: not a program of torch.export: {error}") from error
+    if odd := next((name for name in names if not _PLAIN.fullmatch(name)), None):
+        raise LoadError(
+            f"{where}: {odd!r} in it is neither tensors nor a graph, and to load it might run code: export the program "
+            "without custom objects and compiled parts, or write a factory"
+        )
+
+
+@contextlib.contextmanager
+def _weights_only() -> Iterator[None]:
+    """Have torch.load refuse pickles that hold more than tensors: torch.export.load would fall back to run them."""
+    with _loading:
+        before = os.environ.get(_WEIGHTS_ONLY)
+        os.environ[_WEIGHTS_ONLY] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_WEIGHTS_ONLY]
+            else:
+                os.environ[_WEIGHTS_ONLY] = before
 
 
 class _ByName(torch.nn.Module):

@@ -58,7 +58,12 @@ class EngineProcess:
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
         self._workshop = Workshop(
-            torch.device(orders["device"]), self._tell, self._errands.put, self._engine, self._log.warning
+            torch.device(orders["device"]),
+            self._tell,
+            self._errands.put,
+            self._engine,
+            self._log.warning,
+            orders["factories"],
         )
         self._record = self._board.engines[index : index + 1]
         self._record["epoch"], self._record["pid"] = epoch, os.getpid()

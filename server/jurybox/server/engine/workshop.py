@@ -10,7 +10,7 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Workshop:
         later: runs an action in the loop's thread between two turns.
         engine: the core into which finished models are installed.
         report: called with (event, fields) for what should be logged.
+        factories: those that the configuration names; None: all there are. See `loader.load`.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Workshop:
         later: Callable[[Callable[[], None]], None],
         engine: Engine,
         report: Callable[..., None] = lambda event, **fields: None,
+        factories: Collection[str] | None = None,
     ) -> None:
         self._report = report
+        self._factories = factories
         self._device = device
         self._tell = tell
         self._later = later
@@ -120,7 +123,7 @@ class Workshop:
                     self._tell("ends")
 
     def _load(self, model: int, load: int, name: str, settings: ModelSettings) -> None:
-        loaded = load_model(name, settings, self._device)
+        loaded = load_model(name, settings, self._device, self._factories)
         spec = ModelSpec(name, dict(loaded.model.inputs), dict(loaded.model.outputs))
         if self._wanted.get(model) != load:
             return

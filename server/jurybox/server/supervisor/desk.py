@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Done, ErrorMessage
 from jurybox.protocol.errors import Code, Error, plain, said
 from jurybox.protocol.wire import PREFIX, prefix_error
+from jurybox.server.endpoints import bind_for_own_user
 from jurybox.server.logs import traced
 
 _HIGH_WATER = 4096
@@ -43,7 +44,7 @@ class Desk:
         self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
         self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
-        self.socket.bind(address)
+        bind_for_own_user(self.socket, address)
 
     def answer_waiting(self, limit: int = 64) -> None:
         """Answer what has come, at most `limit` requests, so that children are heard in between."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from jurybox import native
@@ -20,9 +21,16 @@ _MODULE = "jurybox.server.engine"
 
 
 class Fleet:
-    """Every engine there should be, `engines[i]` on `devices[i]`, at place i of the board."""
+    """Every engine there should be, `engines[i]` on `devices[i]`, at place i of the board.
 
-    def __init__(self, settings: ServerSettings, server_id: str, board: Board, models: Models) -> None:
+    Args:
+        factories: those that the configuration names; of other modules only what they define themselves is called.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, server_id: str, board: Board, models: Models, factories: Sequence[str]
+    ) -> None:
+        self._factories = list(factories)
         self.devices = settings.engine_devices()
         self._settings = settings
         self._server_id = server_id
@@ -100,6 +108,7 @@ class Fleet:
                 "threads": threads,
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
+                "factories": self._factories,
                 "models": [_load_order(held, load) for held, load in zip(models, loads, strict=True)],
                 "refused": [
                     {"model": held.index, "reason": held.quarantined} for held in self._models if held.quarantined

@@ -21,7 +21,7 @@ from jurybox.protocol.control_pb2 import (
 )
 from jurybox.protocol.errors import Busy, Code, ModelFailed, Refused
 from jurybox.protocol.wire import build_version
-from jurybox.server.config import ModelSettings, Settings, model_settings_from_json
+from jurybox.server.config import ModelSettings, Settings, model_settings_from_json, require_loadable
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.events import Events
 from jurybox.server.supervisor.fleet import Fleet
@@ -129,6 +129,7 @@ class Reception:
         """Load a model, or load it again; the client follows its state with model requests."""
         if request.settings_json:
             settings = model_settings_from_json(request.model, self._inherited(request))
+            require_loadable(self._settings, request.model, settings)
         else:
             settings = self._known_settings(request.model)
         for index in self._fleet.living():

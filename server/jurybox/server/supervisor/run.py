@@ -9,9 +9,9 @@ import socket
 import time
 from pathlib import Path
 
-from jurybox.protocol.address import ipc_path, prepare_folder
+from jurybox.protocol.address import ipc_path, prepare_folder, where_to
 from jurybox.protocol.descriptors import raise_limit
-from jurybox.protocol.errors import Error
+from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.segment import sweep
 from jurybox.server.config import Settings
 from jurybox.server.logs import configure
@@ -62,7 +62,13 @@ def _hold_address(address: str) -> int | None:
         return None
     prepare_folder(path.parent)
     lock_path = Path(f"{path}.lock")
-    fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise Refused(
+            f"cannot hold {lock_path}: {error.strerror}; this process must be able to write there; "
+            f"{where_to(path.parent)}"
+        ) from error
     until = time.monotonic() + _DYING
     while True:
         try:

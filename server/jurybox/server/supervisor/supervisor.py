@@ -17,7 +17,7 @@ from jurybox.protocol.locks import is_locked
 from jurybox.protocol.segment import segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.server.config import Settings
+from jurybox.server.config import Settings, named_factories
 from jurybox.server.logs import Log, Seldom, traced
 from jurybox.server.supervisor.child import Child
 from jurybox.server.supervisor.desk import Desk
@@ -55,7 +55,7 @@ class Supervisor:
         for name, model in settings.models.items():
             self._models.add(name, model)
         self._keeper = Keeper(log.error)
-        self._fleet = Fleet(settings.server, server_id, board, self._models)
+        self._fleet = Fleet(settings.server, server_id, board, self._models, named_factories(settings))
         self._reception = Reception(
             settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events
         )

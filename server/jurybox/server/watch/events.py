@@ -18,7 +18,7 @@ _KINDS = {
     "failed": "the model failed",
     "expired": "requests expired while they waited",
     "refused": "requests refused",
-    "not_held": "requests for a weights version that is not held",
+    "not_held": "requests named a version that is not held",
 }
 _SENTENCES = {
     "serving": "The server serves: {models}",
@@ -36,7 +36,7 @@ _SENTENCES = {
     "the model failed": "{model}: {requests} requests failed",
     "requests expired while they waited": "{model}: {requests} requests expired while they waited",
     "requests refused": "{model}: {requests} requests were refused",
-    "requests for a weights version that is not held": "{model}: {requests} requests named a weights version that is not held",
+    "requests named a version that is not held": "{model}: {requests} requests named a version that is not held",
 }
 
 
