@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from jurybox.protocol.errors import Refused
 from jurybox.server.supervisor.run import AddressTaken, _hold_address
 
 
@@ -20,6 +22,17 @@ def test_the_next_server_waits_for_one_that_is_dying(tmp_path):
     with pytest.raises(BlockingIOError), (tmp_path / "engine.lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_a_file_system_that_is_read_only_is_told_with_what_to_mount(tmp_path, monkeypatch):
+    """As docker run --read-only leaves /run/jurybox, whose folder is there already."""
+
+    def refuse(path, *_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(Refused, match=rf"Read-only file system.*--tmpfs {tmp_path}:mode=0700,uid=.*JURYBOX_ADDRESS"):
+        _hold_address(f"ipc://{tmp_path}/engine")
 
 
 def test_a_living_server_keeps_its_address(tmp_path):

@@ -65,10 +65,7 @@ def _hold_address(address: str) -> int | None:
     try:
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise Refused(
-            f"cannot hold {lock_path}: {error.strerror}; this process must be able to write there; "
-            f"{where_to(path.parent)}"
-        ) from error
+        raise Refused(f"cannot write to {lock_path}: {error.strerror}. {where_to(path.parent)}") from error
     until = time.monotonic() + _DYING
     while True:
         try:
