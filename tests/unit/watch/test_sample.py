@@ -121,7 +121,8 @@ def test_failures_are_events_and_those_that_come_together_are_one(scene):
 def test_errors_are_those_of_the_servers_life(scene):
     scene.add(0, PHOTO, failed=2, expired=1)
     scene.add(1, PHOTO, failed=1)
-    assert sample(None, scene.snapshot())["models"][0]["errors"] == {"failed": 3, "expired": 1, "refused": 0}
+    errors = sample(None, scene.snapshot())["models"][0]["errors"]
+    assert errors == {"failed": 3, "expired": 1, "refused": 0, "not_held": 0}
 
 
 @pytest.mark.parametrize("state", [EngineState.ABSENT, EngineState.LOADING, EngineState.STOPPED])
