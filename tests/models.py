@@ -116,3 +116,46 @@ class _Named(torch.nn.Module):
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(observation, self.weight, self.bias)
+
+
+def slow_to_load(seconds: float = 2.0) -> ServedModel:
+    time.sleep(seconds)
+    return affine()
+
+
+def says(text: str) -> ServedModel:
+    """Fails to load, in these words; they come as JSON, so that they may be what no codec takes."""
+    raise RuntimeError(text)
+
+
+def exits() -> ServedModel:
+    raise SystemExit(7)
+
+
+def dies() -> ServedModel:
+    """Its load ends the engine."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def named(name: str) -> ServedModel:
+    """A model whose input has that name."""
+    return ServedModel(Affine(1.0, 0.0), {name: TensorSpec("float32", (4,))}, {"action": TensorSpec("float32", (4,))})
+
+
+class Leaver(torch.nn.Module):
+    """Raises what ends processes where the first value of a row says so."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        match observation[:, 0].max().item():
+            case 671.0:
+                raise SystemExit(9)
+            case 672.0:
+                raise KeyboardInterrupt
+            case 673.0:
+                raise ValueError("half \ud800 a pair, \N{GRINNING FACE} " * 30)
+        return observation + 1
+
+
+def leaver() -> ServedModel:
+    return ServedModel(Leaver(), VECTOR, {"action": TensorSpec("float32", (4,))})

@@ -1,11 +1,74 @@
-"""Tickets that bring their engine down."""
+"""Tickets and models that bring their engines down: the server lives, and serves the other models."""
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
+from tests.faults.conftest import MODELS
+from tests.serving import children_of, serving, wait_until
 
-from jurybox.client import ModelFailed
+from jurybox.client import Error, ModelFailed
+from jurybox.server.gateway.health import not_ready
+
+X = np.ones((2, 4), np.float32)
+KILLER = np.full((1, 4), 668, np.float32)
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_keeps_killing_is_put_in_quarantine_and_the_others_are_served(tmp_path, nothing_left):
+    with serving(tmp_path, MODELS, max_restarts=1) as server, server.connect() as client:
+        moody, affine = client.model("moody", rows=2), client.model("affine", rows=2)
+        with pytest.raises(ModelFailed, match="'moody' is in quarantine: 2 engines died"):
+            moody.infer(KILLER, timeout=200)
+        np.testing.assert_array_equal(affine.infer(X, timeout=100), 2 * X + 1)
+        # Whoever asks, and however, is told so at once.
+        with pytest.raises(ModelFailed, match="in quarantine"):
+            moody.infer(X, timeout=20)
+        with server.connect() as other, pytest.raises(ModelFailed, match=r"server.load\('moody'\)"):
+            other.model("moody").infer(X)
+        status = client.status()
+        assert {model["name"]: model["state"] for model in status["models"]} == {
+            "affine": "ready",
+            "moody": "quarantined",
+        }
+        assert [reason for reason in not_ready(status) if "'moody' is quarantined" in reason]
+        assert server.process.poll() is None
+        # An engine that dies of something else comes back without it.
+        restarts = status["engines"][0]["restarts"]
+        os.kill(status["engines"][0]["pid"], signal.SIGKILL)
+        wait_until(lambda: client.status()["engines"][0]["restarts"] > restarts, 60)
+        np.testing.assert_array_equal(affine.infer(X, timeout=100), 2 * X + 1)
+        with pytest.raises(ModelFailed, match="in quarantine"):
+            moody.infer(X, timeout=20)
+        client.load("moody", timeout=100)
+        np.testing.assert_array_equal(client.model("moody").infer(X, timeout=60), X + 1)
+        assert not_ready(client.status()) == []
+    assert server.text().count("model in quarantine") == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_model_whose_load_kills_is_put_in_quarantine_and_takes_nobody_with_it(tmp_path, nothing_left):
+    with serving(tmp_path, MODELS, max_restarts=1) as server, server.connect() as client:
+        with pytest.raises(ModelFailed, match="in quarantine"):
+            client.load("dies", {"factory": "tests.models:dies"}, timeout=200)
+        np.testing.assert_array_equal(client.model("affine").infer(X, timeout=100), 2 * X + 1)
+        client.unload("dies")
+        assert sorted(client.models()) == ["affine", "moody"]
+        assert server.process.poll() is None and children_of(server.process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_request_that_kills_engines_may_be_asked_again_and_again(tmp_path, nothing_left):
+    with serving(tmp_path, MODELS) as server, server.connect() as client:
+        for _ in range(3):
+            with pytest.raises(Error):
+                client.model("moody", rows=2).infer(KILLER, timeout=200)
+        np.testing.assert_array_equal(client.model("affine").infer(X, timeout=100), 2 * X + 1)
+        assert server.process.poll() is None
 
 
 @pytest.mark.slow
