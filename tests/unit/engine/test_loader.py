@@ -1,0 +1,91 @@
+"""Loading a factory: what it raises is a sentence, and code that changed is imported anew."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from jurybox.server.config import ModelSettings
+from jurybox.server.engine.loader import LoadError, load
+
+CPU = torch.device("cpu")
+NETS = """
+import torch
+from jurybox.protocol import TensorSpec
+from jurybox.server.models import ServedModel
+from {package}layers import SCALE
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return SCALE * x
+
+def net():
+    return ServedModel(Net(), {{"x": TensorSpec("float32", (1,))}}, {{"y": TensorSpec("float32", (1,))}})
+"""
+
+
+@pytest.fixture(params=["", "inner."], ids=["modules", "package"])
+def code(request, tmp_path, monkeypatch):
+    """Writes a user's code, a factory's module and one that it imports; gives (write, load)."""
+    unique = f"user_{os.getpid()}_{abs(hash(request.node.name)) % 10**8}"
+    package = f"{unique}.{request.param}" if request.param else ""
+    folder = tmp_path / package.replace(".", "/")
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = "" if package else unique
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def write(scale, nets=None):
+        text = (nets or NETS).format(package=package + prefix)
+        (folder / f"{prefix}nets.py").write_text(text)
+        (folder / f"{prefix}layers.py").write_text(scale)
+
+    def result():
+        settings = ModelSettings.model_validate({"factory": f"{package}{prefix}nets:net"})
+        return load("user", settings, CPU).model.module
+
+    yield write, result
+    for name in set(sys.modules) - before:
+        if unique in name:
+            del sys.modules[name]
+
+
+def test_code_that_changed_is_imported_anew_and_what_serves_keeps_the_old(code):
+    write, loaded = code
+    write("SCALE = 2")
+    old = loaded()
+    assert loaded().__class__ is old.__class__  # nothing changed: nothing is imported twice
+    write("SCALE = 3")  # of the same length, and in the same second
+    new = loaded()
+    one = torch.ones(1, 1)
+    assert (old(one).item(), new(one).item()) == (2, 3)
+
+
+def test_code_that_cannot_be_imported_leaves_what_was_there(code):
+    write, loaded = code
+    write("SCALE = 2")
+    old = loaded()
+    write("SCALE = = 3")
+    with pytest.raises(LoadError, match="SyntaxError"):
+        loaded()
+    with pytest.raises(LoadError, match="SyntaxError"):  # and not the old code, as if nothing had changed
+        loaded()
+    assert old(torch.ones(1, 1)).item() == 2
+    write("SCALE = 4")
+    assert loaded()(torch.ones(1, 1)).item() == 4
+
+
+def test_a_module_that_ends_the_process_when_it_is_imported_fails_to_load(code):
+    write, loaded = code
+    write("SCALE = 2", nets="raise SystemExit(3)")
+    with pytest.raises(LoadError, match="SystemExit: 3"):
+        loaded()
+
+
+@pytest.mark.parametrize("factory", ["tests.models:exits", "tests.models:broken"])
+def test_a_factory_that_raises_is_told_by_its_setting(factory):
+    with pytest.raises(LoadError, match=rf"models.x.factory = '{factory}' raised \w+: "):
+        load("x", ModelSettings.model_validate({"factory": factory}), CPU)

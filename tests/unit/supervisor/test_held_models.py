@@ -1,0 +1,75 @@
+"""A model across engines and loads: what counts, and what is over."""
+
+import pytest
+
+from jurybox.protocol.board import Board
+from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.segment import segment_name
+from jurybox.server.config import ModelSettings
+from jurybox.server.supervisor.models import HeldModel, Models
+
+GOOD = ModelSettings.model_validate({"factory": "tests.models:affine"})
+BAD = ModelSettings.model_validate({"factory": "tests.models:broken"})
+
+
+@pytest.fixture
+def models():
+    board = Board.create(segment_name("heldtest", "board"), 2, 0.0)
+    yield Models("heldtest", board)
+    board.close()
+
+
+def test_a_failed_reload_is_not_what_a_restarted_engine_loads(models):
+    held = models.add("m", GOOD)
+    models.begin_load(held, 0)
+    held.ready(0, 0)
+    models.add("m", BAD)
+    models.begin_load(held, 0)
+    assert held.asked is BAD and held.settings is GOOD
+    held.failed(0, "why")
+    assert (held.asked, held.settings, held.state, held.reason) == (GOOD, GOOD, "ready", "why")
+
+
+def test_after_a_failed_reload_a_model_whose_arena_is_gone_is_not_ready():
+    held = HeldModel(0, "m", GOOD)
+    held.begin_load(0, 1)
+    held.ready(0, 7)
+    held.begin_load(0, 2)
+    held.arena_number = 8  # the reload brought another spec
+    assert held.state == "loading"
+    held.failed(0, "why")
+    assert held.state == "failed"
+
+
+def test_while_an_engine_computes_in_an_earlier_arena_nobody_is_let_in():
+    held = HeldModel(0, "m", GOOD)
+    for engine in (0, 1):
+        held.begin_load(engine, engine + 1)
+        held.ready(engine, 0)
+    held.begin_load(0, 3)
+    held.begin_load(1, 4)
+    held.arena_number = 8
+    held.ready(0, 8)
+    assert held.state == "loading"
+    held.ready(1, 8)
+    assert held.state == "ready"
+
+
+def test_every_load_has_a_number_of_its_own(models):
+    held = models.add("m", GOOD)
+    assert len({models.begin_load(held, engine) for engine in (0, 1, 0, 1)}) == 4
+
+
+def test_why_a_clients_model_failed_is_remembered_of_the_last_few(models):
+    for number in range(100):
+        held = models.add(f"m{number}", BAD, configured=False)
+        held.begin_load(0, number)
+        held.failed(0, "why")
+        models.remove(held.name)
+        models.remember_failed(held)
+    assert list(models) == []
+    assert models.described("m99").reason == "why"
+    with pytest.raises(ModelNotFound):
+        models.described("m0")
+    models.add("m99", GOOD)
+    assert models.described("m99").reason == ""
