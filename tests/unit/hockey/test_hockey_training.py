@@ -25,7 +25,7 @@ from jurybox.training.recipes.hockey_run import train
 from jurybox.training.recipes.hockey_settings import Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.errors import ConfigError, NothingToResume
+from jurybox.training.runtime.errors import ConfigError
 from jurybox.training.runtime.run import run
 
 
@@ -82,7 +82,7 @@ def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tm
 
 
 def test_nothing_to_resume_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(NothingToResume, match="without --resume"):
+    with pytest.raises(CheckpointError, match="without --resume"):
         train(settings(), tmp_path, serial=True, resume=True)
 
 

@@ -72,13 +72,16 @@ def train_photo(
     network_address: Annotated[
         str | None, typer.Option("--network-address", help="The server's for the cluster's other machines.")
     ] = None,
-    envs_per_worker: Annotated[int, typer.Option(min=1, help="Environments of a Ray actor.")] = 2,
+    envs_per_worker: Annotated[int | None, typer.Option(min=1, help="Environments of a Ray actor; 2.")] = None,
     mlflow: Mlflow = False,
     wandb: Wandb = False,
 ) -> None:
     """Teach a policy to edit photos so that the server's juror likes them better."""
     if single_process and launcher != "local":
         raise typer.BadParameter("environments of this process need no launcher", param_hint="--single-process")
+    for name, value in (("--network-address", network_address), ("--envs-per-worker", envs_per_worker)):
+        if value is not None and launcher == "local":
+            raise typer.BadParameter("would have no effect: it goes with --launcher ray", param_hint=name)
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.recipes.trackers import require, trackers
@@ -93,7 +96,13 @@ def train_photo(
 
         config = PhotoConfig(model=model, address=address, photos=str(photos) if photos else None, seed=seed)
         settings = PhotoTraining(
-            config, steps, workers, single_process, envs_per_worker, rollout, checkpoint_every=min(rollout, steps)
+            config,
+            steps,
+            workers,
+            single_process,
+            envs_per_worker or 2,
+            rollout,
+            checkpoint_every=min(rollout, steps),
         )
         spread = resources.enter_context(spread_named(launcher, ray_address))
         verdict = run(

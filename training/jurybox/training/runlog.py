@@ -139,7 +139,9 @@ class RunLog:
     def _kept(self, metrics: Path, resume_at: int) -> list[dict[str, str]]:
         if not metrics.exists():
             return []
-        with metrics.open(newline="", encoding="utf-8") as file:
+        text = metrics.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a killed run may have been in the midst of a line
+        with io.StringIO(whole, newline="") as file:
             reader = csv.DictReader(file)
             if list(reader.fieldnames or ()) != self._columns:
                 raise RunLogError(

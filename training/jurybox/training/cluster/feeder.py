@@ -17,7 +17,7 @@ from jurybox.protocol.errors import Error
 from jurybox.training.cluster.engine_spec import Feeds
 from jurybox.training.cluster.folders import Folders
 from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.state_files import read_state
+from jurybox.training.runtime.state_files import StateDamaged, read_state
 
 _LOOK = 0.02  # seconds
 _TAKEN_OVER = 5.0  # seconds that a version which stays gets to be taken over by the engines
@@ -67,7 +67,12 @@ class Feeder:
                 while not self._stop.wait(_LOOK):
                     for source in sources:
                         source.feed()
-        except (Error, OSError, KeyError) as error:  # the server is gone, or the machine's host: somebody looks
+        except (
+            Error,
+            OSError,
+            KeyError,
+            StateDamaged,
+        ) as error:  # the server is gone, or the machine's host: somebody looks
             self._failed = f"{type(error).__name__}: {error}"
 
 
@@ -99,7 +104,13 @@ class _Folder:
             path = Path(self._folder.paths[model]) / name
             version = int(path.stem)
             if version > self._engines.newest:
-                self._publisher.publish(read_state(path)["state"], version=version)
+                try:
+                    state = read_state(path)["state"]
+                except StateDamaged:
+                    if path.exists():
+                        raise
+                    continue  # it has left since
+                self._publisher.publish(state, version=version)
                 # Engines take over the newest: one that is overtaken before that would be missing.
                 self._engines.wait_until_fresh(_TAKEN_OVER, max_lag=0)
 

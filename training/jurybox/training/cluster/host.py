@@ -209,13 +209,17 @@ class Host:
 
     # ---- files
 
-    def file(self, folder: str, name: str) -> bytes:
-        """A file in one of the run's folders."""
-        return self.folders.read(folder, name)
+    def file(self, folder: str, name: str) -> bytes | None:
+        """A file in one of the run's folders; None where it has been removed since."""
+        try:
+            return self.folders.read(folder, name)
+        except FileNotFoundError:
+            return None
 
-    def keep_file(self, folder: str, name: str, content: bytes) -> None:
+    def keep_file(self, folder: str, name: str, content: bytes | None) -> None:
         """Put a file that was written elsewhere where it belongs here."""
-        self.folders.keep(folder, name, content)
+        if content is not None:
+            self.folders.keep(folder, name, content)
 
     # ---- inside
 

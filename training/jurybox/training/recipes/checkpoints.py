@@ -32,6 +32,10 @@ class CheckpointError(RuntimeError):
     """There is nothing to go on from, or it does not fit."""
 
 
+class NoCheckpoint(CheckpointError):
+    """There is none yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One that was found.
@@ -69,29 +73,48 @@ def save(folder: Path, model: BaseAlgorithm, counted: Mapping[str, Any]) -> Path
         for path in (*scratch.iterdir(), scratch):
             _sync(path)
         scratch.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
+        if target.exists():  # of this very step: the one before it is there, should this be interrupted
+            _remove(target)
         scratch.rename(target)
         _sync(folder)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     for old in _found(folder)[:-KEPT]:
-        shutil.rmtree(old)
+        _remove(old)
     return target
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed run was writing or removing."""
+    for path in folder.glob(".writing-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f"{_PREFIX}*"):
+        if not (path / "state.json").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / "state.json").unlink()  # first: what is half removed must not be taken for one
+    shutil.rmtree(checkpoint)
 
 
 def latest(folder: Path) -> Checkpoint:
     """The newest checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        NoCheckpoint: there is none. CheckpointError: it is damaged.
     """
     found = _found(folder)
     if not found:
-        raise CheckpointError(f"no checkpoint in {folder}: start without --resume")
-    state = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
-    return Checkpoint(int(state["env_steps"]), found[-1] / "model.zip", state)
+        raise NoCheckpoint(f"no checkpoint in {folder}: start without --resume")
+    try:
+        state = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
+        return Checkpoint(int(state["env_steps"]), found[-1] / "model.zip", state)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{found[-1]} cannot be read ({error}): remove it to go on from the one before"
+        ) from error
 
 
 def restore_random_states(checkpoint: Checkpoint, environments: VecEnv, fresh_seed: int) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -32,7 +36,11 @@ or see the whole with a server of its own: jurybox demo photo --out demo-out"""
 
 
 def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
-    """Do the work and end the process with its exit status; whatever happens, what it started is stopped."""
+    """Do the work and end the process with its exit status; whatever happens, what it started is stopped.
+
+    An error is told in a sentence. The traceback of one that nobody foresaw is written to a file, in `out` if it is
+    there.
+    """
     console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     resources = ExitStack()
     interrupts.take_over(lambda: errors.print(told, highlight=False))
@@ -44,10 +52,7 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
         status = interrupts.exit_status() or 130
     except Exception as error:  # noqa: BLE001 (the outermost place: resources are closed below)
         status = _status_of(error)
-        if status == _FAILED:
-            _show(errors, error)
-        else:
-            errors.print(str(error), highlight=False, markup=False)
+        errors.print(_sentence(error, out), highlight=False, markup=False)
     interrupts.ignore_from_now_on()
     resources.close()
     if status == 0:
@@ -68,16 +73,45 @@ def _status_of(error: Exception) -> int:
     from jurybox.training.recipes.trackers import TrackerMissing
     from jurybox.training.runlog import RunLogError
     from jurybox.training.runtime.errors import RunError
+    from jurybox.training.runtime.state_files import StateDamaged
 
-    if isinstance(error, RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing):
+    usage = RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing | StateDamaged
+    if isinstance(error, usage | ModuleNotFoundError):
         return _USAGE
     return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
 
 
-def _show(errors: Console, error: Exception) -> None:
-    import traceback
+def _sentence(error: Exception, out: Path | None) -> str:
+    """What to tell of an error: what it says itself, and for one that nobody foresaw also where its traceback is."""
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        return f"{package or error} is not installed, and this training needs it: pip install 'jurybox[training]'"
+    if _status_of(error) != _FAILED or type(error).__name__ == "RunFailed":
+        return str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        told = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            told = f"the disk is full: {told}. Make room and go on with --resume"
+    else:
+        first = str(error).strip().partition("\n")[0]
+        told = f"the training ended with {type(error).__name__}: {first}" if first else f"it ended with {error!r}"
+    where = _written(error, out)
+    return f"{told}\n(the traceback is in {where})" if where else told
 
-    errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
+
+def _written(error: Exception, out: Path | None) -> Path | None:
+    """The file that the traceback was written to; None where that could not be."""
+    text = "".join(traceback.format_exception(error))
+    for folder in (out, Path(tempfile.gettempdir())):
+        if folder is not None and folder.is_dir():
+            try:
+                fd, name = tempfile.mkstemp(prefix="jurybox-error-", suffix=".txt", dir=folder)
+                with os.fdopen(fd, "w", encoding="utf-8") as file:
+                    file.write(text)
+                return Path(name)
+            except OSError:
+                continue
+    return None
 
 
 class ExtraMissing(RuntimeError):

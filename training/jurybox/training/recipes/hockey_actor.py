@@ -19,6 +19,7 @@ from jurybox.training.runtime.roles import Actor, Evaluator
 from jurybox.training.runtime.seat import Seat
 
 ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
+LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
 _CARRIED = 10.0  # seconds that a past self may be on its way from the learner's machine
 
 
@@ -54,7 +55,7 @@ class HockeyActor(Actor):
                 undo.callback(game.close)
             published = PublishedActor(seat.reader(CHANNEL))
             seat.follow(CHANNEL, published)
-            past = Pool(seat.folder(POOL), _CARRIED)
+            past = Pool(seat.folder(POOL), _CARRIED, s.league.pool + LEAVING)
             local = LocalPolicies(published, past, games[0].action_size)
             policies: Policies = local
             self._held_back: Callable[[], int] = lambda: 0

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from jurybox.client.weights_reader import WeightsReader
+from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.algorithms.league import League
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.environments.hockey.symmetry import mirrors
-from jurybox.training.recipes.hockey_actor import POOL, RESULTS, ROWS, name_of
+from jurybox.training.recipes.hockey_actor import LEAVING, POOL, RESULTS, ROWS, name_of
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.replay import Windows
@@ -43,7 +44,8 @@ class HockeyLearner(Learner):
         self._settings = s = HockeyTraining(**settings)
         self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
         self.league = League(s.league)
-        self._pool = Pool(seat.folder(POOL))
+        self._pool = Pool(seat.folder(POOL), most=s.league.pool + LEAVING)
+        self._left: list[str] = []  # the last to leave the league
         self._replay = seat.replay(ROWS)
         self._results = Tail(seat.replay(RESULTS))
         self._snapshot_at = 0
@@ -107,6 +109,7 @@ class HockeyLearner(Learner):
             "learner": _plain(self.learner.state_dict()),
             "league": self.league.state_dict(),
             "snapshot_at": self._snapshot_at,
+            "past": {name: dict(self._pool.actor(name).state) for name in self.league.pool},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -114,6 +117,11 @@ class HockeyLearner(Learner):
         self.league = League.from_state_dict(state["league"])
         self._snapshot_at = int(state["snapshot_at"])
         self._restored = True
+        if self.seat.life == 1 and "past" in state:
+            # A run that is resumed: what stands in the folder may be of a part of it that is being played again.
+            self._pool.retain(())
+            for name, actor in state["past"].items():
+                self._pool.keep(name, NumpyActor(actor))
         if self._served is not None:
             for name in self.league.pool:
                 self._served.keep(name, self._pool.actor(name).state)
@@ -132,9 +140,12 @@ class HockeyLearner(Learner):
         s, episodes = self._settings, self.seat.board.episodes
         if s.league.pool and self.seat.own_steps and episodes - self._snapshot_at >= s.snapshot_every:
             self._snapshot_at = episodes
-            name, _ = self.league.add(self.seat.own_steps)
+            name, left = self.league.add(self.seat.own_steps)
             actor = self.learner.numpy_actor()
             self._pool.keep(name, actor)
+            if left is not None:
+                self._left = [*self._left, left][-LEAVING:]
+            self._pool.retain((*self._left, *self.league.pool))
             if self._served is not None:
                 self._served.keep(name, actor.state)
         self.seat.metrics(pool=len(self.league.pool))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,15 +52,17 @@ class PublishedActor:
 class Pool:
     """Weights of past selves: a file for each, written once by the learner, read by whoever plays against one.
 
-    Files stay when their member has left: a checkpoint may name them, and a report may look back.
+    When a member has left the league its file goes soon after (`retain`), and nobody holds more than `most` of them in
+    memory; the learner's checkpoints have those of its league with them.
 
     Args:
         patience: seconds that a file may be on its way from another machine.
+        most: that are held in memory; the one that was asked for longest ago makes way.
     """
 
-    def __init__(self, folder: Path, patience: float = 0.0) -> None:
-        self._folder, self._patience = folder, patience
-        self._actors: dict[str, NumpyActor] = {}
+    def __init__(self, folder: Path, patience: float = 0.0, most: int = 32) -> None:
+        self._folder, self._patience, self._most = folder, patience, max(1, most)
+        self._actors: dict[str, NumpyActor] = {}  # the newest use last
 
     def keep(self, name: str, actor: NumpyActor) -> None:
         """`actor` plays under `name` ("pool:17") from now on."""
@@ -68,8 +70,14 @@ class Pool:
         write_state(self._path(name), {"state": actor.state})
 
     def names(self) -> list[str]:
-        """All that ever were, oldest first."""
+        """All that are there, oldest first."""
         return [f"pool:{int(path.stem)}" for path in sorted(self._folder.glob("*.weights"))]
+
+    def retain(self, names: Collection[str]) -> None:
+        """Let all others go, files and memory."""
+        for name in set(self.names()) - set(names):
+            self._path(name).unlink(missing_ok=True)
+        self._actors = {name: actor for name, actor in self._actors.items() if name in names}
 
     def actor(self, name: str) -> NumpyActor:
         """The policy of that name.
@@ -84,7 +92,10 @@ class Pool:
             if not path.exists():
                 raise KeyError(f"nobody plays as {name!r}: expected anchor:NAME or one of {', '.join(self.names())}")
             self._actors[name] = NumpyActor(read_state(path)["state"])
-        return self._actors[name]
+        actor = self._actors[name] = self._actors.pop(name)
+        if len(self._actors) > self._most:
+            del self._actors[next(iter(self._actors))]
+        return actor
 
     def _path(self, name: str) -> Path:
         kind, _, version = name.partition(":")

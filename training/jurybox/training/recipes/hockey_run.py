@@ -13,6 +13,7 @@ from jurybox.training.cluster.engine_spec import Serves
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.runlog import Tracker
 from jurybox.training.runtime.errors import ConfigError
@@ -83,6 +84,8 @@ def train(
         CheckpointError: the run was begun with other settings.
         ServerNotStarted: the policy was to be served, and its server did not come up.
     """
+    gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
+    check_gpus(launcher, gpus)
     with ExitStack() as resources:
         # Networks this small are slower on two threads, and sums in another order would not be the same sums.
         resources.enter_context(threadpool_limits(1))

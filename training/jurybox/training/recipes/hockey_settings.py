@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jurybox.training.algorithms.league import LeagueSettings
 from jurybox.training.algorithms.td3_settings import TD3Settings
-from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.errors import ConfigError, refuse_unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,36 @@ class HockeyTraining(BaseModel):
         """Settings of a TOML file (if there is one) with `changes`, which win.
 
         Raises:
-            ConfigError: the file cannot be read, or a setting is unknown or out of its bounds.
+            ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
         """
         try:
-            said = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
-            return cls(**_merged(said, changes))
+            said = _merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
+            settings = cls(**said)
+            refuse_unused(_flat(said), settings.unused())
+            return settings
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         except ValidationError as error:
             told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ConfigError(f"settings of the hockey training: {told}") from error
+
+    def unused(self) -> dict[str, str]:
+        """Settings that have no effect beside the others, and why; parts as ``league.NAME``."""
+        unused: dict[str, str] = {}
+        if not self.prioritized:
+            unused |= dict.fromkeys(("alpha", "beta"), "prioritized is false")
+        if self.league.weighting != "hard":
+            unused["league.hardness"] = f"league.weighting is {self.league.weighting}"
+        if not self.league.pool:
+            names = ("snapshot_every", *(f"league.{name}" for name in ("anchor_share", "weighting", "least_games")))
+            unused |= dict.fromkeys(names, "league.pool is 0, so there are no past selves")
+        if self.environment is not None:
+            unused["film_games"] = "only games of this package's own environment are filmed"
+        if self.policy == "local":
+            unused["engine_gpus"] = "policy is local, so there is no engine"
+        if self.device == "cpu":
+            unused["learner_gpus"] = 'device is "cpu": the learner would not use them'
+        return unused
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for reports and trackers: parts as ``learner.NAME``."""
@@ -107,6 +127,14 @@ class HockeyTraining(BaseModel):
                 {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
             )
         return flat
+
+
+def _flat(said: Mapping[str, Any]) -> list[str]:
+    """Names of settings, those of parts as ``part.NAME``."""
+    names = []
+    for name, value in said.items():
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else [name]
+    return names
 
 
 def _merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

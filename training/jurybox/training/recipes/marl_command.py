@@ -15,6 +15,7 @@ from jurybox.training.recipes.marl import MarlTraining
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.recipes.run_command import changes_of, conclude
 from jurybox.training.recipes.trackers import require, trackers
+from jurybox.training.runtime.errors import refuse_unused
 from jurybox.training.runtime.stopping import Signals
 
 
@@ -49,6 +50,8 @@ def train_agents(
         KeyboardInterrupt: it was told to stop, and has, in order.
     """
     require(mlflow=mlflow, wandb=wandb)
+    if serial:
+        refuse_unused(() if launcher == "local" else ("--launcher",), {"--launcher": "--serial runs in this process"})
     signals = Signals()
     with launcher_named(launcher, address) as chosen:
         outcome = train(

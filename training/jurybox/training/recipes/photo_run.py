@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jurybox.client import connect
+from jurybox.client import Error, connect
 from jurybox.protocol.wire import build_version
 from jurybox.training.recipes import checkpoints, interrupts, settings_file
 from jurybox.training.recipes.env_spread import Spread
@@ -18,6 +18,7 @@ from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, tr
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
 from jurybox.training.recipes.progress import Watcher
+from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.report.verdict import Verdict, judge
 from jurybox.training.runlog import RunLog, Tracker, write_atomically
 
@@ -66,9 +67,14 @@ def run(
         RunLogError: the folder holds another run, and `resume` is not set.
         CheckpointError: there is nothing to resume, or it was trained with other settings.
     """
-    checkpoint = checkpoints.latest(folder / "checkpoints") if resume else None
-    if checkpoint is not None:
-        settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
+    checkpoint = None
+    if resume:
+        try:
+            checkpoint = checkpoints.latest(folder / "checkpoints")
+            settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
+        except checkpoints.NoCheckpoint:
+            watcher.say(settings_file.begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
+    checkpoints.sweep(folder / "checkpoints")
     took = dict(before or {})
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
         settings_file.write(folder, settings.as_dict())
@@ -78,7 +84,13 @@ def run(
         took["training"] = time.monotonic() - began
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
-        evaluation = evaluate_policy(settings.environment, policy_of(model), damages, watcher)
+        try:
+            evaluation = evaluate_policy(settings.environment, policy_of(model), damages, watcher)
+        except Exception as error:
+            trained = f"{model.num_timesteps:,} edit steps were trained; the evaluation on held-out photos failed."
+            failed_report(folder, trained, error, settings.as_dict(), command)
+            log.extend_summary(evaluation_failed=f"{type(error).__name__}: {error}")
+            raise
         took["evaluation"] = time.monotonic() - began
         interrupts.check()
         verdict = judge(found := comparisons(evaluation))
@@ -98,10 +110,14 @@ def run(
 
 
 def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
+    """The server's status document; None where there is no server, or it has none for who asks from afar."""
     if settings.environment.scorer == "local":
         return None
-    with connect(settings.environment.address, timeout=settings.environment.timeout) as server:
-        return server.status()
+    try:
+        with connect(settings.environment.address, timeout=settings.environment.timeout) as server:
+            return server.status()
+    except Error:
+        return None
 
 
 def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> dict[str, str]:

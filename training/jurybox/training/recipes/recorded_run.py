@@ -10,8 +10,10 @@ from rich.console import Console
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.recipes import settings_file
-from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
+from jurybox.training.report import page
+from jurybox.training.runlog import RunLog, RunLogError, Summary, Tracker, write_atomically
 from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.runtime.debug_state import going_on
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.outcome import Outcome
 from jurybox.training.runtime.plan import Plan
@@ -47,13 +49,23 @@ def recorded_run(
         trackers: made when the folder is known to be usable.
 
     Raises:
-        RunLogError: the folder holds another run, and `resume` is not set.
-        NothingToResume: there is no checkpoint to go on from.
-        CheckpointError: it was begun with other settings.
+        RunLogError: the folder holds another run, and `resume` is not set; or a run is going on there.
+        CheckpointError: no run was begun there, or with other settings.
     """
-    found = Checkpoints(folder / "checkpoints").latest() if resume else None
+    if (living := going_on(folder)) is not None:
+        raise RunLogError(
+            f"a run is going on in {folder} (process {living}): wait for its end, or choose another folder"
+        )
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.sweep()
+    found = checkpoints.latest() if resume else None
     if found is not None and may_change is not None:
         settings_file.check_same(folder, settings, may_change)
+    if resume and found is None:
+        said = settings_file.begin_anew(folder, settings, may_change)
+        resume = False
+        if console is not None:
+            console.print(said, highlight=False, markup=False)
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
         settings_file.write(folder, settings)
         log.add_trackers(trackers())
@@ -80,6 +92,27 @@ def recorded_run(
             serial=outcome.serial,
             evaluation=outcome.evaluation,
         )
-        write_atomically(folder / "report.html", report(outcome, log.rows()))
+        try:
+            write_atomically(folder / "report.html", report(outcome, log.rows()))
+        except Exception as error:
+            failed_report(folder, f"{outcome.text}.", error, settings)
+            raise
         log.finish([folder / "report.html"])
     return outcome
+
+
+def failed_report(
+    folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any], command: str = ""
+) -> None:
+    """The report of a training whose end failed: what there is, and why there is no more."""
+    sections = [
+        "<h1>Jurybox: a training whose end failed</h1>",
+        page.section(
+            "How it ended",
+            page.paragraph(headline),
+            page.paragraph(f"What should follow here could not be made: {type(error).__name__}: {error}"),
+            page.paragraph("metrics.csv, summary.json and the checkpoints are whole; --resume tries the end again."),
+        ),
+        page.section("The run", page.facts({"Command": command} if command else {}), page.facts(settings)),
+    ]
+    write_atomically(folder / "report.html", page.page("Jurybox report", sections))

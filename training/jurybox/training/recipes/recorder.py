@@ -128,8 +128,11 @@ class Recorder(BaseCallback):
         if self._folder is not None and (
             self.num_timesteps - self._saved_at >= self._every or (last and self.num_timesteps > self._saved_at)
         ):
-            with interrupts.held():
-                checkpoints.save(self._folder, self.model, self.counted())
+            try:
+                with interrupts.held():
+                    checkpoints.save(self._folder, self.model, self.counted())
+            except OSError as error:  # a full disk costs a checkpoint, not the training
+                self._watcher.say(f"no checkpoint at {self.num_timesteps} steps, the one before stands: {error}")
             self._saved_at = self.num_timesteps
 
     def _row(self) -> dict[str, float]:

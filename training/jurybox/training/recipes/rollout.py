@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jurybox.training.runtime.errors import ConfigError
+
 ROLLOUT = 4000
 
 
@@ -16,12 +18,12 @@ def steps_per_environment(environments: int, rollout: int = ROLLOUT) -> int:
         rollout: steps of all of them together between two updates.
 
     Raises:
-        ValueError: a number below 1, or more environments than steps.
+        ConfigError: a number below 1, or more environments than steps.
     """
     if environments < 1 or rollout < 1:
-        raise ValueError(f"expected at least one environment and one step, got {environments} and {rollout}")
+        raise ConfigError(f"expected at least one environment and one step, got {environments} and {rollout}")
     if environments > rollout:
-        raise ValueError(
+        raise ConfigError(
             f"{environments} environments cannot share a rollout of {rollout} steps: use fewer workers, or a longer "
             "rollout"
         )

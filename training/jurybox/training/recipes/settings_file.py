@@ -13,6 +13,53 @@ from jurybox.training.runlog import write_atomically
 _NAME = "settings.json"
 
 
+# What a run leaves, but for what people may have put there themselves.
+_LEFT = (
+    "metrics.csv",
+    "summary.json",
+    "evaluation.csv",
+    "workflows.csv",
+    "report.html",
+    "timeline.json",
+    "tensorboard",
+    "checkpoints",
+    "pool",
+)
+
+
+def begin_anew(folder: Path, settings: Mapping[str, Any], may_change: Collection[str] | None) -> str:
+    """Make room for a run that is to be resumed and was ended before its first checkpoint: it begins anew.
+
+    What it had recorded until then is moved to a folder beside.
+
+    Args:
+        may_change: as `check_same`; None: everything may.
+
+    Returns:
+        What was done, in a sentence.
+
+    Raises:
+        CheckpointError: no run was begun there, or one with other settings.
+    """
+    left = [folder / name for name in _LEFT if (folder / name).exists()]
+    if not left and not (folder / _NAME).exists():
+        raise CheckpointError(f"no checkpoint in {folder}, and no run was begun there: start without --resume")
+    if may_change is not None:
+        check_same(folder, settings, may_change)
+    said = (
+        f"the run in {folder} was ended before its first checkpoint, so there is nothing to go on from: it begins anew"
+    )
+    if not left:
+        return said
+    number = 1
+    while (before := folder / f"before-{number}").exists():
+        number += 1
+    before.mkdir()
+    for path in left:
+        path.rename(before / path.name)
+    return f"{said}; what it had recorded is in {before}"
+
+
 def write(folder: Path, settings: Mapping[str, Any]) -> None:
     write_atomically(folder / _NAME, json.dumps(settings, indent=2) + "\n")
 

@@ -18,11 +18,14 @@ import torch
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.recipes import interrupts, settings_file
+from jurybox.training.recipes.checkpoints import NoCheckpoint
 from jurybox.training.recipes.env_spread import Spread
 from jurybox.training.recipes.progress import Silence, Watcher
+from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.workflow_networks import networks
 from jurybox.training.recipes.workflow_served import served_policy
 from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
+from jurybox.training.runtime.errors import refuse_unused
 from jurybox.training.search import checkpoints, environments
 from jurybox.training.search.report import WorkflowRun, conclusion, render
 from jurybox.training.search.settings import WorkflowTraining
@@ -73,11 +76,19 @@ def run(
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set.
         CheckpointError: there is nothing to resume, or it was trained with other settings.
+        ConfigError: something is set that would have no effect.
     """
     watcher = watcher or Silence()
-    found = checkpoints.latest(folder / "checkpoints") if resume else None
-    if found is not None:
-        settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
+    if spread is None and settings.env == "cage":
+        why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
+        refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
+    found = None
+    if resume:
+        try:
+            found = checkpoints.latest(folder / "checkpoints")
+            settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
+        except NoCheckpoint:
+            watcher.say(settings_file.begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
     resume_at = None if found is None else int(found[0]["counted"][2])
     with (
         RunLog(folder, METRICS, resume_at=resume_at) as log,
@@ -97,9 +108,12 @@ def run(
         log.summarise(_summary(trainer, settings, spent))
         sentences = conclusion(trainer)
         log.extend_summary(**_more(trainer), env_worker_restarts=restarts(), conclusion=sentences)
-        write_atomically(
-            folder / "report.html", render(WorkflowRun(trainer, log.rows(), _facts(settings, spent), command))
-        )
+        try:
+            page = render(WorkflowRun(trainer, log.rows(), _facts(settings, spent), command))
+        except Exception as error:
+            failed_report(folder, " ".join(sentences), error, settings.as_dict(), command)
+            raise
+        write_atomically(folder / "report.html", page)
         log.finish([folder / "report.html", folder / "workflows.csv"])
     return "\n".join(sentences)
 
@@ -149,7 +163,10 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
             )
             _write_workflows(trainer, folder)
         if trainer.updates % _CHECKPOINT_EVERY == 0 or trainer.done:
-            _save(trainer, folder, before + spent)
+            try:
+                _save(trainer, folder, before + spent)
+            except OSError as error:  # a full disk costs a checkpoint, not the search
+                watcher.say(f"no checkpoint at update {trainer.updates}, the one before stands: {error}")
     watcher.end()
     return time.monotonic() - began
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,22 @@ import torch
 from jurybox.client import Model, Publisher
 from jurybox.client.remote_weights import RemotePublisher
 from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.local_server import LocalServer
+from jurybox.training.runtime.errors import ConfigError, RunError
 from jurybox.training.search.settings import WorkflowTraining
 
 MODEL = "policy/workflow"
 _FACTORY = "jurybox.training.recipes.workflow_network:policy"
 
+_ADOPTED = 30.0  # seconds; an engine that restarts meanwhile imports torch
+_PAUSE = 0.002
+
 Floats = npt.NDArray[np.float32]
+
+
+class WeightsNotAdopted(RunError):
+    """The policy server answers, but not with the weights that were published to it."""
 
 
 class ServedPolicy:
@@ -28,10 +38,19 @@ class ServedPolicy:
 
     The server adopts weights between two batches, so an answer of the version that was published last is waited for
     once after each update: PPO wants actions of the policy that it updates.
+
+    Args:
+        adopted: seconds that the server gets to adopt a publication.
+
+    Raises:
+        WeightsNotAdopted: by `act`, when it has not.
     """
 
-    def __init__(self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher) -> None:
+    def __init__(
+        self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
+    ) -> None:
         self._learner, self._model, self._publisher = learner, model, publisher
+        self._patience = adopted
         self._published: tuple[int, int] | None = None  # learner steps, version
         self._adopted = False
 
@@ -48,11 +67,20 @@ class ServedPolicy:
 
     def _ask(self, observations: Floats) -> Any:
         assert self._published is not None
+        until = time.monotonic() + self._patience
         while True:
             reply = self._model.result(self._model.submit(observations), timeout=30.0)
             if self._adopted or reply.version >= self._published[1]:
                 self._adopted = True
                 return reply.outputs
+            interrupts.check()
+            if time.monotonic() > until:
+                raise WeightsNotAdopted(
+                    f"the policy server has not adopted version {self._published[1]} of {MODEL} within "
+                    f"{self._patience:g} s; its answers are of version {reply.version}. Its log (server.log) says why; "
+                    "go on from the newest checkpoint with --resume, or with --policy local"
+                )
+            time.sleep(_PAUSE)
 
 
 @contextmanager
@@ -62,11 +90,11 @@ def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[P
         yield None
         return
     hidden = settings.ppo.hidden
+    if hidden != (64, 64):
+        raise ConfigError(f"expected the default network, which is what the server makes, got hidden {hidden}")
     server = LocalServer(
         {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.n_envs}}, log, http=False
     )
-    if hidden != (64, 64):
-        raise ValueError(f"expected the default network, which is what the server makes, got hidden {hidden}")
     try:
         server.start()
         server.wait()

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from jurybox.protocol.errors import SharedMemoryError
+from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.board import AT_REST, Board, Order, State, Told, Word
@@ -14,6 +14,19 @@ from jurybox.training.runtime.errors import NotRunning
 
 # Says which shared memory a run uses, for as long as it runs.
 RUNNING = "running.json"
+
+
+def going_on(folder: Path) -> int | None:
+    """The process whose run is going on in `folder`; None where there is none, or it was killed."""
+    try:
+        said = json.loads((folder / RUNNING).read_text(encoding="utf-8"))
+        board = Board.attach(said["board"], keep_alive=False)
+    except (OSError, ValueError, KeyError, ProtocolMismatch):
+        return None
+    try:
+        return int(said["pid"]) if board.segment.owner_lives() else None
+    finally:
+        board.close()
 
 
 def debug_state(folder: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from jurybox.training.recipes.checkpoints import CheckpointError
+from jurybox.training.recipes.checkpoints import CheckpointError, NoCheckpoint
 
 KEPT = 3
 
@@ -29,11 +29,20 @@ def save(folder: Path, update: int, state: Mapping[str, Any], random: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"update-{update:06d}.pt"
     scratch = target.with_suffix(".writing")
-    with scratch.open("wb") as file:
-        torch.save({"state": dict(state), "random": json.dumps(random)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(target)
+    try:
+        with scratch.open("wb") as file:
+            torch.save({"state": dict(state), "random": json.dumps(random)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
     for old in _found(folder)[:-KEPT]:
         old.unlink()
     return target
@@ -43,11 +52,11 @@ def latest(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """State and random states of the newest checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        NoCheckpoint: there is none. CheckpointError: it cannot be read.
     """
     found = _found(folder)
     if not found:
-        raise CheckpointError(f"no checkpoint in {folder}: start without --resume")
+        raise NoCheckpoint(f"no checkpoint in {folder}: start without --resume")
     try:
         content = torch.load(found[-1], weights_only=True)
     except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.environments.cage import RedName
+from jurybox.training.runtime.errors import ConfigError, refuse_unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,18 @@ class WorkflowTraining:
     def __post_init__(self) -> None:
         shares = self.reference_share, self.final_share
         if self.n_envs < 1 or self.total_episodes < self.n_envs:
-            raise ValueError(
+            raise ConfigError(
                 f"expected at least one environment and an episode for each, got n_envs {self.n_envs}, "
                 f"total_episodes {self.total_episodes}"
             )
         if min(shares) < 0 or sum(shares) >= 1:
-            raise ValueError(f"expected shares of at least 0 that leave something for the search, got {shares}")
+            raise ConfigError(f"expected shares of at least 0 that leave something for the search, got {shares}")
         if self.halves and self.n_envs < 2:
-            raise ValueError(f"expected at least 2 environments to make halves of, got n_envs {self.n_envs}")
+            raise ConfigError(f"expected at least 2 environments to make halves of, got n_envs {self.n_envs}")
+        if self.quirk and self.env == "cyborg":
+            refuse_unused(("quirk",), {"quirk": "it is of our simulator; CybORG is as it is"})
         if not 0 < self.gate <= 1:
-            raise ValueError(f"expected a gate above 0 and up to 1, got {self.gate}")
+            raise ConfigError(f"expected a gate above 0 and up to 1, got {self.gate}")
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for settings.json and trackers: the learner's settings as ``ppo.NAME``."""
