@@ -64,6 +64,7 @@ public:
             nb::gil_scoped_release unlocked;
             claim = slots_.read(rows(parts), parts.shape(0), reinterpret_cast<std::byte*>(extra.data()), deadline(seconds), verify, tries);
         }
+        if (claim.damaged) return {0, 0, 0, 0};
         return {claim.version, claim.extra_bytes, claim.published_ns, tries};
     }
 
@@ -129,7 +130,7 @@ void bind_weights(nb::module_& m) {
              "number of the first part with NaN or infinity, if that is to be checked, and then publishes nothing.")
         .def("read", &BoundSlots::read, nb::arg("parts"), nb::arg("extra"), nb::arg("seconds"), nb::arg("verify") = true,
              "Copy the newest version out to parts (n, 5) uint64; gives version (0: not within these seconds), bytes of extra, "
-             "CLOCK_MONOTONIC ns of the publication, and tries.")
+             "CLOCK_MONOTONIC ns of the publication, and tries (0: what is there is no publication, but damage).")
         .def("wait_newer", &BoundSlots::wait_newer, nb::arg("seen"), nb::arg("seconds"),
              "Wait until there is a version newer than `seen`; False: not within these seconds.")
         .def("claim", &BoundSlots::claim, "The newest slot as it is now, for a copy of one's own.")

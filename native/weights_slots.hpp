@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "clock.hpp"
+#include "replay_checksum.hpp"
 #include "streaming_copy.hpp"
 
 #ifdef __SANITIZE_THREAD__
@@ -41,6 +42,7 @@ struct WeightsControl {
         std::atomic<std::uint64_t> version;
         std::atomic<std::uint64_t> published_ns;  // CLOCK_MONOTONIC
         std::atomic<std::uint64_t> extra_bytes;
+        std::atomic<std::uint64_t> check;  // of the three words before and of the extra, see check_of
     } slot[2];
 };
 static_assert(sizeof(WeightsControl) == 192, "the layout is part of the protocol");
@@ -62,7 +64,14 @@ struct WeightsClaim {
     std::uint64_t published_ns = 0;
     std::uint64_t extra_bytes = 0;
     unsigned slot = 0;
+    bool damaged = false;  // somebody else than a publisher has written there
 };
+
+// Words that a stray or hostile write changed must not pass for a publication: who has the memory mapped can write to it.
+inline std::uint64_t check_of(std::uint64_t version, std::uint64_t published_ns, const std::byte* extra, std::uint64_t extra_bytes) {
+    const std::uint64_t words[3] = {version, published_ns, extra_bytes};
+    return std::uint64_t{replay::crc32c(words, sizeof words)} << 32 | replay::crc32c(extra, extra_bytes);
+}
 
 template <typename Word>
 inline bool all_finite(const std::byte* at, std::size_t bytes, Word mask) {
@@ -105,7 +114,11 @@ public:
         const unsigned slot = next_slot();
         const auto& head = control_->slot[slot];
         const std::uint64_t version = head.version.load(std::memory_order_acquire);
-        if (head.sequence.load(std::memory_order_acquire) % 2 == 0 && version > newest()) announce(slot, version);
+        const std::uint64_t extra = head.extra_bytes.load(std::memory_order_relaxed);
+        if (head.sequence.load(std::memory_order_acquire) % 2 == 0 && version > newest() && extra <= extra_room() &&
+            head.check.load(std::memory_order_relaxed) ==
+                check_of(version, head.published_ns.load(std::memory_order_relaxed), slot_data(slot) + weights_bytes_, extra))
+            announce(slot, version);
         return newest();
     }
 
@@ -123,9 +136,11 @@ public:
     void commit(unsigned slot, std::uint64_t version, const std::byte* extra, std::size_t extra_bytes) {
         auto& head = control_->slot[slot];
         if (extra_bytes) copy_in(slot_data(slot) + weights_bytes_, extra, extra_bytes, false);
+        const auto now = static_cast<std::uint64_t>(monotonic_ns());
         head.version.store(version, std::memory_order_relaxed);
-        head.published_ns.store(static_cast<std::uint64_t>(monotonic_ns()), std::memory_order_relaxed);
+        head.published_ns.store(now, std::memory_order_relaxed);
         head.extra_bytes.store(extra_bytes, std::memory_order_relaxed);
+        head.check.store(check_of(version, now, extra, extra_bytes), std::memory_order_relaxed);
         stream_fence();
         head.sequence.store(head.sequence.load(std::memory_order_relaxed) + 1, std::memory_order_release);
         announce(slot, version);
@@ -179,8 +194,8 @@ public:
         claim.extra_bytes = head.extra_bytes.load(std::memory_order_relaxed);
         const std::uint64_t version = head.version.load(std::memory_order_relaxed);
         // A slot rewritten since `newest` was read may hold a version not announced yet: going back from that to the
-        // announced one would let versions run backwards under this reader. A single slot knows no older version.
-        if (!holds(claim) || (slots_ == 2 && version != newest / 2)) return claim;
+        // announced one would let versions run backwards under this reader. Its announcement is the next thing to come.
+        if (!holds(claim) || version != newest / 2) return claim;
         claim.version = version;
         return claim;
     }
@@ -195,7 +210,9 @@ public:
     // try has the writer's full round to itself. `verify` is off only in the test that shows what the counter is for.
     bool try_read(const WeightsPart* parts, std::size_t n, std::byte* extra, WeightsClaim& claim, bool verify) const {
         claim = this->claim();
-        if (claim.version == 0 || claim.extra_bytes > extra_room()) return false;
+        if (claim.version == 0) return false;
+        if ((claim.damaged = claim.extra_bytes > extra_room())) return false;
+        const std::uint64_t check = control_->slot[claim.slot].check.load(std::memory_order_relaxed);
         const bool stream = total(parts, n) >= kStreamFrom;
         const std::byte* slot = slot_data(claim.slot);
         copy_out(extra, slot + weights_bytes_, claim.extra_bytes, false);
@@ -207,16 +224,19 @@ public:
             }
         }
         stream_fence();  // the bytes may go to another thread next
-        return !verify || holds(claim);
+        if (!verify) return true;
+        if (!holds(claim)) return false;
+        claim.damaged = check != check_of(claim.version, claim.published_ns, extra, claim.extra_bytes);
+        return !claim.damaged;
     }
 
-    // Tries until one read is whole or `deadline_ns` (monotonic) has passed: version 0 then.
+    // Tries until one read is whole or `deadline_ns` (monotonic) has passed: version 0 then. Or until it finds damage.
     WeightsClaim read(const WeightsPart* parts, std::size_t n, std::byte* extra, std::uint64_t deadline_ns, bool verify,
                       std::uint64_t& tries) const {
         WeightsClaim claim;
         for (tries = 1;; ++tries) {
             const std::uint32_t bell = control_->channel.bell.load(std::memory_order_acquire);
-            if (try_read(parts, n, extra, claim, verify)) return claim;
+            if (try_read(parts, n, extra, claim, verify) || claim.damaged) return claim;
             const auto now = static_cast<std::uint64_t>(monotonic_ns());
             if (now >= deadline_ns) return {};
             // Overtaken means that there is a newer version to read at once. Only a single slot under its writer, or a

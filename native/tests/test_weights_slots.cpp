@@ -115,9 +115,35 @@ void a_finished_version_is_announced_by_the_successor() {
         const unsigned slot = channel.slots.begin();
         auto& head = channel.control->slot[slot];
         head.version = 5;
+        head.check = check_of(5, 0, nullptr, 0);
         head.sequence = head.sequence + 1;  // committed; its writer dies before it rings
         expect(channel.slots.newest() == 0 && channel.slots.take_over() == 5, "version 5 is announced");
         expect(channel.slots.claim().version == 5, "version 5 can be read");
+    }
+}
+
+void words_that_no_publisher_wrote_are_no_version() {
+    for (const unsigned count : {1u, 2u}) {
+        for (int which = 0; which < 5; ++which) {
+            Channel channel(64, count);
+            std::uint64_t value[8] = {}, got[8], extra[kExtra / 8] = {7}, into[kExtra / 8], tries = 0;
+            const WeightsPart in = part(value, 64), out = part(got, 64);
+            channel.slots.publish(&in, 1, reinterpret_cast<const std::byte*>(extra), 8, 1, false);
+            const unsigned slot = channel.slots.claim().slot;
+            auto& head = channel.control->slot[slot];
+            switch (which) {
+                case 0: head.version = 9; break;
+                case 1: head.published_ns = 9; break;
+                case 2: head.extra_bytes = 1 << 20; break;
+                case 3: head.extra_bytes = 9; break;
+                default: channel.slots.slot_data(slot)[64] = std::byte{8};
+            }
+            const WeightsClaim claim = channel.slots.read(&out, 1, reinterpret_cast<std::byte*>(into), monotonic_ns() + 1'000'000, true, tries);
+            expect(claim.version == 0 || claim.damaged, "it is told");
+            auto& other = channel.control->slot[count == 2 ? slot ^ 1 : slot];
+            other.version = 1 << 20;
+            expect(channel.slots.take_over() == 1, "and no successor announces it");
+        }
     }
 }
 
@@ -172,6 +198,7 @@ int main() {
     the_tail_and_odd_sizes_arrive();
     a_half_written_slot_is_never_read_and_is_taken_over();
     a_finished_version_is_announced_by_the_successor();
+    words_that_no_publisher_wrote_are_no_version();
     nan_is_found_wherever_it_is_and_publishes_nothing();
     a_claim_is_void_once_its_slot_is_written();
     waiting_ends_with_the_publication();

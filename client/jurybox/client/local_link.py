@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
+import weakref
 
 import zmq
 
@@ -48,7 +50,7 @@ class LocalLink(ControlLink):
         require(_FILES_OF_A_LINK, "connecting to a server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.board: Board | None = None
-        self._channels: list[WeightsChannel] = []
+        self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each its publisher's or reader's
         self._info = ServerMessage()
         try:
             super().__init__(Control(self._context, address), os.getpid())
@@ -63,7 +65,7 @@ class LocalLink(ControlLink):
 
     def close(self) -> None:
         """As Link.close."""
-        for channel in self._channels:
+        for channel in list(self._channels):
             channel.close()
         self._control.close()
         if self.board is not None:
@@ -73,12 +75,13 @@ class LocalLink(ControlLink):
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher:
         """As Link.publisher; it writes where the engines read, whatever `transfer` says."""
-        return Publisher(self._channel(name, timeout)[0])
+        return Publisher(self._channel(name, timeout)[0], owns=True)
 
     def weights(self, name: str, timeout: float) -> WeightsReader:
         """As Link.weights."""
         channel, message = self._channel(name, timeout)
-        return WeightsReader(channel, message.max_lag, lambda: self._version_in_use(message.index))
+        in_use = functools.partial(self._version_in_use, message.index)
+        return WeightsReader(channel, message.max_lag, in_use, channel.owner_lives, owns=True)
 
     def _channel(self, name: str, timeout: float) -> tuple[WeightsChannel, ModelMessage]:
         deadline = time.monotonic() + timeout
@@ -92,7 +95,7 @@ class LocalLink(ControlLink):
             )
             raise Refused(f"model {name!r} is {message.state} and {why or 'has no weights channel yet'}")
         channel = WeightsChannel.attach(message.weights)
-        self._channels.append(channel)
+        self._channels.add(channel)
         return channel, message
 
     def _version_in_use(self, model: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -12,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.client.device_stage import DeviceStage
+from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, ServerGone, SpecMismatch
 from jurybox.protocol.locks import try_lock
 from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import PUBLISHER_LOCK
 from jurybox.protocol.weights.extra import all_finite, encode
 from jurybox.protocol.weights.layout import dtype_name
+
+_LARGEST = 2**63 - 1  # a version shares its word with the number of its slot
 
 
 def tensors_of(source: Any) -> Mapping[str, Any]:
@@ -39,27 +43,29 @@ def tensors_of(source: Any) -> Mapping[str, Any]:
 class Publisher:
     """Publishes weights, one version after another; there is one publisher to a channel at a time.
 
-    The place is a file lock that the kernel drops when this process ends, however it ends; the next publisher goes on
-    after the newest whole version. Threads of one process may share a publisher.
+    The place is a file lock that the kernel drops when this process ends, however it ends, and that goes when the
+    publisher is closed or dropped; the next publisher goes on after the newest whole version. Threads of one process
+    may share a publisher. A forked child has no part in its parent's place: it refuses.
 
     Args:
-        channel: to publish on. It stays the caller's to close.
+        channel: to publish on. It stays the caller's to close, unless the publisher `owns` it.
 
     Raises:
         Refused: the channel has a living publisher.
     """
 
-    def __init__(self, channel: WeightsChannel) -> None:
+    def __init__(self, channel: WeightsChannel, *, owns: bool = False) -> None:
+        channel.require_open()
         self.channel = channel
-        self._stage: DeviceStage | None = None
+        self._owns = owns
         self._parts = channel.layout.parts()
         self._places = [(place, place.stored) for place in channel.layout.places.values()]
         self._turn = threading.Lock()
         self._pid = os.getpid()
         # An open file of its own: two publishers on one channel object must conflict as two processes would.
-        self._fd = os.open(f"/proc/self/fd/{channel.segment.fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._place = place = _Place(os.open(f"/proc/self/fd/{channel.segment.fd}", os.O_RDWR | os.O_CLOEXEC))
         try:
-            if not try_lock(self._fd, PUBLISHER_LOCK):
+            if not try_lock(place.fd, PUBLISHER_LOCK):
                 raise Refused(
                     f"weights channel {channel.name} has a publisher, process {int(channel.publisher_pid[0])}: "
                     "one at a time; close that one first, or let it end"
@@ -67,8 +73,10 @@ class Publisher:
             channel.publisher_pid[0] = self._pid
             self.version = channel.slots.take_over()
         except BaseException:
-            os.close(self._fd)
+            place.close()
             raise
+        forks.register(self)
+        weakref.finalize(self, place.close)
 
     def publish(
         self,
@@ -92,7 +100,9 @@ class Publisher:
 
         Raises:
             SpecMismatch: the layout differs (the message names how), or `extra` is of a wrong kind or too large.
-            Refused: not finite, though `check_finite`; a version that doesn't grow; a closed publisher.
+            Refused: not finite, though `check_finite`; a version that doesn't grow, or is no number below 2**63; a
+                publisher that was closed, or made before a fork.
+            ServerGone: who owns the channel is gone, and nobody would read this.
         """
         tensors = tensors_of(source)
         packed = encode(extra)
@@ -105,7 +115,7 @@ class Publisher:
             raise Refused("extra holds NaN or infinity, and check_finite asks to refuse that; nothing was published")
         with self._turn:
             self._require_open()
-            if not self.channel.segment.owned and not self.channel.segment.owner_lives():
+            if not self.channel.owner_lives():
                 raise ServerGone(
                     f"the owner of weights channel {self.channel.name} is gone and nobody would read this: connect "
                     "again and take a new publisher"
@@ -141,16 +151,17 @@ class Publisher:
         if WeightsLayout.of(tensors).difference(self.channel.layout):
             raise self._mismatch(tensors)
         first = next(tensor for tensor in tensors.values() if _on_device(tensor))
-        if self._stage is None or self._stage.device != first.device:
+        stage = self._place.stage
+        if stage is None or stage.device != first.device:
             self.close_stage()
-            self._stage = DeviceStage(self.channel, first.device)
-        self._stage.gather(tensors)
-        if check and (bad := self._stage.not_finite()):
+            stage = self._place.stage = DeviceStage(self.channel, first.device)
+        stage.gather(tensors)
+        if check and (bad := stage.not_finite()):
             raise Refused(
                 f"tensor {bad!r} holds NaN or infinity, and check_finite asks to refuse that; nothing was published"
             )
         slot = self.channel.slots.begin()
-        self._stage.transfer(slot)
+        stage.transfer(slot)
         self.channel.slots.commit(slot, version, extra)
 
     def _number(self, version: int | None) -> int:
@@ -160,33 +171,37 @@ class Publisher:
                 f"version {version} was to be published on {self.channel.name}, whose newest is {newest}: "
                 "versions only grow"
             )
-        return newest + 1 if version is None else version
+        number = newest + 1 if version is None else version
+        if number > _LARGEST:
+            raise Refused(f"version {number} was to be published on {self.channel.name}: {_LARGEST} is the largest")
+        return number
 
     def _mismatch(self, tensors: Mapping[str, Any]) -> SpecMismatch:
         return layout_mismatch(self.channel.layout, self.channel.name, tensors)
 
     def _require_open(self) -> None:
-        if self._fd < 0:
-            raise Refused(f"this publisher of {self.channel.name} was closed; make another one")
-        if os.getpid() != self._pid:
+        if self._place.forked:
             raise Refused(
-                f"this publisher of {self.channel.name} belongs to process {self._pid}; a forked child would publish "
-                "alongside it: make a publisher in the process that learns"
+                f"this publisher of {self.channel.name} belongs to process {self._pid}, and was made before a fork; a "
+                "child would publish alongside it: make a publisher in the process that learns"
             )
+        if self._place.fd < 0:
+            raise Refused(f"this publisher of {self.channel.name} was closed; make another one")
 
     def close_stage(self) -> None:
         """Give back the device's buffer and the page-locking; the next publication from a device makes them anew."""
-        if self._stage is not None:
-            self._stage.close()
-            self._stage = None
+        self._place.close_stage()
 
     def close(self) -> None:
-        """Give up the place: another publisher may take over."""
+        """Give up the place: another publisher may take over. Harmless when done already."""
         with self._turn:
-            if self._fd >= 0:
-                self.close_stage()
-                os.close(self._fd)
-                self._fd = -1
+            self._place.close()
+            if self._owns:
+                self.channel.close()
+
+    def _after_fork_in_child(self) -> None:
+        self._turn = threading.Lock()  # a thread of the parent's may have been publishing
+        self._place.leave_to_parent()
 
     def __enter__(self) -> Publisher:
         return self
@@ -194,6 +209,31 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+
+class _Place:
+    """What of a publisher must be given back: the open file that holds the lock, and the memory that is page-locked."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.stage: DeviceStage | None = None
+        self.forked = False
+
+    def close_stage(self) -> None:
+        if self.stage is not None and not self.forked:
+            self.stage.close()
+            self.stage = None
+
+    def close(self) -> None:
+        self.close_stage()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the lock ends with the parent alone. The stage is CUDA's, which does not live here."""
+        self.forked = True
         self.close()
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Link, Transfer
@@ -87,7 +88,7 @@ class Server:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._models: list[Model] = []
-        self._ends: list[Publisher | RemotePublisher] = []
+        self._ends: WeakSet[Publisher | RemotePublisher] = WeakSet()  # who drops one gives its place back
 
     # ---- what the server offers
 
@@ -157,7 +158,7 @@ class Server:
             ModelNotFound; Refused: the model takes no publications, or has a living publisher; or the address is tcp://.
         """
         publisher = self._open_link().publisher(name, transfer, self.timeout)
-        self._ends.append(publisher)
+        self._ends.add(publisher)
         return publisher
 
     def weights(self, name: str) -> WeightsReader | RemoteWeightsReader:
@@ -176,7 +177,7 @@ class Server:
             for model in self._models:
                 model.close()
             self._models.clear()
-            for publisher in self._ends:
+            for publisher in list(self._ends):
                 publisher.close()
             self._link.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
-from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.errors import ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.extra import decode
 
 # Native waits are cut into slices, so that Ctrl-C is heard.
@@ -31,18 +32,30 @@ class Weights(NamedTuple):
 class WeightsReader:
     """Reads whole publications from a channel. Any number of readers, in any processes; none disturbs the publisher.
 
+    Threads may share a reader, and a forked child may go on with its parent's.
+
     Args:
-        channel: to read from. It stays the caller's to close.
+        channel: to read from. It stays the caller's to close, unless the reader `owns` it.
         max_lag: versions that answers may be behind, as the model's settings say; 0: any number.
         in_use: gives the version that the engine answers with which is furthest behind; None for a bare channel.
+        owner_lives: whether anybody can still publish; where not, whoever asks or waits for weights is told by
+            `ServerGone`. None for a bare channel, which its reader may outlive.
+        owns: the channel is this reader's to close.
 
     Attributes:
         held_back: how often `wait_until_fresh` had to wait; `held_back_seconds`: for how long in all.
-        tries: copies that the last `read` needed; more than one where a publisher overtook it.
+        tries: copies that the last `read` needed, in whatever thread; more than one where a publisher overtook it.
         age_seconds: how old the last publication read was when it was read.
     """
 
-    def __init__(self, channel: WeightsChannel, max_lag: int = 0, in_use: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        channel: WeightsChannel,
+        max_lag: int = 0,
+        in_use: Callable[[], int] | None = None,
+        owner_lives: Callable[[], bool] | None = None,
+        owns: bool = False,
+    ) -> None:
         self.channel = channel
         self.max_lag = max_lag
         self.held_back = 0
@@ -51,9 +64,10 @@ class WeightsReader:
         self.layout = channel.layout
         self.tries = 0
         self.age_seconds = 0.0
-        self._parts = self.layout.parts()
-        self._whole = np.array([[0, 0, self.layout.nbytes, 0, 0]], np.uint64)
-        self._extra = np.zeros(channel.extra_bytes, np.uint8)
+        self._owner_lives = owner_lives
+        self._owns = owns
+        self._looked = 0.0  # when the owner was last looked at
+        self._own = _Scratch(self.layout, channel.extra_bytes)
 
     @property
     def newest(self) -> int:
@@ -61,13 +75,26 @@ class WeightsReader:
         return self.channel.newest
 
     def newer_than(self, seen: int) -> bool:
-        """Whether there is a version newer than `seen` (0: any). One load from shared memory."""
-        return self.channel.newest > seen
+        """Whether there is a version newer than `seen` (0: any). One load from shared memory, as a rule.
+
+        Raises:
+            ServerGone: there is none, and nobody is left to publish one.
+        """
+        if self.channel.newest > seen:
+            return True
+        if self._owner_lives is not None and time.monotonic() - self._looked > _SLICE_SECONDS:
+            self._require_owner()
+        return False
 
     def wait_newer_than(self, seen: int, timeout: float = 10.0) -> bool:
-        """Sleep until there is a version newer than `seen`; False when `timeout` seconds passed first."""
+        """Sleep until there is a version newer than `seen`; False when `timeout` seconds passed first.
+
+        Raises:
+            ServerGone: nobody is left to publish one.
+        """
         end = time.monotonic() + timeout
         while not self.channel.slots.wait_newer(seen, min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))):
+            self._require_owner()
             if time.monotonic() >= end:
                 return False
         return True
@@ -101,6 +128,7 @@ class WeightsReader:
 
         Raises:
             Refused: the reader is of a bare channel.
+            ServerGone: the server is gone.
         """
         most = self.max_lag if max_lag is None else max_lag
         if (max_lag is None and most == 0) or self.lag() <= most:
@@ -109,6 +137,8 @@ class WeightsReader:
         began = time.monotonic()
         try:
             while (fresh := self.lag() <= most) is False and time.monotonic() - began < timeout:
+                if time.monotonic() - self._looked > _SLICE_SECONDS:
+                    self._require_owner()
                 time.sleep(_LOOK_SECONDS)
         finally:
             self.held_back_seconds += time.monotonic() - began
@@ -133,13 +163,17 @@ class WeightsReader:
         Raises:
             Timeout: nothing whole could be read in time; the message says why.
             SpecMismatch: `out` does not fit.
+            ServerGone: who owns the channel is gone; what was read before may be used, but nothing newer will come.
+            Refused: the channel was closed here.
+            ProtocolMismatch: what lies in shared memory is no publication: somebody has written over it.
         """
+        own = self._own
         if out is None:
             flat = np.empty(self.layout.nbytes, np.uint8)
-            state, parts = self.layout.views(flat), self._whole
+            state, parts = self.layout.views(flat), own.whole
             parts[0, 0] = flat.__array_interface__["data"][0]
         else:
-            state, parts = out, self._parts
+            state, parts = out, own.parts
             parts[:, 0] = self._addresses(out)
         version, extra = self._read_parts(parts, timeout)
         return Weights(state, version, decode(extra))
@@ -148,7 +182,16 @@ class WeightsReader:
         """As `read`, into ``layout.nbytes`` bytes laid out as the slot is (`layout.views` gives the arrays).
 
         Raises:
-            Timeout, SpecMismatch: as `read`.
+            As `read`.
+        """
+        version, extra = self.read_bytes(out, timeout=timeout)
+        return version, decode(extra)
+
+    def read_bytes(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, bytes]:
+        """As `read_flat`, with the extra as it lies there, for who hands it on: `extra.decode` may refuse it.
+
+        Raises:
+            As `read`.
         """
         if (
             out.dtype != np.uint8
@@ -159,23 +202,53 @@ class WeightsReader:
             raise SpecMismatch(
                 f"expected a writable uint8[{self.layout.nbytes}] to read into, got {out.dtype}{list(out.shape)}"
             )
-        self._whole[0, 0] = out.__array_interface__["data"][0]
-        version, extra = self._read_parts(self._whole, timeout)
-        return version, decode(extra)
+        parts = self._own.whole
+        parts[0, 0] = out.__array_interface__["data"][0]
+        return self._read_parts(parts, timeout)
+
+    def close(self) -> None:
+        """Let go of a channel that is this reader's own; harmless for any other, and when done already."""
+        if self._owns:
+            self.channel.close()
+
+    def __enter__(self) -> WeightsReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _read_parts(self, parts: npt.NDArray[np.uint64], timeout: float, verify: bool = True) -> tuple[int, bytes]:
-        end, self.tries = time.monotonic() + timeout, 0
+        self._require_owner()
+        end, copies, buffer = time.monotonic() + timeout, 0, self._own.extra
         while True:
             slice_ = min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
-            version, extra_bytes, published_ns, tries = self.channel.slots.read(parts, self._extra, slice_, verify)
-            self.tries += tries
+            version, extra_bytes, published_ns, tries = self.channel.slots.read(parts, buffer, slice_, verify)
+            copies += tries
             if version:
-                self.age_seconds = (time.monotonic_ns() - published_ns) / 1e9
-                return version, self._extra[:extra_bytes].tobytes()
+                self.tries, self.age_seconds = copies, (time.monotonic_ns() - published_ns) / 1e9
+                return version, buffer[:extra_bytes].tobytes()
+            if not tries:
+                raise ProtocolMismatch(
+                    f"weights channel {self.channel.name} is damaged: what it calls its newest version is no "
+                    "publication, somebody else than a publisher has written there; publish again, or load the model "
+                    "anew"
+                )
+            self._require_owner()
             if time.monotonic() >= end:
-                raise self._timeout(timeout)
+                raise self._timeout(timeout, copies)
 
-    def _timeout(self, timeout: float) -> Timeout:
+    def _require_owner(self) -> None:
+        self.channel.require_open()
+        if self._owner_lives is None:
+            return
+        if not self._owner_lives():
+            raise ServerGone(
+                f"the owner of weights channel {self.channel.name} is gone, or holds this model no longer, and nothing "
+                "newer will come: connect again and take a new reader"
+            )
+        self._looked = time.monotonic()
+
+    def _timeout(self, timeout: float, copies: int) -> Timeout:
         name = self.channel.name
         if self.channel.newest == 0:
             return Timeout(
@@ -183,7 +256,7 @@ class WeightsReader:
             )
         if self.channel.mode == "snapshot":
             return Timeout(
-                f"weights channel {name} was being written for {timeout:g} s ({self.tries} tries); it has one slot, so "
+                f"weights channel {name} was being written for {timeout:g} s ({copies} tries); it has one slot, so "
                 "readers wait for its publisher (and for the next one, where that was killed); publish less often, "
                 "or take 'double_buffer'"
             )
@@ -205,3 +278,12 @@ class WeightsReader:
                 raise SpecMismatch(f"out[{place.name!r}] is not C-contiguous and writable; see buffers()")
             addresses.append(array.__array_interface__["data"][0])
         return addresses
+
+
+class _Scratch(threading.local):
+    """What a read needs beside its targets; of each thread its own, or one would read into another's arrays."""
+
+    def __init__(self, layout: WeightsLayout, extra_bytes: int) -> None:
+        self.parts = layout.parts()
+        self.whole = np.array([[0, 0, layout.nbytes, 0, 0]], np.uint64)
+        self.extra = np.zeros(extra_bytes, np.uint8)

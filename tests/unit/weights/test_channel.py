@@ -91,6 +91,88 @@ def test_bytes_that_are_no_extra_give_an_error_and_no_crash(data):
         decode(data)
 
 
+def raw_extra(text: str, tail: bytes = b"") -> bytes:
+    return struct.pack("<I", len(text)) + text.encode() + tail
+
+
+def deep(levels: int) -> list:
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def in_itself() -> dict:
+    value: dict = {}
+    value["again"] = {"x": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "bad", [deep(100), deep(100_000), in_itself(), 10**5000], ids=["deep", "abyss", "ring", "long"]
+)
+def test_an_extra_that_no_reader_could_unpack_is_refused_to_its_publisher(bad):
+    with pytest.raises(SpecMismatch, match=r"extra"):
+        encode({"x": bad})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        raw_extra('{"x": ' + "[" * 100 + "]" * 100 + "}"),
+        raw_extra('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        raw_extra('{"x": ' * 100_000 + "1" + "}" * 100_000),
+        raw_extra('{"x": ' + "9" * 5000 + "}"),
+        raw_extra("[]"),
+        raw_extra("7"),
+        *(
+            raw_extra('{"x": {"__array__": ' + array + "}}", bytes(64))
+            for array in (
+                '["(((", [1], 0]',
+                '["O", [1], 0]',
+                '["<f4,<f4", [1], 0]',
+                '["(9999999,9999999)f8", [1], 0]',
+                '["<f4", [-1], 0]',
+                '["<f4", [-2, -2], 0]',
+                '["<f4", [1.5], 0]',
+                '["<f4", [true], 0]',
+                '["<f4", [4611686018427387904, 4611686018427387904], 0]',
+                '["<f4", [1], -8]',
+                '["<f4", [1], 1e400]',
+                '["<f4", [17], 0]',
+                '["<f4", ' + "[" * 70 + "]" * 70 + ", 0]",
+                '["<f4", [1]]',
+                "null",
+                "{}",
+            )
+        ),
+        raw_extra('{"x": {"__array__": ["|u1", [64], 0]}, "y": {"__array__": ["|u1", [64], 0]}}', bytes(64)),
+    ],
+)
+def test_bytes_made_to_harm_whoever_unpacks_them_give_the_one_error(data):
+    with pytest.raises(ProtocolMismatch, match="expected an extra"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b'[["w", "float32", [1e400]]]',
+        b'[["w", "float32", [NaN]]]',
+        b'[["w", "float32", ' + b"[" + b"1," * 65 + b"1]]]",
+        b'[["w", "float32", [9223372036854775807, 9]]]',
+        b'[["w", "float32", [' + b"9" * 5000 + b"]]]",
+        b'{"w": 1}',
+        b"null",
+        b"\xff",
+    ],
+)
+def test_a_layout_made_to_harm_whoever_reads_it_gives_the_one_error(text):
+    with pytest.raises(ProtocolMismatch, match="expected a weights layout"):
+        WeightsLayout.from_json(text)
+
+
 @pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
 def test_an_attached_channel_has_the_creator_s_layout_mode_and_room(make, mode):
     channel = make(mode=mode, extra_bytes=1000)

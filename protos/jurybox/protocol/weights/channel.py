@@ -7,17 +7,20 @@ weights in the layout's order, then room for the extra.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
+import weakref
 from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox.native import WeightsClaim, WeightsSlots
-from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError
+from jurybox.protocol import forks
+from jurybox.protocol.errors import ProtocolMismatch, Refused, SharedMemoryError
 from jurybox.protocol.segment import OWNER_LOCK, Segment, available_bytes, directory
-from jurybox.protocol.weights.layout import WeightsLayout
+from jurybox.protocol.weights.layout import ALIGNMENT, WeightsLayout
 
 Mode = Literal["double_buffer", "snapshot"]
 SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
@@ -26,7 +29,7 @@ SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
 # the layout's SHA-256
 _HEAD = struct.Struct("<8sIIQQQQQ32s")
 _MAGIC = b"jbweight"
-_PROTOCOL = 1
+_PROTOCOL = 2
 _CONTROL, _PUBLISHER, _LAYOUT, _PAGE = 256, 512, 4096, 4096
 _MIB = 2**20
 PUBLISHER_LOCK = OWNER_LOCK + 1
@@ -36,6 +39,8 @@ __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", 
 
 class WeightsChannel:
     """A mapped weights channel. Make it with `create` (who owns it) or `attach` (everybody else).
+
+    A forked child may go on reading from its parent's; it owns nothing of it, and does not keep its owner alive.
 
     It is what `Publisher` and `WeightsReader` stand on, and what an engine copies from in its own way:
 
@@ -58,15 +63,23 @@ class WeightsChannel:
         self.name = segment.name
         slots, layout_bytes, weights_bytes, self.extra_bytes, first, stride, digest = self._head()
         self.mode: Mode = "double_buffer" if slots == 2 else "snapshot"
-        self.layout = WeightsLayout.from_json(bytes(segment.buffer[_LAYOUT : _LAYOUT + layout_bytes]))
-        if bytes.fromhex(self.layout.hash) != digest or self.layout.nbytes != weights_bytes:
+        text = bytes(segment.buffer[_LAYOUT : _LAYOUT + layout_bytes])
+        if hashlib.sha256(text).digest() != digest:
             raise ProtocolMismatch(f"{self.name}: the layout in it does not hash to {digest.hex()[:12]}; it is damaged")
+        self.layout = WeightsLayout.from_json(text)
+        if bytes.fromhex(self.layout.hash) != digest or self.layout.nbytes != weights_bytes:
+            raise ProtocolMismatch(
+                f"{self.name}: its layout takes {self.layout.nbytes} bytes, its head says {weights_bytes}: damaged"
+            )
         memory = segment.array(np.uint8, (segment.size,))
         self.publisher_pid = segment.array(np.uint64, (1,), _PUBLISHER)
         self.slots = WeightsSlots(memory, _CONTROL, first, stride, weights_bytes, slots)
         self.slots.prefault()
         self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]
         self._extra = [memory[first + i * stride + weights_bytes : first + (i + 1) * stride] for i in range(slots)]
+        self._keep_alive = False
+        forks.register(self)
+        weakref.finalize(self, segment.close)  # who drops it without a word leaves no descriptor behind
 
     @classmethod
     def create(
@@ -121,10 +134,12 @@ class WeightsChannel:
         """
         segment = Segment.attach(name, keep_alive=keep_alive)
         try:
-            return cls(segment)
+            channel = cls(segment)
         except BaseException:
             segment.close()
             raise
+        channel._keep_alive = keep_alive
+        return channel
 
     def _head(self) -> tuple[int, int, int, int, int, int, bytes]:
         buffer, size = self.segment.buffer, self.segment.size
@@ -137,7 +152,7 @@ class WeightsChannel:
                 "use the same release at both ends"
             )
         fits = slots in SLOTS.values() and _LAYOUT + layout_bytes <= first and first + slots * stride == size
-        if not fits or weights_bytes + extra != stride:
+        if not fits or weights_bytes + extra != stride or first % _PAGE or stride % _PAGE or weights_bytes % ALIGNMENT:
             raise ProtocolMismatch(
                 f"weights channel {self.name}: its head does not fit its {size} bytes; it is damaged"
             )
@@ -168,6 +183,27 @@ class WeightsChannel:
         """Slot `number` for the publisher that has begun it."""
         return self._data[number]
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed in this process."""
+        return self.segment.fd < 0
+
+    def require_open(self) -> None:
+        """Raises Refused where it was closed in this process."""
+        if self.closed:
+            raise Refused(
+                f"weights channel {self.name} was closed here, with what it came from: connect or attach again"
+            )
+
+    def owner_lives(self) -> bool:
+        """Whether its owner, who is this process or another, still has it; a system call.
+
+        Raises:
+            Refused: it was closed in this process.
+        """
+        self.require_open()
+        return self.segment.owned or self.segment.owner_lives()
+
     def age_seconds(self, claim: WeightsClaim) -> float:
         """Seconds since the claimed version was published."""
         return (time.monotonic_ns() - claim.published_ns) / 1e9
@@ -177,6 +213,9 @@ class WeightsChannel:
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()
+
+    def _after_fork_in_child(self) -> None:
+        self.segment.separate(hold=self._keep_alive)
 
     def __enter__(self) -> WeightsChannel:
         return self

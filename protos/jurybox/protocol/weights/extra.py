@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
 _LENGTH = struct.Struct("<I")
 _ARRAY = "__array__"
 _ALIGNMENT = 8
+_DEEPEST = 64  # lists and dicts within each other; far from where the interpreter itself gives up
+_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 
 
 def encode(extra: Mapping[str, Any] | None) -> bytes:
@@ -27,12 +30,16 @@ def encode(extra: Mapping[str, Any] | None) -> bytes:
     Tuples come back as lists, NumPy scalars as Python's. Nothing at all is no bytes.
 
     Raises:
-        SpecMismatch: a value of another kind; the message names where it is.
+        SpecMismatch: a value of another kind, or more than 64 levels of them; the message names where it is.
     """
     if not extra:
         return b""
     tail = bytearray()
-    text = json.dumps(_pack(dict(extra), tail, "extra"), separators=(",", ":")).encode()
+    packed = _pack(dict(extra), tail, "extra", 1)
+    try:
+        text = json.dumps(packed, separators=(",", ":")).encode()
+    except ValueError as error:  # an integer of more digits than Python writes
+        raise SpecMismatch(f"extra holds what JSON cannot say: {error}") from error
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     return _LENGTH.pack(len(text)) + text + bytes(tail)
 
@@ -41,15 +48,19 @@ def decode(data: bytes) -> dict[str, Any]:
     """The other way; arrays are copies, writable.
 
     Raises:
-        ProtocolMismatch: these bytes are no extra.
+        ProtocolMismatch: these bytes are no extra, whatever they are.
     """
     if not data:
         return {}
     try:
         (length,) = _LENGTH.unpack_from(data)
         text, tail = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
-        return dict(_unpack(json.loads(text), tail))
-    except (struct.error, ValueError, TypeError) as error:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"a {type(value).__name__} and no dict")
+        used = [0]
+        return {key: _unpack(item, tail, 2, used) for key, item in value.items()}
+    except (struct.error, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ProtocolMismatch(f"expected an extra of {len(data)} bytes, got something else: {error}") from error
 
 
@@ -77,16 +88,18 @@ def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def _pack(value: Any, tail: bytearray, where: str) -> Any:
+def _pack(value: Any, tail: bytearray, where: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise SpecMismatch(f"extra is more than {_DEEPEST} levels deep, or holds itself: {where[:200]}...")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str) or key == _ARRAY]
         if wrong:
             raise SpecMismatch(f"{where} has the key {wrong[0]!r}: expected strings other than {_ARRAY!r}")
-        return {key: _pack(item, tail, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: _pack(item, tail, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_pack(item, tail, f"{where}[{number}]") for number, item in enumerate(value)]
+        return [_pack(item, tail, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
     array = _as_array(value)
     if array is None or array.dtype.kind not in "biufc":
         kind = type(value).__name__ if array is None else f"array of {array.dtype}"
@@ -99,13 +112,22 @@ def _pack(value: Any, tail: bytearray, where: str) -> Any:
     return packed
 
 
-def _unpack(value: Any, tail: bytes) -> Any:
+def _unpack(value: Any, tail: bytes, depth: int, used: list[int]) -> Any:
+    """`used`: one number, the byte of the tail up to which arrays have been taken: none is handed out twice."""
+    if depth > _DEEPEST:
+        raise ValueError(f"it is more than {_DEEPEST} levels deep")
     if isinstance(value, list):
-        return [_unpack(item, tail) for item in value]
+        return [_unpack(item, tail, depth + 1, used) for item in value]
     if not isinstance(value, dict):
         return value
     if _ARRAY not in value:
-        return {key: _unpack(item, tail) for key, item in value.items()}
+        return {key: _unpack(item, tail, depth + 1, used) for key, item in value.items()}
     dtype, shape, offset = value[_ARRAY]
+    # Nothing but numbers: NumPy parses a dtype's text as a program's, and a negative size would mean "the rest".
+    if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
+        raise ValueError(f"{dtype!r} is no dtype of numbers")
+    if not all(type(size) is int and size >= 0 for size in (offset, *shape)) or offset < used[0]:
+        raise ValueError(f"an array of shape {shape} at byte {offset}, {used[0]} are taken")
     flat = np.frombuffer(tail, np.dtype(dtype), math.prod(shape), offset)
+    used[0] = offset + flat.nbytes
     return flat.reshape(shape).copy()

@@ -18,6 +18,8 @@ from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
 # Tensors begin on cache lines, so that copies stream and views are aligned for any dtype.
 ALIGNMENT = 64
 _NAMED_IN_FULL = 8
+_MOST_DIMENSIONS = 64  # NumPy's
+_MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,11 @@ class WeightsLayout:
             sizes = tuple(int(size) for size in shape)
             if name in self.places or any(size < 0 for size in sizes):
                 raise SpecMismatch(f"tensor {name!r} of shape {sizes}: expected every name once and no negative size")
+            if len(sizes) > _MOST_DIMENSIONS or math.prod(max(1, size) for size in sizes) > _MOST_BYTES:
+                raise SpecMismatch(
+                    f"tensor {name!r} has {len(sizes)} dimensions, of sizes up to {max(sizes)}: expected "
+                    f"{_MOST_DIMENSIONS} at most, and sizes that an address can reach"
+                )
             self.places[name] = place = TensorPlace(name, dtype, sizes, offset)
             offset += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
         if not self.places:
@@ -129,7 +136,7 @@ class WeightsLayout:
         """
         try:
             return cls((str(name), str(dtype), tuple(shape)) for name, dtype, shape in json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ProtocolMismatch(f"expected a weights layout as JSON, got {text[:80]!r}: {error}") from error
 
     def difference(self, other: WeightsLayout) -> str:
