@@ -64,7 +64,7 @@ struct Caller {
 
     // The only output, or a dict of them.
     nb::object copied() const {
-        static const nb::object copy = nb::str("copy");
+        static const nb::object& copy = *new nb::object(nb::str("copy"));  // never freed: at exit Python is gone before
         if (!PyDict_CheckExact(outputs.ptr())) return outputs.attr(copy)();
         nb::dict all;
         for (auto [name, array] : nb::borrow<nb::dict>(outputs)) all[name] = array.attr(copy)();
