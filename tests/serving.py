@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,9 +88,10 @@ def launch(
     models: dict[str, dict[str, object]],
     env: dict[str, str] | None = None,
     python: str = sys.executable,
+    under: Sequence[object] = (),
     **server: object,
 ):
-    """Start a server and don't wait for it."""
+    """Start a server and don't wait for it; `under` is a command that ends by executing the rest of its arguments."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     address = f"ipc://{folder}/engine"
     file = folder / "server.toml"
@@ -98,7 +99,7 @@ def launch(
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
     with log.open("a") as sink:
         process = subprocess.Popen(
-            [python, "-m", "jurybox.server.cli", "serve", str(file)],
+            [*map(str, under), python, "-m", "jurybox.server.cli", "serve", str(file)],
             stdout=sink,
             stderr=sink,
             text=True,

@@ -1,3 +1,5 @@
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,3 +37,24 @@ def server(tmp_path, nothing_left):
 @pytest.fixture(params=["native", "zmq"])
 def door(request):
     return request.param
+
+
+class Memory:
+    """What a server that is started `under` it takes for the machine's memory."""
+
+    def __init__(self, file) -> None:
+        self._file = file
+        self.under = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /proc/meminfo && exec "$@"', file]
+        self.left(1 << 40)
+
+    def left(self, size: int) -> None:
+        """Let so many bytes be available."""
+        self._file.write_text(f"MemTotal: {1 << 30} kB\nMemAvailable: {size >> 10} kB\n")
+
+
+@pytest.fixture
+def memory(tmp_path):
+    memory = Memory(tmp_path / "meminfo")
+    if os.geteuid() != 0 or subprocess.run([*map(str, memory.under), "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("another /proc/meminfo for a server needs root")
+    return memory

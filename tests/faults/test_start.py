@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 
 import numpy as np
 import pytest
@@ -43,20 +42,13 @@ def test_two_servers_on_one_host_do_not_meet_and_neither_sweeps_the_other(server
         assert a.status()["server"] != b.status()["server"]
 
 
-def test_too_little_shared_memory_is_a_clear_error_at_start(tmp_path):
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder]).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        models = {"affine": {"factory": "tests.models:affine", "rows": 4_000_000}}
-        code, text = ended(launch(tmp_path / "run", models, {"JURYBOX_SHM_DIR": str(folder)}))
-        assert code == 3
-        assert "is full" in text
-        assert "--shm-size" in text
-        assert list(folder.iterdir()) == []
-    finally:
-        wait_until(lambda: subprocess.run(["umount", folder]).returncode == 0, 30, "the end of who uses it")
+def test_too_little_memory_is_a_clear_error_at_start(memory, tmp_path, nothing_left):
+    memory.left(64 << 20)
+    models = {"affine": {"factory": "tests.models:affine", "rows": 4_000_000}}
+    code, text = ended(launch(tmp_path / "run", models, under=memory.under))
+    assert code == 3
+    assert "64.0 MiB are left of the machine's memory" in text
+    assert "docker run --memory" in text
 
 
 def test_a_server_whose_models_all_fail_does_not_start_and_says_why_of_each(tmp_path, nothing_left):

@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.segment import Segment
+from jurybox.protocol.segment import Maker, Segment
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 
 _PAGE = 4096
@@ -68,9 +68,9 @@ class Arena:
         self.inputs, self.outputs = layout.views(segment)
 
     @classmethod
-    def create(cls, name: str, layout: ArenaLayout) -> Arena:
+    def create(cls, name: str, layout: ArenaLayout, make: Maker = Segment.create) -> Arena:
         """Make the segment. Raises SharedMemoryError where there is no room."""
-        return cls(Segment.create(name, layout.size), layout)
+        return cls(make(name, layout.size), layout)
 
     @classmethod
     def attach(cls, name: str, layout: ArenaLayout) -> Arena:

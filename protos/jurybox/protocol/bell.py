@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from jurybox.protocol.descriptors import exhausted, remedy
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
-from jurybox.protocol.segment import WAKE, Segment, directory
-
-
-def wake_path(name: str) -> Path:
-    """The pipe beside the bell's segment."""
-    return directory() / f"{name}{WAKE}"
+from jurybox.protocol.segment import Segment
+from jurybox.protocol.segment_server import SegmentServer
 
 
 class Bell:
@@ -20,7 +15,7 @@ class Bell:
 
     Attributes:
         segment: native/doorbell.hpp says what is in it.
-        pipe: descriptor: the engine reads from it, clients write to it.
+        pipe: descriptor: the engine reads from it, clients write to it; -1 with its owner, who does neither.
     """
 
     def __init__(self, segment: Segment, pipe: int) -> None:
@@ -28,32 +23,34 @@ class Bell:
         self.pipe = pipe
 
     @classmethod
-    def create(cls, name: str, size: int) -> Bell:
+    def create(cls, server: SegmentServer, name: str, size: int) -> Bell:
         """Make segment and pipe. Raises SharedMemoryError where there is no room, TooManyFiles as Segment.create."""
-        segment = Segment.create(name, size)
+        segment = server.create(name, size)
         try:
-            os.mkfifo(wake_path(name), 0o600)
+            # Its users get both ends in one descriptor, so that nobody writes to a pipe without a reader.
+            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             segment.close()
             segment.unlink()
-            raise SharedMemoryError(f"cannot make the pipe {wake_path(name)}: {error.strerror}") from error
+            if exhausted(error):
+                raise TooManyFiles(f"cannot make the pipe of {name}: {remedy()}") from error
+            raise SharedMemoryError(f"cannot make the pipe of {name}: {error.strerror}") from error
+        os.close(writing)
+        server.add(name, reading)
         return cls(segment, -1)
 
     @classmethod
     def attach(cls, name: str) -> Bell:
-        """Map the segment and open the pipe, without waiting for its other end.
+        """Map the segment and take the pipe.
 
         Raises:
             SharedMemoryError: they are not there (any more); TooManyFiles: this process may open no more.
         """
-        segment = Segment.attach(name)
-        try:
-            return cls(segment, os.open(wake_path(name), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        except OSError as error:
+        segment, pipes = Segment.attach_with(name)
+        if len(pipes) != 1:
             segment.close()
-            if exhausted(error):
-                raise TooManyFiles(f"the pipe of {name} cannot be opened: {remedy()}") from error
-            raise SharedMemoryError(f"the pipe of {name} cannot be opened: {error.strerror}") from error
+            raise SharedMemoryError(f"{name} is no bell: {len(pipes)} pipes came with it, expected 1")
+        return cls(segment, pipes[0])
 
     def close(self) -> None:
         """Let go; the owner also removes both."""
@@ -63,4 +60,3 @@ class Bell:
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()
-            wake_path(self.segment.name).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.segment import Segment
+from jurybox.protocol.segment import Maker, Segment
 from jurybox.protocol.wire import PROTOCOL_VERSION
 
 MAX_ENGINES = 64
@@ -131,9 +131,9 @@ class Board:
         self.counters: NDArray[Any] = segment.array(COUNTERS, (engines, MAX_MODELS), _COUNTERS_AT)
 
     @classmethod
-    def create(cls, name: str, engines: int, started: float) -> Board:
+    def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Board:
         """Make the board for a number of engines; `started` is in seconds since 1970."""
-        board = cls(Segment.create(name, _size(engines)), engines)
+        board = cls(make(name, _size(engines)), engines)
         board.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
         return board
 

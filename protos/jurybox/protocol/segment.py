@@ -1,10 +1,16 @@
 """Named shared memory with one owner.
 
-A segment is a file in the shared-memory file system, named ``jurybox-<uid>-<owner id>-<kind>-<n>``, mode 0600.
-It appears under its name only when it is whole (made nameless with O_TMPFILE, allocated, locked, then linked),
-so a creator killed half-way leaves nothing behind. Its owner holds a kernel lock on it: when no one does, the
-owner is dead and `sweep` removes the file. `multiprocessing.shared_memory` is not used because its resource
-tracker unlinks segments that other processes still need (cpython#82300).
+There are two kinds, and `Segment.attach` finds both by name, ``jurybox-<uid>-<owner id>-<kind>-<n>``:
+
+- A file of that name in the shared-memory file system, mode 0600, for owners that come and go (trainings, replay). It
+  appears only when it is whole (made nameless with O_TMPFILE, allocated, locked, then linked), so a creator killed
+  half-way leaves nothing behind. Its owner holds a kernel lock on it: when no one does, the owner is dead and `sweep`
+  removes the file.
+- Memory without a file, sealed so that nobody can change its size, which a server hands over its socket
+  (jurybox.protocol.segment_server). The kernel frees it with its last user.
+
+`multiprocessing.shared_memory` is not used because its resource tracker unlinks segments that other processes still
+need (cpython#82300).
 """
 
 from __future__ import annotations
@@ -13,6 +19,11 @@ import errno
 import fcntl
 import mmap
 import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +39,17 @@ OWNER_LOCK = 1 << 60
 _PREFIX = "jurybox"
 _MADV_POPULATE_WRITE = 23
 
-# A pipe beside a segment, into which its users write to wake who sleeps on it.
-WAKE = ".wake"
+# What a server's socket is called after the names of its segments, and while it is being made.
+SOCKET, UNBORN = ".sock", ".sock-new"
+_MAKING = 1.0  # seconds after which a socket in the making has been given up; it takes microseconds
+_unborn: dict[int, float] = {}  # by inode: when this process first saw it, of the monotonic clock
+_PATIENCE = 2.0  # seconds a server may take to hand a segment over
+_RETRY = 0.005
+# Of a reply's first byte: what follows are descriptors, or there is nothing of that name, or no descriptor was left.
+HANDED, UNKNOWN, EXHAUSTED = b"\0", b"\1", b"\2"
+MOST_NAME, _MOST_FDS = 256, 4  # bytes of a request, descriptors in a reply
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SUN_PATH = 107  # bytes of a socket's path, unix(7)
 
 
 def directory() -> Path:
@@ -47,6 +67,10 @@ def sibling(name: str, kind: str, number: int = 0) -> str:
     return f"{name.rsplit('-', 2)[0]}-{kind}-{number}"
 
 
+# Makes a segment of a name and a size: `Segment.create`, or a server's (jurybox.protocol.segment_server).
+Maker = Callable[[str, int], "Segment"]
+
+
 class Segment:
     """One mapped segment. Make it with `create` (the owner) or `attach` (everybody else).
 
@@ -56,7 +80,17 @@ class Segment:
         owned: whether this object is the owner, who unlinks it.
     """
 
-    def __init__(self, name: str, fd: int, size: int, *, owned: bool, writable: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        fd: int,
+        size: int,
+        *,
+        owned: bool,
+        writable: bool = True,
+        withdraw: Callable[[str], None] | None = None,
+    ) -> None:
+        self._withdraw = withdraw  # what removes the name, where it is no file's
         self.name = name
         self.size = size
         self.owned = owned
@@ -86,6 +120,8 @@ class Segment:
             TooManyFiles: this process may open no more.
         """
         folder = directory()
+        if allocate and _too_much(folder, size):
+            raise _no_room(folder, name, size)
         try:
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -125,19 +161,28 @@ class Segment:
             SharedMemoryError: there is none of that name.
             TooManyFiles: this process may open no more.
         """
-        path = directory() / name
-        try:
-            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise _not_opened(name, error) from error
-        if keep_alive and (not try_lock(fd, OWNER_LOCK, shared=True) or os.fstat(fd).st_nlink == 0):
+        return cls.attach_with(name, keep_alive=keep_alive, writable=writable)[0]
+
+    @classmethod
+    def attach_with(
+        cls, name: str, *, keep_alive: bool = False, writable: bool = True
+    ) -> tuple[Segment, tuple[int, ...]]:
+        """As `attach`, and the further descriptors that a server hands over with it: they are the caller's."""
+        if (handed := _handed(name, writable=writable)) is not None:
+            fd, *more = handed
+            removed = False
+        else:
+            fd, more = _open_file(name, writable=writable), []
+            removed = keep_alive and (not try_lock(fd, OWNER_LOCK, shared=True) or os.fstat(fd).st_nlink == 0)
+        if removed:
             # Between our open and our lock its last holder went and a sweep took it away.
             os.close(fd)
             raise SharedMemoryError(f"shared memory {name} was just removed: its owner is gone; make it anew")
         try:
-            return cls(name, fd, os.fstat(fd).st_size, owned=False, writable=writable)
-        except OSError as error:
-            os.close(fd)
+            return cls(name, fd, os.fstat(fd).st_size, owned=False, writable=writable), tuple(more)
+        except (OSError, ValueError) as error:  # no memory, no descriptor, or a file without content
+            for number in (fd, *more):
+                os.close(number)
             raise _not_opened(name, error) from error
 
     @property
@@ -218,7 +263,10 @@ class Segment:
 
     def unlink(self) -> None:
         """Remove the name; memory is freed when the last mapping goes. Harmless when already removed."""
-        (directory() / self.name).unlink(missing_ok=True)
+        if self._withdraw is not None:
+            self._withdraw(self.name)
+        else:
+            (directory() / self.name).unlink(missing_ok=True)
 
     def __enter__(self) -> Segment:
         return self
@@ -230,16 +278,28 @@ class Segment:
 
 
 def sweep(owner_id: str | None = None) -> list[str]:
-    """Remove this user's segments whose owners are dead; only those of `owner_id` where one is named.
+    """Remove this user's segments and sockets whose owners are dead; only those of `owner_id` where one is named.
 
     Returns the names removed.
     """
     pattern = f"{_PREFIX}-{os.getuid()}-{owner_id}-*" if owner_id else f"{_PREFIX}-{os.getuid()}-*"
-    removed = [path.name for path in sorted(directory().glob(pattern)) if _remove_if_dead(path)]
-    for wake in directory().glob(f"{pattern}{WAKE}"):
-        if not wake.with_suffix("").exists():
-            wake.unlink(missing_ok=True)
-    return removed
+    return [path.name for path in sorted(directory().glob(pattern)) if _remove_if_dead(path)]
+
+
+def dead(path: Path) -> bool:
+    """Whether nobody lives who owns a segment's file or a server's socket; False where that cannot be told."""
+    try:
+        found = path.lstat()
+        if stat.S_ISSOCK(found.st_mode):
+            since = _unborn.setdefault(found.st_ino, time.monotonic()) if path.suffix == UNBORN else 0.0
+            return not _listens(path) and time.monotonic() - since > _MAKING
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone meanwhile, or not ours to judge
+    try:
+        return not is_locked(fd, OWNER_LOCK)
+    finally:
+        os.close(fd)
 
 
 def available_bytes() -> int:
@@ -249,10 +309,12 @@ def available_bytes() -> int:
 
 
 def _remove_if_dead(path: Path) -> bool:
-    if path.suffix == WAKE:
-        return False
+    if path.suffix in (SOCKET, UNBORN):
+        if is_dead := dead(path):
+            path.unlink(missing_ok=True)
+        return is_dead
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False  # gone meanwhile, or not ours to judge
     try:
@@ -264,6 +326,129 @@ def _remove_if_dead(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def socket_of(name: str) -> Path:
+    """The socket over which a server hands out the segment `name`."""
+    return directory() / f"{name.rsplit('-', 2)[0]}{SOCKET}"
+
+
+def _user_of(name: str) -> int | None:
+    """The user whose segment has that name; None for a name of another form."""
+    parts = name.split("-", 2)
+    return int(parts[1]) if len(parts) == 3 and parts[0] == _PREFIX and parts[1].isdecimal() else None
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end of a connected Unix socket, as the kernel says (SO_PEERCRED)."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+class SocketPath:
+    """A path for bind and connect: as it is, or through /proc where a socket's name has no room for it."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = -1
+        self._path = path
+
+    def __enter__(self) -> str:
+        if len(os.fsencode(self._path)) <= _SUN_PATH:
+            return str(self._path)
+        self._folder = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._folder}/{self._path.name}"
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
+
+
+def _handed(name: str, *, writable: bool) -> list[int] | None:
+    """Ask the server that owns `name`; None where there is no such server (any more).
+
+    The descriptors are of open files of their own: locks on one are this process's alone.
+
+    Raises:
+        SharedMemoryError: it has nothing of that name, or does not answer.
+        TooManyFiles: this process may open no more.
+    """
+    path = socket_of(name)
+    owner = _user_of(name)
+    if owner is None:
+        return None
+    until = time.monotonic() + _PATIENCE
+    try:
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                reply = _ask(connection, path, owner, (b"w" if writable else b"r") + os.fsencode(name), until)
+            if reply is None:
+                return None
+            status, fds = reply
+            if status == HANDED and fds:
+                return fds
+            if status in (UNKNOWN, EXHAUSTED):
+                why = "no such segment (any more)" if status == UNKNOWN else "no descriptor left to hand it over"
+                raise SharedMemoryError(f"shared memory {name}: the server that owns it has {why}")
+            if time.monotonic() > until:
+                raise SharedMemoryError(
+                    f"shared memory {name}: the server that owns it does not answer at {path} within {_PATIENCE:.0f} "
+                    "s; it may be stopped or overloaded"
+                )
+            time.sleep(_RETRY)
+    except Error:
+        raise
+    except OSError as error:
+        raise _not_opened(name, error) from error
+
+
+def _ask(
+    connection: socket.socket, path: Path, owner: int, request: bytes, until: float
+) -> tuple[bytes, list[int]] | None:
+    """One try: a status and descriptors, an empty status where it should be tried again, None where nobody is there."""
+    connection.settimeout(max(_RETRY, until - time.monotonic()))
+    try:
+        with SocketPath(path) as short:
+            connection.connect(short)
+        if (user := peer_user(connection)) != owner:
+            raise PermissionError(errno.EACCES, f"{path} is of user {user}")
+        connection.send(request)
+        status, fds, flags, _ = socket.recv_fds(connection, 1, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except (BlockingIOError, TimeoutError, ConnectionResetError, BrokenPipeError):
+        return b"", []  # its queue is full, or it had no time for us
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return status, fds
+
+
+def _open_file(name: str, *, writable: bool) -> int:
+    path = directory() / name
+    try:
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise _not_opened(name, error) from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or _user_of(name) not in (found.st_uid, None):
+        # /dev/shm lets everybody make files of any name.
+        os.close(fd)
+        raise SharedMemoryError(f"shared memory {name} in {directory()} is of user {found.st_uid}, not of its owner")
+    return fd
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+        caller.setblocking(False)
+        try:
+            with SocketPath(path) as short:
+                caller.connect(short)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # its queue is full, or it is not for us to judge
+    return True
 
 
 def _link(fd: int, path: Path) -> None:
@@ -298,13 +483,23 @@ def _not_made(folder: Path, error: OSError) -> Error:
     return SharedMemoryError(f"cannot make shared memory in {folder}: {error.strerror}; {why}")
 
 
-def _not_opened(name: str, error: OSError) -> Error:
-    if exhausted(error):
+def _not_opened(name: str, error: OSError | ValueError) -> Error:
+    if isinstance(error, OSError) and exhausted(error):
         return TooManyFiles(f"shared memory {name} cannot be opened: {remedy()}")
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return SharedMemoryError(
-        f"shared memory {name} cannot be opened in {directory()}: {error.strerror}; its owner may be gone, or this "
+        f"shared memory {name} cannot be opened in {directory()}: {why}; its owner may be gone, or this "
         "process sees another folder than the owner (containers: share one and set JURYBOX_SHM_DIR to it)"
     )
+
+
+def _too_much(folder: Path, size: int) -> bool:
+    """Whether so much cannot be had: to find out by allocating would take from others what there is meanwhile."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False  # the next step says why
+    return found.f_blocks > 0 and size > found.f_bavail * found.f_frsize  # no blocks: a tmpfs without a limit
 
 
 def _no_room(folder: Path, name: str, size: int) -> SharedMemoryError:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.board import MAX_LANES
-from jurybox.protocol.segment import Segment
+from jurybox.protocol.segment import Maker, Segment
 
 PLACES = 16  # tickets of a lane that are remembered; a client with more in flight may find that one was overwritten
 
@@ -38,9 +38,9 @@ class Timings:
         self.records: NDArray[Any] = segment.array(TIMING, (MAX_LANES, PLACES))
 
     @classmethod
-    def create(cls, name: str) -> Timings:
+    def create(cls, name: str, make: Maker = Segment.create) -> Timings:
         """Make the segment; raises SharedMemoryError when there is no room."""
-        return cls(Segment.create(name, TIMING.itemsize * MAX_LANES * PLACES))
+        return cls(make(name, TIMING.itemsize * MAX_LANES * PLACES))
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = False) -> Timings:

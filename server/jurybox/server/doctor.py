@@ -19,7 +19,8 @@ from pathlib import Path
 from jurybox.protocol.address import default_address, ipc_path
 from jurybox.protocol.errors import Error
 from jurybox.protocol.locks import is_locked, try_lock
-from jurybox.protocol.segment import OWNER_LOCK, WAKE, Segment, directory, segment_name, sweep
+from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, segment_name, sweep
+from jurybox.protocol.segment_server import SegmentServer, available_memory
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server import host_checks
 from jurybox.server.findings import Finding, Level
@@ -40,9 +41,11 @@ def examine(*, fix: bool = False) -> list[Finding]:
         _check_conflicts,
         check_native,
         lambda: host_checks.check_kernel(os.uname().release),
+        lambda: check_memory(*available_memory()),
         lambda: check_room(*_room(directory()), directory()),
         lambda: host_checks.check_inodes(*host_checks.inodes(directory()), directory()),
         check_segment,
+        check_sealed,
         check_locks,
         lambda: check_stale(stale_segments(), sweep if fix else None),
         lambda: host_checks.check_sockets(host_checks.dead_sockets(default_address()), fix=fix),
@@ -100,17 +103,28 @@ def check_native() -> Finding:
     return Finding("native core", Level.OK, str(module.__file__))
 
 
+def check_memory(free: int, where: str) -> Finding:
+    """Bytes that a server's arenas and weights may take, and what bounds them."""
+    text = f"{free / _MIB:.0f} MiB left of {where}"
+    remedy = "stop what takes memory, or give it more (docker run --memory); or set a smaller 'rows' for each model"
+    if free < _ARENA:
+        return Finding("memory", Level.FAIL, f"{text}; one model's arena takes up to {_ARENA // _MIB}", remedy)
+    if free < _COMFORT:
+        return Finding("memory", Level.WARN, f"{text}; enough for {free // _ARENA} models' arenas", remedy)
+    return Finding("memory", Level.OK, text)
+
+
 def check_room(total: int, free: int, folder: Path) -> Finding:
-    """Size and free bytes of the shared-memory file system."""
+    """Size and free bytes of the shared-memory file system, in which trainings and replays are; servers are not."""
     text = f"{folder}: {free / _MIB:.0f} of {total / _MIB:.0f} MiB free"
     remedy = (
         "in a container: docker run --shm-size=1g (compose: shm_size: 1g); elsewhere: mount -o remount,size=2g "
-        f"{folder}, or point JURYBOX_SHM_DIR at a larger tmpfs; or set a smaller 'rows' for each model"
+        f"{folder}, or point JURYBOX_SHM_DIR at a larger tmpfs"
     )
+    if free < _MIB:
+        return Finding("shared memory", Level.FAIL, text, remedy)
     if free < _ARENA:
-        return Finding("shared memory", Level.FAIL, f"{text}; one model's arena takes up to {_ARENA // _MIB}", remedy)
-    if free < _COMFORT:
-        return Finding("shared memory", Level.WARN, f"{text}; enough for {free // _ARENA} models' arenas", remedy)
+        return Finding("shared memory", Level.WARN, f"{text}; a training's weights and replay may need more", remedy)
     return Finding("shared memory", Level.OK, text)
 
 
@@ -127,6 +141,22 @@ def check_segment() -> Finding:
             "expected a writable tmpfs with O_TMPFILE and a mounted /proc; point JURYBOX_SHM_DIR at one",
         )
     return Finding("segments", Level.OK, f"can be made in {directory()}")
+
+
+def check_sealed() -> Finding:
+    """Memory can be made whose size nobody changes, and be had over a socket (Linux 3.17)."""
+    owner = f"doctor{secrets.token_hex(4)}"
+    try:
+        with SegmentServer(owner) as server, server.create(segment_name(owner, "probe"), 4096) as segment:
+            Segment.attach(segment.name).close()
+    except (Error, OSError) as error:
+        return Finding(
+            "sealed memory",
+            Level.FAIL,
+            str(error),
+            "a server needs memfd_create with seals (Linux 3.17), and a socket in the folder of shared memory",
+        )
+    return Finding("sealed memory", Level.OK, "can be made and handed over")
 
 
 def check_locks() -> Finding:
@@ -149,7 +179,7 @@ def check_locks() -> Finding:
 
 def stale_segments() -> list[str]:
     """Segments of this user whose owners are dead."""
-    return [path.name for path in sorted(directory().glob(f"jurybox-{os.getuid()}-*")) if _is_dead(path)]
+    return [path.name for path in sorted(directory().glob(f"jurybox-{os.getuid()}-*")) if dead(path)]
 
 
 def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Finding:
@@ -288,16 +318,3 @@ def _room(folder: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-
-
-def _is_dead(path: Path) -> bool:
-    if path.suffix == WAKE:
-        return False
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False  # gone meanwhile, or not ours to judge
-    try:
-        return not is_locked(fd, OWNER_LOCK)
-    finally:
-        os.close(fd)

@@ -14,7 +14,7 @@ from jurybox.server.findings import Finding, Level
 _FILES = 64  # in shared memory, of a server with some engines and models
 _CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 _SLOW_CLOCKS = ("acpi_pm", "hpet", "pit", "jiffies")  # each reading is a call of the kernel, a microsecond or more
-_OLDEST, _FULL = (3, 15), (5, 14)  # open-file-description locks; MADV_POPULATE_WRITE
+_OLDEST, _FULL = (3, 17), (5, 14)  # sealed memory; MADV_POPULATE_WRITE
 
 
 def inodes(folder: Path) -> tuple[int, int]:
@@ -84,11 +84,11 @@ def check_clock(source: str) -> Finding:
 
 
 def check_kernel(release: str) -> Finding:
-    """Linux 3.15 has what leases need; 5.14 maps shared memory ahead of its use."""
+    """Linux 3.17 has what a server's memory needs; 5.14 maps shared memory ahead of its use."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = tuple(map(int, numbers.groups())) if numbers else (0, 0)
     if version < _OLDEST:
-        return Finding("kernel", Level.FAIL, release, "Linux 3.15 or newer is needed, 5.14 or newer is well")
+        return Finding("kernel", Level.FAIL, release, "Linux 3.17 or newer is needed, 5.14 or newer is well")
     if version < _FULL:
         return Finding(
             "kernel",

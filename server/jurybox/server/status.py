@@ -7,16 +7,14 @@ counts zeros, bucket i counts values in [2^(i-1), 2^i), rows or nanoseconds as t
 from __future__ import annotations
 
 import json
-import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.board import MAX_LANES, Board, EngineState
-from jurybox.protocol.segment import directory, segment_name
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 if TYPE_CHECKING:
@@ -39,6 +37,7 @@ def status_document(
     models: Sequence[HeldModel],
     lanes: Sequence[LeasedLane],
     *,
+    segments: Mapping[str, int],
     server_id: str,
     address: str,
     http: str = "",
@@ -56,6 +55,7 @@ def status_document(
     Args:
         models: those it holds.
         lanes: those leased, or about to be free.
+        segments: bytes of each of the server's segments, by name.
         engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
         events: of jurybox.server.supervisor.events.
         devices: of the engines.
@@ -67,7 +67,6 @@ def status_document(
     started = float(board.header["started"][0])
     engines = _engines(board.engines.copy(), devices, engine_timeout, monotonic_ns)
     counters = board.counters.copy()
-    segments = segment_sizes(server_id)
     return {
         "server": {
             "id": server_id,
@@ -92,7 +91,7 @@ def status_document(
         "memory": {
             "shared_bytes": sum(segments.values()),
             "device_bytes": sum(engine["device_bytes"] for engine in engines),
-            "segments": segments,
+            "segments": dict(sorted(segments.items())),
         },
         "events": list(events),
     }
@@ -114,19 +113,6 @@ def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
         return 0.0
     share = (rank - float(upto[bucket - 1])) / float(counts[bucket])
     return float(2.0 ** (bucket - 1 + share))
-
-
-def segment_sizes(server_id: str) -> dict[str, int]:
-    """Bytes of each of a server's segments, by name."""
-    sizes = {}
-    for path in sorted(directory().glob(f"{segment_name(server_id, '*').removesuffix('-0')}-*")):
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        if stat.S_ISREG(found.st_mode):
-            sizes[path.name] = found.st_size
-    return sizes
 
 
 def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, monotonic_ns: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from jurybox.protocol.board import TIME_BUCKETS, Board, EngineState
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.config import ModelSettings
-from jurybox.server.status import percentile, segment_sizes, status_document, status_json
+from jurybox.server.status import percentile, status_document, status_json
 from jurybox.server.supervisor.leases import LeasedLane
 from jurybox.server.supervisor.models import HeldModel
 
@@ -48,7 +48,8 @@ class Scene:
             self.board.counters[name][engine, self.model.index] = value
 
     def document(self, lanes: list[LeasedLane] | None = None, **options: object) -> dict:
-        options = {"now": 5060.0, "monotonic_ns": NOW, **options}
+        segments = {segment.name: segment.size for segment in (self.board.segment, self.arena.segment)}
+        options = {"segments": segments, "now": 5060.0, "monotonic_ns": NOW, **options}
         return status_document(
             self.board, [self.model], lanes or [], server_id=self.id, address="ipc:///x/engine", **options
         )
@@ -74,6 +75,7 @@ def test_the_document_is_json_and_says_who_answers(scene):
         scene.board,
         [scene.model],
         [],
+        segments={},
         server_id=scene.id,
         address="ipc:///x/engine",
         http="127.0.0.1:8000",
@@ -198,14 +200,7 @@ def test_a_model_is_described_as_its_clients_see_it(scene):
     )
 
 
-def test_shared_memory_is_this_servers_alone(scene):
-    with_other = Board.create(segment_name(f"{scene.id}x", "board"), 1, started=0.0)
-    try:
-        sizes = segment_sizes(scene.id)
-    finally:
-        with_other.close()
-    assert sizes == {
-        scene.board.segment.name: scene.board.segment.size,
-        scene.arena.segment.name: scene.arena.segment.size,
-    }
-    assert scene.document()["memory"]["shared_bytes"] == sum(sizes.values())
+def test_shared_memory_is_the_servers_segments(scene):
+    memory = scene.document()["memory"]
+    assert set(memory["segments"]) == {scene.board.segment.name, scene.arena.segment.name}
+    assert memory["shared_bytes"] == scene.board.segment.size + scene.arena.segment.size

@@ -190,7 +190,7 @@ def test_snapshot_needs_half_the_memory(make):
 def test_a_channel_that_does_not_fit_shared_memory_is_refused_with_the_remedy(name):
     stat = os.statvfs("/dev/shm")
     huge = WeightsLayout([("w", "uint8", (stat.f_blocks * stat.f_frsize,))])
-    with pytest.raises(SharedMemoryError, match=r"\(2 x .* MiB left; enlarge it .*snapshot"):
+    with pytest.raises(SharedMemoryError, match=r"\(2 x .* is full.*enlarge it .*snapshot"):
         WeightsChannel.create(name, huge)
 
 

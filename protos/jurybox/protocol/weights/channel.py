@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jurybox.native import WeightsClaim, WeightsSlots
 from jurybox.protocol import forks
 from jurybox.protocol.errors import ProtocolMismatch, Refused, SharedMemoryError
-from jurybox.protocol.segment import OWNER_LOCK, Segment, available_bytes, directory
+from jurybox.protocol.segment import OWNER_LOCK, Maker, Segment
 from jurybox.protocol.weights.layout import ALIGNMENT, WeightsLayout
 
 Mode = Literal["double_buffer", "snapshot"]
@@ -83,7 +83,13 @@ class WeightsChannel:
 
     @classmethod
     def create(
-        cls, name: str, layout: WeightsLayout, mode: Mode = "double_buffer", extra_bytes: int = 65536
+        cls,
+        name: str,
+        layout: WeightsLayout,
+        mode: Mode = "double_buffer",
+        extra_bytes: int = 65536,
+        *,
+        make: Maker = Segment.create,
     ) -> WeightsChannel:
         """Make the channel `name` (see `segment_name`); this process owns it until `close`.
 
@@ -92,6 +98,7 @@ class WeightsChannel:
             layout: of the weights; `WeightsLayout.of(state_dict)`.
             mode: "double_buffer", or "snapshot" for half the memory.
             extra_bytes: room for what is published with the weights.
+            make: of the segment.
 
         Raises:
             SharedMemoryError: no room for the slots, or the name is taken by a living owner.
@@ -103,14 +110,13 @@ class WeightsChannel:
         first = _up(_LAYOUT + len(text))
         stride = _up(layout.nbytes + extra_bytes)
         size = first + slots * stride
-        if size > (free := available_bytes()):
-            remedy = " or take mode 'snapshot', which needs half" if slots == 2 else ""
+        try:
+            segment = make(name, size)
+        except SharedMemoryError as error:
+            remedy = "; or take mode 'snapshot', which needs half" if slots == 2 else ""
             raise SharedMemoryError(
-                f"weights channel {name} needs {size / _MIB:.1f} MiB ({slots} x {stride / _MIB:.1f}), "
-                f"{directory()} has {free / _MIB:.1f} MiB left; enlarge it (docker run --shm-size=1g, "
-                f"mount -o remount,size=4g /dev/shm){remedy}"
-            )
-        segment = Segment.create(name, size)
+                f"no weights channel of {size / _MIB:.1f} MiB ({slots} x {stride / _MIB:.1f}): {error}{remedy}"
+            ) from error
         try:
             segment.buffer[_LAYOUT : _LAYOUT + len(text)] = text
             digest = bytes.fromhex(layout.hash)

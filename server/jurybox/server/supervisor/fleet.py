@@ -11,6 +11,7 @@ from jurybox.protocol.address import engine_address
 from jurybox.protocol.bell import Bell
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.segment import segment_name
+from jurybox.protocol.segment_server import SegmentServer
 from jurybox.protocol.timings import Timings
 from jurybox.server.config import ServerSettings
 from jurybox.server.supervisor.child import Child
@@ -28,8 +29,15 @@ class Fleet:
     """
 
     def __init__(
-        self, settings: ServerSettings, server_id: str, board: Board, models: Models, factories: Sequence[str]
+        self,
+        settings: ServerSettings,
+        server_id: str,
+        board: Board,
+        models: Models,
+        segments: SegmentServer,
+        factories: Sequence[str],
     ) -> None:
+        self._segments = segments
         self._factories = list(factories)
         self.devices = settings.engine_devices()
         self._settings = settings
@@ -38,7 +46,7 @@ class Fleet:
         self._models = models
         self._bells: dict[int, Bell] = {}
         self._bells_made = 0
-        self._timings = Timings.create(segment_name(server_id, "timings")) if settings.traces else None
+        self._timings = Timings.create(segment_name(server_id, "timings"), segments.create) if settings.traces else None
         # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
         threads = str(settings.engine_threads())
         self._environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -122,7 +130,8 @@ class Fleet:
         if earlier := self._bells.pop(index, None):
             earlier.close()
         self._bells_made += 1
-        bell = Bell.create(segment_name(self._server_id, "bell", self._bells_made), native.BELL_BYTES)
+        name = segment_name(self._server_id, "bell", self._bells_made)
+        bell = Bell.create(self._segments, name, native.BELL_BYTES)
         self._bells[index] = bell
         self._board.engines[index : index + 1]["bell"] = self._bells_made
         return bell.segment.name

@@ -10,7 +10,7 @@ from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
 from jurybox.protocol.errors import ModelNotFound, Refused, plain
-from jurybox.protocol.segment import segment_name
+from jurybox.protocol.segment import Maker, segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import mode_named
@@ -145,7 +145,8 @@ class HeldModel:
 class Models:
     """All models of a server, by name and by their place on the board."""
 
-    def __init__(self, server_id: str, board: Board) -> None:
+    def __init__(self, server_id: str, board: Board, make: Maker) -> None:
+        self._make = make
         self._server_id = server_id
         self._board = board
         self._by_name: dict[str, HeldModel] = {}
@@ -225,7 +226,7 @@ class Models:
             rows = held.asked.resolve_rows(spec.row_bytes)
             self._arenas_made += 1
             name = segment_name(self._server_id, "arena", self._arenas_made)
-            arena = Arena.create(name, ArenaLayout(spec, rows))
+            arena = Arena.create(name, ArenaLayout(spec, rows), self._make)
             self.replaced(held)
             held.arena, held.spec, held.arena_number = arena, spec, self._arenas_made
         held.digest = digest
@@ -242,7 +243,7 @@ class Models:
         if layout is not None and held.channel is None:
             self._channels_made += 1
             name = segment_name(self._server_id, "weights", self._channels_made)
-            held.channel = WeightsChannel.create(name, layout, mode_named(str(held.asked.publish)))
+            held.channel = WeightsChannel.create(name, layout, mode_named(str(held.asked.publish)), make=self._make)
             held.published.look(0, time.monotonic())  # what is published before the first tick counts too
 
     def look(self, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jurybox.protocol.board import Board
@@ -46,7 +47,9 @@ class Reception:
         fleet: Fleet,
         keeper: Keeper,
         events: Events,
+        segments: Callable[[], Mapping[str, int]],
     ) -> None:
+        self._segments = segments
         self._settings = settings
         self._server_id = server_id
         self._board = board
@@ -112,6 +115,7 @@ class Reception:
                 self._board,
                 list(self._models),
                 self._leases.in_use(),
+                segments=self._segments(),
                 server_id=self._server_id,
                 address=self._settings.server.address,
                 **self.listening,

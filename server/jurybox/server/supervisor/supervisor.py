@@ -15,6 +15,7 @@ from jurybox.protocol.board import LANE_LOCK, Board
 from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.protocol.locks import is_locked
 from jurybox.protocol.segment import segment_name, sweep
+from jurybox.protocol.segment_server import SegmentServer
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import Settings, named_factories
@@ -48,23 +49,31 @@ class Supervisor:
         self._seldom = Seldom(log.error)  # for what can come as often as somebody likes
         server_id = secrets.token_hex(4)
         engines = len(settings.server.engine_devices())
-        self._board = Board.create(segment_name(server_id, "board"), engines, time.time())
+        self._segments = SegmentServer(server_id)
+        try:
+            self._make(settings, server_id, engines, events)
+        except BaseException:
+            self._segments.close()
+            raise
+
+    def _make(self, settings: Settings, server_id: str, engines: int, events: Events) -> None:
+        log, segments = self._log, self._segments
+        self._board = Board.create(segment_name(server_id, "board"), engines, time.time(), segments.create)
         board = self._board
         self._leases = Leases(board, lambda lane: is_locked(board.segment.fd, LANE_LOCK + lane), time.monotonic)
-        self._models = Models(server_id, board)
+        self._models = Models(server_id, board, segments.create)
         for name, model in settings.models.items():
             self._models.add(name, model)
         self._keeper = Keeper(log.error)
-        self._fleet = Fleet(settings.server, server_id, board, self._models, named_factories(settings))
+        self._fleet = Fleet(settings.server, server_id, board, self._models, segments, named_factories(settings))
         self._reception = Reception(
-            settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events
+            settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events, segments.sizes
         )
         self._edges = edges(settings.server, self._reception.listening)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._desk = Desk(self._context, self._settings.address, self._reception.handlers, self._seldom)
         except zmq.ZMQError as error:
-            board.close()
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._manager = ServiceManager(log.warning)
@@ -416,6 +425,7 @@ class Supervisor:
         self._models.close()
         self._fleet.close()
         self._board.close()
+        self._segments.close()
         for address in (self._settings.address, *self._fleet.addresses):
             if path := ipc_path(address):
                 path.unlink(missing_ok=True)

@@ -1,0 +1,322 @@
+"""Shared memory of a server: sealed, without a file, handed over a socket to whoever may have it.
+
+A file in /dev/shm can be truncated by any process of its user, and the next touch of a page behind its end is a SIGBUS
+in everybody who has it mapped. Memory of memfd_create(2) with the seals F_SEAL_SHRINK and F_SEAL_GROW keeps its size,
+whoever has a descriptor of it (Linux 3.17). It has no name in any file system, so there is nothing to sweep, and no
+/dev/shm whose size bounds it: the limit is the machine's memory, or the container's.
+
+The one thing with a name is a Unix socket beside where files of segments would be, mode 0600, that hands descriptors to
+processes of the same user and to root. A client sends one packet, ``r`` or ``w`` and the segment's name, and gets one
+back: a status byte, with it the descriptors. Each is opened for that client alone, because locks (leases, and the one
+that says that the server lives) belong to an open file, and a duplicate of the server's own would keep its lock when it
+is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
+from jurybox.protocol.locks import try_lock
+from jurybox.protocol.segment import (
+    EXHAUSTED,
+    HANDED,
+    MOST_NAME,
+    OWNER_LOCK,
+    UNBORN,
+    UNKNOWN,
+    Segment,
+    SocketPath,
+    peer_user,
+    segment_name,
+    socket_of,
+)
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_BACKLOG = 1024
+_SILENT = 2.0  # seconds a client may be connected and say nothing
+_MOST_SILENT = 64  # such clients at a time; the one that was first goes where another comes
+_TURN = 64  # connections taken at once
+_BREATH = 0.01  # seconds after that many: a flood must not take the interpreter from the supervisor's loop
+_MARGIN = 16 << 20  # bytes that are left to everybody else
+_MIB = 1 << 20
+_GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+
+
+class SegmentServer:
+    """The segments of one owner, and a thread that hands them out. Thread-safe.
+
+    Example:
+        >>> with SegmentServer("0123abcd") as server:
+        ...     segment = server.create(segment_name("0123abcd", "arena", 1), 1 << 20)
+        ...     mapped = Segment.attach(segment.name)  # in any process of this user
+
+    Args:
+        owner_id: as in the segments' names.
+
+    Raises:
+        SharedMemoryError: the socket cannot be made in `segment.directory()`.
+        TooManyFiles: this process may open no more.
+    """
+
+    def __init__(self, owner_id: str) -> None:
+        self._path = socket_of(segment_name(owner_id, "any"))
+        self._lock = threading.Lock()
+        self._held: dict[str, list[int]] = {}  # open files of their own, without locks
+        self._sizes: dict[str, int] = {}
+        self._users = {os.getuid(), 0}
+        try:
+            self._listener = _listen(self._path)
+            self._wake, self._stop = socket.socketpair()
+        except OSError as error:
+            if exhausted(error):
+                raise TooManyFiles(f"cannot make the socket {self._path}: {remedy()}") from error
+            raise SharedMemoryError(
+                f"cannot make the socket {self._path}: {error.strerror}; expected a folder that this process may write "
+                "to (elsewhere: JURYBOX_SHM_DIR)"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="segments", daemon=True)
+        self._thread.start()
+
+    def create(self, name: str, size: int) -> Segment:
+        """Make a segment of `size` zeroed bytes, every page of them really there, whose size nobody can change.
+
+        Raises:
+            SharedMemoryError: there is no memory for it; the message says how much there is and what to change.
+            TooManyFiles: this process may open no more.
+        """
+        check_room(name, size)
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            if exhausted(error):
+                raise TooManyFiles(f"cannot make shared memory: {remedy()}") from error
+            raise SharedMemoryError(f"cannot make shared memory {name}: {error.strerror} (memfd_create)") from error
+        try:
+            os.posix_fallocate(fd, 0, size)  # a page that cannot be had later would be a SIGBUS in whoever touches it
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            try_lock(fd, OWNER_LOCK, shared=True)
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            os.close(fd)
+            if exhausted(error):
+                raise TooManyFiles(f"cannot make shared memory: {remedy()}") from error
+            raise SharedMemoryError(f"cannot make shared memory {name} of {size} bytes: {error.strerror}") from error
+        try:
+            segment = Segment(name, fd, size, owned=True, withdraw=self._withdraw)
+        except OSError as error:
+            os.close(fd)
+            os.close(own)
+            raise SharedMemoryError(f"cannot map shared memory {name} of {size} bytes: {error.strerror}") from error
+        with self._lock:
+            self._held[name], self._sizes[name] = [own], size
+        return segment
+
+    def add(self, name: str, fd: int) -> None:
+        """Hand another descriptor out with the segment `name`, a pipe's; it is this object's from now on."""
+        with self._lock:
+            self._held[name].append(fd)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each segment, by name."""
+        with self._lock:
+            return dict(self._sizes)
+
+    def close(self) -> None:
+        """Hand nothing out any more; who has a segment mapped may go on using it."""
+        if not self._thread.is_alive() and not self._held:
+            return
+        self._path.unlink(missing_ok=True)
+        self._stop.close()
+        self._thread.join()
+        self._wake.close()
+        self._listener.close()
+        for name in list(self._held):
+            self._withdraw(name)
+
+    def __enter__(self) -> SegmentServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _withdraw(self, name: str) -> None:
+        with self._lock:
+            self._sizes.pop(name, None)
+            for fd in self._held.pop(name, ()):
+                os.close(fd)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        silent: OrderedDict[int, tuple[socket.socket, float]] = OrderedDict()
+
+        def forget(fd: int) -> None:
+            poll.unregister(fd)
+            silent.pop(fd)[0].close()
+
+        while True:
+            ready = {fd for fd, _ in poll.poll(int(1000 * _SILENT) if silent else None)}
+            if self._wake.fileno() in ready:
+                for fd in list(silent):
+                    forget(fd)
+                return
+            for fd in ready & silent.keys():
+                self._answer(silent[fd][0])
+                forget(fd)
+            now = time.monotonic()
+            while silent and next(iter(silent.values()))[1] < now:
+                forget(next(iter(silent)))
+            if self._listener.fileno() not in ready:
+                continue
+            for _ in range(_TURN):
+                try:
+                    connection = self._listener.accept()[0]
+                except BlockingIOError:
+                    break
+                except OSError:  # no descriptor left: those who are silent give theirs
+                    for fd in list(silent):
+                        forget(fd)
+                    time.sleep(_BREATH)
+                    break
+                if self._answer(connection):
+                    connection.close()
+                    continue
+                if len(silent) >= _MOST_SILENT:
+                    forget(next(iter(silent)))
+                silent[connection.fileno()] = connection, now + _SILENT
+                poll.register(connection, select.POLLIN)
+            else:
+                time.sleep(_BREATH)
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """Answer what a client asks; False where it has said nothing yet."""
+        connection.setblocking(False)
+        fds: list[int] = []
+        try:
+            if peer_user(connection) not in self._users:
+                return True
+            request = connection.recv(1 + MOST_NAME)
+            status = UNKNOWN
+            try:
+                if fds := self._opened(os.fsdecode(request[1:]), writable=request[:1] == b"w"):
+                    status = HANDED
+            except OSError:
+                status = EXHAUSTED
+            socket.send_fds(connection, [status], fds)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # it is gone
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _opened(self, name: str, *, writable: bool) -> list[int]:
+        """The segment's descriptors, each of an open file of its own."""
+        fds: list[int] = []
+        try:
+            with self._lock:
+                for number, fd in enumerate(self._held.get(name, ())):
+                    # Who watches gets memory that it cannot write to; a pipe is opened as it is.
+                    mode = os.O_RDWR if writable or number else os.O_RDONLY
+                    fds.append(os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
+
+
+def check_room(name: str, size: int) -> None:
+    """Refuse what would bring the machine, or the container, to its last page: there the kernel ends processes.
+
+    Raises:
+        SharedMemoryError: the message says how much there is and what to change.
+    """
+    left, where = available_memory()
+    if size + _MARGIN > left:
+        raise SharedMemoryError(
+            f"shared memory {name} needs {size / _MIB:.1f} MiB, {max(0, left) / _MIB:.1f} MiB are left of {where}; ask "
+            "for fewer rows, stop what else takes memory, or give it more (docker run --memory, systemd: MemoryMax)"
+        )
+
+
+def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
+    """Bytes that can be had without anybody being ended, and what bounds them: the machine or a control group."""
+    machine = _fields(proc / "meminfo")
+    found = []
+    if "MemAvailable" in machine:
+        found.append((1024 * (machine["MemAvailable"] + machine.get("SwapFree", 0)), "the machine's memory"))
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            folder, names = groups, ("memory.max", "memory.current", "")
+        elif "memory" in kinds.split(","):
+            folder, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        group = folder / path.lstrip("/")
+        # A container may see its own group at the top, whatever its path is outside.
+        for each in (group, *group.parents) if group.is_dir() else (folder,):
+            if (room := _room_of(each, *names)) is not None:
+                found.append((room, f"the limit {each / names[0]}"))
+            if each == folder:
+                break
+    return min(found, default=(1 << 62, "memory"))
+
+
+def _room_of(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+    """Bytes left of a control group's limit, what can be dropped of its page cache included; None: it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        most = int((group / limit).read_text())
+        used = int((group / usage).read_text())
+        cache = _fields(group / "memory.stat")
+        return most - used + sum(cache.get(f"{prefix}{kind}", 0) for kind in ("inactive_file", "active_file"))
+    return None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    fields = {}
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            name, _, rest = line.replace(":", " ", 1).partition(" ")
+            if (first := rest.split()[:1]) and first[0].isdigit():
+                fields[name] = int(first[0])
+    return fields
+
+
+def _listen(path: Path) -> socket.socket:
+    """A socket that listens under its name from the moment it has it: one that refuses is a dead server's."""
+    unborn = path.with_name(path.name.removesuffix(path.suffix) + UNBORN)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # of the file that bind makes, whatever the umask is
+        with SocketPath(unborn) as short:
+            listener.bind(short)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        unborn.rename(path)
+    except OSError:
+        listener.close()
+        unborn.unlink(missing_ok=True)
+        raise
+    return listener
