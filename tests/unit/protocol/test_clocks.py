@@ -9,13 +9,14 @@ ROOT = Path(__file__).parents[3]
 WALL = re.compile(
     r"\btime\.time(_ns)?\(|\bdatetime\.now\(|\butcnow\(|\bCLOCK_REALTIME\b|\bsystem_clock\b|\bgettimeofday\b"
 )
-# Where the wall clock is told to people, and nothing is decided by it.
+# Where the wall clock is told to people, or compared with a file's time; no wait, lease or deadline is decided by it.
 TELLS = {
     "server/jurybox/server/supervisor/supervisor.py": 1,  # when the server was started
     "server/jurybox/server/inproc.py": 1,  # the same
     "server/jurybox/server/watch/snapshot.py": 1,  # when a snapshot was taken
     "server/jurybox/server/weights_files.py": 1,  # when weights were saved
     "server/jurybox/server/status.py": 1,  # up since
+    "server/jurybox/server/engine/loader.py": 1,  # whether a source file is younger than this process
     "client/jurybox/client/tracing.py": 1,  # when a span began, which traces want so
 }
 
