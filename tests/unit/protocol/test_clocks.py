@@ -16,7 +16,6 @@ TELLS = {
     "server/jurybox/server/watch/snapshot.py": 1,  # when a snapshot was taken
     "server/jurybox/server/weights_files.py": 1,  # when weights were saved
     "server/jurybox/server/status.py": 1,  # up since
-    "server/jurybox/server/engine/loader.py": 1,  # whether a source file is younger than this process
     "client/jurybox/client/tracing.py": 1,  # when a span began, which traces want so
 }
 

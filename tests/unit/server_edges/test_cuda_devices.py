@@ -73,3 +73,30 @@ def test_the_driver_is_asked_in_a_process_of_its_own():
     )
     assert done.stdout.isdigit()
     assert done.stderr == ""
+
+
+def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch):
+    from jurybox.server import config
+
+    def told(devices, *, has_cuda, visible):
+        monkeypatch.setattr(config, "torch_has_cuda", lambda: has_cuda)
+        monkeypatch.setattr(config, "visible_cuda_devices", lambda: visible)
+        settings = config.Settings.model_validate({"server": {"devices": devices}})
+        return settings.server.missing_devices()
+
+    assert "has no CUDA" in told(["cuda:0"], has_cuda=False, visible=0)
+    assert "no CUDA device is visible" in told(["cuda"], has_cuda=True, visible=0)
+    assert "cuda:2 is not here, cuda:0, cuda:1 are there" in told(["cuda:1", "cuda:2"], has_cuda=True, visible=2)
+    assert told(["cuda:1", "cpu"], has_cuda=True, visible=2) == ""
+    assert told(["cpu"], has_cuda=False, visible=0) == told("auto", has_cuda=False, visible=0) == ""
+
+
+def test_a_server_that_is_told_to_use_what_is_not_there_does_not_start(monkeypatch):
+    from jurybox.server import config
+
+    monkeypatch.setattr(config, "torch_has_cuda", lambda: False)
+    settings = config.Settings.model_validate(
+        {"server": {"devices": ["cuda:0"]}, "models": {"a": {"factory": "tests.models:affine"}}}
+    )
+    with pytest.raises(config.ConfigError, match=r"server.devices = \['cuda:0'\]"):
+        config.require_servable(settings, insecure=False)

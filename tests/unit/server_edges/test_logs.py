@@ -93,3 +93,28 @@ def test_a_library_whose_arguments_do_not_fit_gets_its_line_too(stream):
     )
     ours.handle(logging.LogRecord("x", logging.ERROR, "", 1, "bad arguments %d", ("x",), None))
     assert "bad arguments %d ('x',)" in stream.getvalue()
+
+
+def test_a_full_disk_or_a_closed_pipe_ends_no_process():
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    log = configure("engine-0", "info", "text", Full())
+    log.info("said into the void")
+
+
+def test_text_that_no_codec_takes_and_values_without_text_are_logged(tmp_path):
+    class Speechless:
+        def __str__(self):
+            raise SystemExit
+
+    for format in ("text", "json"):
+        path = tmp_path / format
+        with path.open("w", encoding="utf-8") as sink:
+            log = configure("engine-0", "info", format, sink)
+            log.error("model failed", error="half \ud800 a pair", what=Speechless())
+        assert "half" in path.read_text() and "Speechless" in path.read_text()

@@ -12,7 +12,6 @@ import re
 import sys
 import sysconfig
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -118,7 +117,6 @@ def _signature(factory: Callable[..., Any]) -> str:
 
 # ---- code that changed since it was imported
 
-_STARTED_NS = time.time_ns()
 _imported_as: dict[str, tuple[int, int]] = {}  # source file -> its time (ns) and size when it was imported
 
 
@@ -178,8 +176,7 @@ def _family(module: ModuleType) -> dict[str, str]:
 
 def _changed(file: str) -> bool:
     seen, now = _imported_as.get(file), _stamp(file)
-    # One imported later than its factory's module was looked at last is new if it is younger than this process.
-    return now is not None and (now != seen if seen is not None else now[0] > _STARTED_NS)
+    return now is not None and seen is not None and now != seen
 
 
 def _note(module: ModuleType) -> None:

@@ -1,0 +1,59 @@
+"""A lane that the relay holds for a client of another host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zmq
+
+from jurybox.client.doors.door import Answer
+from jurybox.protocol.errors import Code, Error
+from jurybox.server.relay.held_lane import HeldLane, InlineTicket, head
+
+
+class Sent:
+    def __init__(self, first, rows):
+        self.first, self.rows, self.answer = first, rows, None
+
+
+class Lane:
+    """Takes tickets and keeps them."""
+
+    def __init__(self):
+        self.inputs = {"x": np.zeros((8, 1), np.float32)}
+        self.outputs = {"y": np.zeros((8, 1), np.float32)}
+        self.sent = []
+
+    def submit(self, first, rows, deadline, version):
+        self.sent.append(Sent(first, rows))
+        return self.sent[-1]
+
+    def receive_now(self):
+        for sent in self.sent:
+            sent.answer = Answer(0, Code.OK, "", 1, 1)
+
+
+def ticket(sequence, first, rows):
+    return InlineTicket(b"sender", sequence, 10**9, first, rows, 0, 1)
+
+
+def frames(rows):
+    return [zmq.Frame(np.ones((rows, 1), np.float32).tobytes())]
+
+
+def test_a_number_sent_again_with_other_rows_is_refused_and_leaves_no_row_busy():
+    held = HeldLane(Lane(), b"owner", 0, 8)
+    held.submit(ticket(5, 0, 4), frames(4))
+    for first, rows in ((4, 2), (0, 2), (4, 4)):
+        with pytest.raises(Error, match="came again with other rows") as caught:
+            held.submit(ticket(5, first, rows), frames(rows))
+        assert caught.value.code == Code.MALFORMED
+    held.submit(ticket(5, 0, 4), frames(4))  # as it was: its client lost the connection
+    assert len(held.answers()) == 1
+    held.submit(ticket(6, 0, 8), frames(8))  # every row is free again
+    assert len(held.answers()) == 1
+
+
+def test_an_answers_text_fits_a_frame_whatever_it_is():
+    head(ticket(1, 0, 1), Code.MODEL_FAILED, "half \ud800 a pair").decode("latin-1")
+    assert len(head(ticket(1, 0, 1), Code.MODEL_FAILED, "é" * 1_000_000)) < 5000
