@@ -171,6 +171,19 @@ def test_priorities_live_on_the_device(make) -> None:
     assert len(set(uniform["n"].tolist())) == 50
 
 
+def test_priorities_and_windows_go_together_while_episodes_still_run(make) -> None:
+    """The newest rows of running streams fit no window; where a stratum of the draw holds them alone, others come."""
+    replay = make(1000, LINKED, episodes=EPISODES, prioritized=True)
+    streams = replay.streams(8)
+    row = {"observation": np.zeros((8, 2)), "reward": np.zeros(8), "terminated": np.zeros(8, bool)}
+    for _ in range(100):
+        streams.add(**row, truncated=np.zeros(8, bool))
+    resident = replay.resident("cpu")
+    resident.refresh()
+    drawn = resident.sample(256, windows=Windows(n_step=3, next="observation"))
+    assert 0 <= int(drawn["indices"].min()) and int(drawn["indices"].max()) < 800 - 8 * 3
+
+
 def test_a_seed_gives_the_same_draws(make) -> None:
     replay = make()
     numbered(replay, 0, 100)

@@ -150,7 +150,10 @@ class Resident:
             unfit = ~self.rows.fits(drawn, windows, self.taken)
             if not unfit.any():
                 return drawn
-            drawn = torch.where(unfit, self._candidates(n, prioritized=prioritized), drawn)
+            others = self._candidates(n, prioritized=prioritized)
+            # Shuffled, so that every place draws from all strata: one may hold the newest rows alone, which never fit.
+            order = torch.randperm(n, generator=self._generator, device=self.device)
+            drawn = torch.where(unfit, others[order], drawn)
         raise NotEnoughRows(
             f"of {len(self)} rows on {self.device} too few fit: their episodes do not reach as far as the windows ask"
         )

@@ -1,0 +1,297 @@
+"""Everything that README.md, CONTRIBUTING.md and docs/ show is tried, as it stands there.
+
+Every block names its language. Python runs, all blocks of a page in one process and in their order, against one real
+server. TOML is read as what it is, the server's configuration or a training's. Bash is parsed, every `jurybox` command
+in it by the command line's own parser; modules, tests and make's targets that it names exist; what asks a local server
+anything is run. A block that cannot be tried says why in the line above it: <!-- not run: REASON -->.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+import yaml
+from tests.serving import RunningServer, segments, serving
+from typer.main import get_command
+
+from jurybox.protocol.segment import directory
+from jurybox.server.commands.app import app
+from jurybox.server.config import ModelSettings, load_settings
+from jurybox.server.engine.loader import load
+from jurybox.training.replay import Replay
+
+ROOT = Path(__file__).parents[2]
+LANGUAGES = {"bash", "console", "mermaid", "promql", "python", "text", "toml", "yaml"}
+MOST_NOT_RUN = 4  # a page that cannot be tried is worth little; raise this only with a reason in the page
+
+MODELS = {
+    "photo": {"factory": "jurybox.server.jurors:panel", "max_batch": 8, "rows": 64},
+    "policy": {"factory": "tests.models:affine"},
+    "policy/agent0": {"factory": "tests.models:affine", "publish": "double_buffer"},
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    skipped: str  # why it is not tried; empty: it is
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> Iterator[Block]:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in pages:
+        lines, began, before = path.read_text().splitlines(), None, ""
+        for number, line in enumerate(lines):
+            if not line.startswith("```"):
+                continue
+            if began is None:
+                began, before = number, lines[number - 1]
+                continue
+            why = re.fullmatch(r"<!-- not run: (.+) -->", before)
+            text = "\n".join(lines[began + 1 : number]) + "\n"
+            page = str(path.relative_to(ROOT))
+            yield Block(page, began + 1, lines[began][3:], text, why[1] if why else "")
+            began = None
+
+
+ALL = list(blocks())
+TRIED = [block for block in ALL if not block.skipped]
+
+
+def of(*languages: str) -> list[Block]:
+    return [block for block in TRIED if block.language in languages]
+
+
+def test_every_block_says_what_it_is_and_few_are_not_tried() -> None:
+    assert [str(block) for block in ALL if block.language not in LANGUAGES] == []
+    assert len(of("python")) >= 14 and len(of("bash")) >= 25 and len(of("toml")) >= 8
+    assert len(ALL) - len(TRIED) <= MOST_NOT_RUN
+
+
+# ---- Python
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("pages")
+    with serving(folder, MODELS, http="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+        yield running
+
+
+class MyNet(torch.nn.Linear):
+    def __init__(self, hidden: int) -> None:
+        super().__init__(52, 145)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(observation), observation.sum(1)
+
+
+class Affine(torch.nn.Module):
+    """The weights of tests.models:affine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.offset = (torch.nn.Parameter(torch.tensor(value)) for value in (2.0, 1.0))
+
+
+def presupposed() -> dict[str, Any]:
+    """What a page's reader has: pictures, a module, what an environment gave."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 255, (4, 384, 384, 3), dtype=np.uint8)
+    policies = np.zeros((300, 4672), np.float32)
+    return {
+        "image": images[0], "images": images, "module": Affine(), "MyNet": MyNet, "x": np.zeros((1, 4), np.float32),
+        "planes": np.zeros((119, 8, 8), np.float32), "many_planes": np.zeros((300, 119, 8, 8), np.float32),
+        "policy": policies[0], "policies": policies, "values": np.zeros(300, np.float32),
+        "observations": np.zeros((8, 4), np.float32), "rewards": np.zeros(8, np.float32),
+        "terminated": np.zeros(8, bool), "truncated": np.zeros(8, bool),
+        "final_observation": np.zeros(4, np.float32), "errors": torch.ones(256),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
+def test_what_a_page_shows_in_python_runs_and_leaves_nothing_behind(page, server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before, files = segments(), set(directory().iterdir())
+    names = presupposed()
+    for block in of("python"):
+        if block.page != page:
+            continue
+        code = block.text
+        if file := re.match(r"# (\w+\.py)\n", code):
+            (tmp_path / file[1]).write_text(code)
+        for theirs, ours in {
+            "localhost:8001": server.listening("grpc"),
+            '"grpcs://server-host:8001", token="..."': f'"grpc://{server.listening("grpc")}"',
+            'resident("cuda"': 'resident("cuda"' if torch.cuda.is_available() else 'resident("cpu"',
+        }.items():
+            code = code.replace(theirs, ours)
+        exec(compile("\n" * block.line + code, str(ROOT / page), "exec"), names)
+    for made in {id(value): value for value in names.values() if isinstance(value, Replay)}.values():
+        made.unlink()  # a replay stays while a process has it open, and that is this one
+        made.close()
+    names.clear()
+    assert segments() - before == set()
+    assert set(directory().iterdir()) - files == set()
+
+
+def test_the_readmes_client_gets_the_same_scores_every_way(server, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
+    names = presupposed()
+    exec(next(block for block in of("python") if block.page == "README.md").text, names)
+    assert names["scores"]["score"].shape == (4,)
+    assert names["reply"].outputs["score"] == pytest.approx(names["scores"]["score"], abs=1e-4)
+    assert 0 < float(capsys.readouterr().out) < 1
+
+
+def test_the_readmes_model_is_one_that_a_server_loads(tmp_path, monkeypatch) -> None:
+    code = next(block for block in of("python") if "def policy" in block.text).text
+    (tmp_path / "readme_policy.py").write_text(f"from {__name__} import MyNet\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = load("mine", ModelSettings(factory="readme_policy:policy", args={"hidden": 512}), torch.device("cpu"))
+    assert set(loaded.model.outputs) == {"logits", "value"}
+
+
+# ---- TOML and YAML
+
+
+@pytest.mark.parametrize("block", of("toml"), ids=str)
+def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "shown.toml"
+    file.write_text(block.text)
+    if {"server", "models"} & set(tomllib.loads(block.text)):
+        (tmp_path / "siglip").mkdir()
+        assert load_settings(file, environ={}).models
+        return
+    from jurybox.training.recipes.marl import plan
+    from jurybox.training.recipes.marl_command import settings_of
+
+    assert plan(settings_of(file, [], {})).roles
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_yaml_is_a_service_with_the_volume_and_variables_of_composes(block) -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    for service in yaml.safe_load(block.text)["services"].values():
+        assert service["environment"].items() <= compose["x-client"]["environment"].items()
+        assert service["user"] == compose["x-client"]["user"]
+        assert set(service["volumes"]) <= {"shared:/run/jurybox"}
+
+
+# ---- the shell
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The simple commands of a script, without variables set before them, as words."""
+    for line in text.replace("\\\n", " ").split("\n" if "'{" not in text else "\0"):
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split, words.commenters = True, "#"
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if not set(word) <= set(";&|()<>"):
+                command += [] if not command and re.fullmatch(r"\w+=.*", word) else [word]
+            elif command:
+                yield command
+                command = []
+
+
+def parse(words: list[str]) -> None:
+    """What the command line makes of the words after `jurybox`; click.UsageError where it makes nothing of them."""
+    command: click.Command = get_command(app)
+    context = None
+    while isinstance(command, click.Group):
+        context = command.make_context(command.name or "jurybox", words, parent=context, resilient_parsing=False)
+        name, found, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert found is not None, name
+        command = found
+    command.make_context(command.name, list(words), parent=context)
+
+
+def target(name: str) -> bool:
+    return bool(re.search(rf"^{re.escape(name)}:", (ROOT / "Makefile").read_text(), re.M))
+
+
+@pytest.mark.parametrize("block", of("bash", "console"), ids=str)
+def test_every_command_is_one(block, tmp_path, monkeypatch) -> None:
+    text = block.text
+    if block.language == "console":
+        text = "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20)
+    assert checked.returncode == 0, checked.stderr
+    monkeypatch.chdir(tmp_path)
+    for command in commands(text):
+        program, *words = command
+        match Path(program).name, words:
+            case "jurybox", ["--version"]:
+                pass
+            case "jurybox", _:
+                parse(words)
+            case ("python", ["-m", "pytest", path, *_]) | ("pytest", [path, *_]):
+                assert (ROOT / path).exists(), path
+            case "python", ["-m", module, *_]:
+                monkeypatch.syspath_prepend(ROOT)
+                assert find_spec(module), module
+            case "make", _:
+                assert all(target(word) for word in words if "=" not in word), words
+            case "cp" | "rsync" | "docker", _:  # files of the repository that are named exist
+                named = [word for word in words if word.startswith(("deploy/", "docker/"))]
+                assert all((ROOT / name).exists() for name in named), words
+
+
+ASKING = re.compile(r"^(?:curl .*(?:127\.0\.0\.1|localhost):8000|(?:\.venv/bin/)?jurybox (?:status|models|health)\b)")
+
+
+def statements(text: str) -> Iterator[str]:
+    """What a script asks a server on this host."""
+    statement = ""
+    for line in text.splitlines():
+        statement += line + "\n"
+        if statement.count("'") % 2 == 0 and not line.endswith("\\"):
+            if ASKING.match(statement):
+                yield statement
+            statement = ""
+
+
+ASKED = [(block, statement) for block in of("bash") for statement in statements(block.text)]
+
+
+def test_what_asks_a_server_gets_an_answer(server) -> None:
+    assert len(ASKED) >= 6
+    bin_of_this = Path(sys.executable).parent
+    for block, statement in ASKED:
+        shown = re.sub(r"(127\.0\.0\.1|localhost):8000", server.listening("http"), statement)
+        shown = shown.replace(".venv/bin/", "").replace("curl ", "curl --fail --silent --show-error --max-time 20 ")
+        done = subprocess.run(
+            ["bash", "-c", shown],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "JURYBOX_ADDRESS": server.address, "PATH": f"{bin_of_this}:{os.environ['PATH']}"},
+        )
+        assert done.returncode == 0, f"{block}: {shown}{done.stderr}"
+        assert done.stdout
