@@ -67,7 +67,7 @@ def page() -> str:
 
 <!-- Made by docker/monitoring/generate.py from the table in server/jurybox/server/gateway/metrics/table.py. -->
 
-```
+```bash
 curl http://127.0.0.1:8000/metrics
 ```
 
@@ -93,13 +93,13 @@ The last column names what Triton (`nv_`) or vLLM (`vllm:`) call the same, or ne
 `docker/monitoring/` has a Prometheus configuration with rules to alert by, and a Grafana dashboard with a panel for
 every metric, made from the same table.
 
-```
+```bash
 prometheus --config.file=docker/monitoring/prometheus/prometheus.yml
 ```
 
 Useful questions, in PromQL:
 
-```
+```promql
 sum(rate(jurybox_rows_total[1m]))                                                     # rows a second
 histogram_quantile(0.99, sum by (model, le) (rate(jurybox_request_duration_seconds_bucket[1m])))
 rate(jurybox_rows_total[1m]) / rate(jurybox_batches_total[1m])                        # mean batch

@@ -181,7 +181,7 @@ def test_priorities_and_windows_go_together_while_episodes_still_run(make) -> No
     resident = replay.resident("cpu")
     resident.refresh()
     drawn = resident.sample(256, windows=Windows(n_step=3, next="observation"))
-    assert 0 <= int(drawn["indices"].min()) and int(drawn["indices"].max()) < 800 - 8 * 3
+    assert int(drawn["indices"].min()) >= 0 and int(drawn["indices"].max()) < 800 - 8 * 3
 
 
 def test_a_seed_gives_the_same_draws(make) -> None:

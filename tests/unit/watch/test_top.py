@@ -51,6 +51,8 @@ def test_top_shows_rates_models_engines_and_events(scene):
 def test_a_narrow_terminal_shows_fewer_columns_and_breaks_no_word(scene, width):
     text = shown(scene, width=width)
     assert max(map(len, text.splitlines())) <= width
+    assert text.splitlines()[1].startswith("320 rows/s") and "\nms" not in text
+    assert all(re.search(r"(/s|waiting|lanes|shared)$", line.rstrip()) for line in text.splitlines()[1:2])
     tables = text[text.index("model ") : text.index("Engine 1 was killed")]
     assert not broken(tables.replace("01:00:05", ""))
     heads = tables.splitlines()[0].split()

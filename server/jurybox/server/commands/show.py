@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -190,6 +190,23 @@ class Table:
         for row in self.rows:
             table.add_row(*(row[at] for at in shown))
         yield table
+
+
+class Phrases:
+    """Phrases beside each other, in as many lines as they need; none is broken."""
+
+    def __init__(self, phrases: Sequence[str], style: str = "") -> None:
+        self._phrases, self._style = phrases, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for phrase in self._phrases:
+            longer = f"{lines[-1]}   {phrase}" if lines[-1] else phrase
+            if lines[-1] and len(longer) > options.max_width:
+                lines.append(phrase)
+            else:
+                lines[-1] = longer
+        yield Text("\n".join(lines), self._style)
 
 
 def batch(mean: float | None, most: int) -> str:

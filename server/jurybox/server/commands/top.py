@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from jurybox.server.commands.show import Address, Table, batch, duration, errors
+from jurybox.server.commands.show import Address, Phrases, Table, batch, duration, errors
 
 _FAILED, _USAGE = 1, 2
 _TIMEOUT = 2.0  # seconds
@@ -161,13 +161,11 @@ def screen(sample: dict[str, Any]) -> RenderableType:
         f"{sample['lanes']['in_use']} lanes",
         _bytes(sample["memory"]),
     ]
-    stages = "   ".join(
-        f"{stage} {duration(values['p50'])} / {duration(values['p99'])}" for stage, values in latency.items()
-    )
+    stages = [f"{stage} {duration(values['p50'])} / {duration(values['p99'])}" for stage, values in latency.items()]
     return Group(
         head,
-        Text("   ".join(words), "bold"),
-        Text(f"p50 / p99: {stages}   batches {_bars(sample['batch']['counts'])}"),
+        Phrases(words, "bold"),
+        Phrases([f"p50 / p99: {stages[0]}", *stages[1:], f"batches {_bars(sample['batch']['counts'])}"]),
         Text(),
         _models(sample["models"]),
         Text(),

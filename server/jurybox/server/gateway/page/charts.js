@@ -17,7 +17,8 @@ function begin(svg) {
   return [width, height];
 }
 
-// Lines over `points` places, the newest at the right edge; a null is a gap. `words` says the values at top and bottom.
+// Lines over `points` places, the newest at the right edge; a null is a gap. `words` says the values at top and bottom,
+// left of the lines.
 export function sparkline(svg, series, { points, words, logarithmic = false, floor = 0 }) {
   const [width, height] = begin(svg);
   const scale = logarithmic ? Math.log10 : (value) => value;
@@ -26,7 +27,13 @@ export function sparkline(svg, series, { points, words, logarithmic = false, flo
   const most = Math.max(floor, ...values) || 1, least = logarithmic ? Math.min(...values) : 0;
   const high = scale(most), low = logarithmic ? scale(least) - 0.2 : 0;
   const y = (value) => height - 2 - ((scale(value) - low) / (high - low || 1)) * (height - 5);
-  const x = (at, length) => width - ((length - 1 - at) / (points - 1)) * width;
+  const labels = [...new Set([most, least])].map((value) => [value, y(value)]);
+  const left = 6 + 6.2 * Math.max(...labels.map(([value]) => words(value).length));
+  const x = (at, length) => width - ((length - 1 - at) / (points - 1)) * (width - left);
+  for (const [value, at] of labels) {
+    put(svg, "line", { x1: left, x2: width, y1: at, y2: at, class: "grid" });
+    put(svg, "text", { x: left - 5, y: Math.min(Math.max(at + 3.5, 8), height), "text-anchor": "end", class: "scale" }, words(value));
+  }
   series.forEach((line, index) => {
     let path = "", area = "", started = null;
     line.forEach((value, at) => {
@@ -39,8 +46,6 @@ export function sparkline(svg, series, { points, words, logarithmic = false, flo
     if (index === 0) put(svg, "path", { d: area, class: "area" });
     put(svg, "path", { d: path, class: index ? "line second" : "line" });
   });
-  put(svg, "text", { x: 0, y: 8, class: "scale" }, words(most));
-  if (logarithmic && least < most) put(svg, "text", { x: 0, y: height, class: "scale" }, words(least));
 }
 
 // For every [name, low, high] a span on one logarithmic axis of seconds; `words` says a value.
