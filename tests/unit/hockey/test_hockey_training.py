@@ -16,7 +16,7 @@ from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
 from jurybox.training.recipes.checkpoints import CheckpointError
 from jurybox.training.recipes.hockey import plan
-from jurybox.training.recipes.hockey_actor import name_of, number_of
+from jurybox.training.recipes.hockey_actor import LEAVING, name_of, number_of
 from jurybox.training.recipes.hockey_collector import Collector, fields, shaped
 from jurybox.training.recipes.hockey_command import settings_of
 from jurybox.training.recipes.hockey_evaluation import evaluate
@@ -239,3 +239,42 @@ def test_a_wrong_setting_is_named(changes, message) -> None:
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.at_all"):
         plan(settings(environment="nowhere.at_all:Env"), tmp_path)
+
+
+def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path) -> None:
+    s = settings(steps=4000, snapshot_every=1, ratio=0.5, league={"pool": 2, "least_games": 2, "anchor_share": 0.9})
+    run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
+    versions = [int(path.stem) for path in sorted((tmp_path / "pool").glob("*.weights"))]
+    assert versions[-1] // 50 > 20, "more have joined than may stay"
+    assert len(versions) <= 2 + LEAVING
+    names = [f"pool:{version}" for version in versions]
+    assert names[-2:] == state["league"]["pool"] == list(state["past"])
+
+
+def test_a_resumed_run_has_the_past_selves_of_its_checkpoint_and_no_others(tmp_path: Path) -> None:
+    s = {"snapshot_every": 2, "ratio": 0.5}
+    run(plan(settings(**s, steps=2000), tmp_path), tmp_path, Nothing(), serial=True)
+    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
+    folder = tmp_path / "pool"
+    for path in folder.iterdir():
+        path.unlink()
+    # Of a part of the run that was killed after the checkpoint.
+    (folder / f"{10**9:012d}.weights").write_bytes(b"later than the checkpoint")
+    run(plan(settings(**s, steps=2004), tmp_path), tmp_path, Nothing(), serial=True, resume=True)
+    names = set(Pool(folder).names())
+    assert state["league"]["pool"] and names >= set(state["league"]["pool"]) and f"pool:{10**9}" not in names
+    first = state["league"]["pool"][0]
+    for name, value in Pool(folder).actor(first).state.items():
+        np.testing.assert_array_equal(value, state["past"][first][name])
+
+
+def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Path) -> None:
+    state = {name: tensor.numpy() for name, tensor in TD3(18, 4, settings().learner).acting().state_dict().items()}
+    pool = Pool(tmp_path, most=2)
+    for version in range(5):
+        pool.keep(f"pool:{version}", NumpyActor(state))
+        pool.actor(f"pool:{version}")
+    assert list(pool._actors) == ["pool:3", "pool:4"]
+    pool.actor("pool:0")
+    assert list(pool._actors) == ["pool:4", "pool:0"]

@@ -85,11 +85,63 @@ def test_a_folder_gives_jpg_and_png_and_nothing_else(folder):
     assert len(library.held_out) == 2
 
 
-def test_the_split_depends_on_names_alone(folder):
+def held_pixels(library):
+    return {photo.pixels.tobytes() for photo in library.held_out}
+
+
+def test_the_split_depends_on_content_alone(folder):
     first = PhotoLibrary.from_folder(folder)
-    write(folder / "IMG_0.jpg", seed=77)
-    second = PhotoLibrary.from_folder(folder)
-    assert [photo.name for photo in first.held_out] == [photo.name for photo in second.held_out]
+    for number, path in enumerate(sorted(folder.glob("*.jpg"))):
+        path.rename(folder / f"{99 - number} holiday.jpg")
+    assert held_pixels(PhotoLibrary.from_folder(folder)) == held_pixels(first)
+
+
+def scene(seed):
+    """A picture with as much in it as a photo has: coarse shapes, finer ones, and grain."""
+    rng = np.random.default_rng(seed)
+    picture = np.zeros((300, 400, 3))
+    for size, weight in ((4, 110), (16, 60), (64, 30)):
+        picture += weight * cv2.resize(rng.random((size, size, 3)), (400, 300), interpolation=cv2.INTER_CUBIC)
+    return np.clip(picture + rng.normal(0, 4, picture.shape), 0, 255).astype(np.uint8)
+
+
+def copies(folder, seed):
+    """One picture many times: as it is, under another name, encoded badly, as PNG, smaller, larger, lighter."""
+    picture = scene(seed)
+    cv2.imwrite(str(folder / f"{seed} a.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 95])
+    (folder / f"{seed} b copy.jpg").write_bytes((folder / f"{seed} a.jpg").read_bytes())
+    cv2.imwrite(str(folder / f"{seed} c.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 25])
+    cv2.imwrite(str(folder / f"{seed} d.png"), picture)
+    cv2.imwrite(str(folder / f"{seed} e.jpg"), cv2.resize(picture, (180, 135), interpolation=cv2.INTER_AREA))
+    cv2.imwrite(str(folder / f"{seed} f.jpg"), cv2.resize(picture, (800, 600), interpolation=cv2.INTER_LINEAR))
+    cv2.imwrite(str(folder / f"{seed} g.jpg"), np.clip(picture.astype(int) + 2, 0, 255).astype(np.uint8))
+
+
+def test_copies_of_one_picture_are_all_on_one_side(tmp_path):
+    for seed in range(5):
+        copies(tmp_path, seed)
+    library = PhotoLibrary.from_folder(tmp_path)
+    sides = [{photo.name.split()[0] for photo in side} for side in (library.training, library.held_out)]
+    assert not sides[0] & sides[1] and len(library.held_out) == 7 and len(library.training) == 28
+
+
+def test_pictures_that_differ_are_no_copies(tmp_path):
+    for seed in range(12):
+        cv2.imwrite(str(tmp_path / f"{seed}.png"), scene(seed))
+    assert len(PhotoLibrary.from_folder(tmp_path).held_out) == 3
+
+
+def test_one_picture_and_its_copies_are_no_two_photos(tmp_path):
+    copies(tmp_path, 1)
+    with pytest.raises(PhotoError, match="all 7 .* are copies of one picture"):
+        PhotoLibrary.from_folder(tmp_path)
+
+
+def test_a_picture_with_many_copies_does_not_take_a_whole_side(tmp_path):
+    copies(tmp_path, 1)
+    cv2.imwrite(str(tmp_path / "another.png"), scene(2))
+    library = PhotoLibrary.from_folder(tmp_path)
+    assert {len(library.training), len(library.held_out)} == {1, 7}
 
 
 def broken_files(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -78,14 +79,42 @@ def test_the_gate_wants_compliance_and_enough_fixes(rate: float, fixes: float, p
 @pytest.mark.parametrize("inherit", [True, False])
 def test_a_new_workflow_begins_with_the_last_policy_only_if_it_inherits(inherit: bool) -> None:
     it = trainer(inherit=inherit, gate=1.0)
-    seen = []
-    while len(it.tried) < 3:
-        seen.append((len(it.tried), it.learner))
+    begun, begin = [], it._begin
+
+    def watched():
+        before, weights = it.learner, flat(it.learner)
+        begin()
+        begun.append((it.learner is before, torch.equal(flat(it.learner), weights), it.learner))
+
+    it._begin = watched
+    while len(it.tried) < 4:
         it.advance()
-    changes = [left[1] is not right[1] for left, right in pairwise(seen) if left[0] != right[0]]
-    learners = {id(learner) for _, learner in seen}
-    assert len(learners) == 1 if inherit else len(learners) > 2
-    assert inherit is not any(changes) or not inherit
+    assert len(begun) == 4
+    # The very learner goes on, or each workflow has one of its own, whose first weights are nobody's.
+    assert [(same, equal) for same, equal, _ in begun] == [(inherit, inherit)] * 4
+    assert len({id(learner) for *_, learner in begun}) == (1 if inherit else 4)
+    assert all(learner.learner_steps > 0 for *_, learner in begun), "each was trained"
+
+
+def test_learners_of_their_own_begin_differently_and_their_steps_are_counted_together() -> None:
+    it = trainer(inherit=False, gate=1.0)
+    firsts, begin = [], it._begin
+
+    def watched():
+        begin()
+        firsts.append(flat(it.learner))
+
+    it._begin = watched
+    steps = [0]
+    while len(it.tried) < 3:
+        it.advance()
+        steps.append(it.learner_steps)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(firsts, 2))
+    assert all(after > before for before, after in pairwise(steps)), "a new learner does not begin the count anew"
+
+
+def flat(learner) -> torch.Tensor:
+    return torch.cat([each.flatten().clone() for each in learner.network.state_dict().values()])
 
 
 def test_a_score_pays_for_what_compliance_lacks() -> None:

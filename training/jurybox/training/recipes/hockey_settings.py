@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jurybox.training.algorithms.league import LeagueSettings
 from jurybox.training.algorithms.td3_settings import TD3Settings
+from jurybox.training.recipes.run_command import merged
 from jurybox.training.runtime.errors import ConfigError, refuse_unused
 
 
@@ -91,7 +92,7 @@ class HockeyTraining(BaseModel):
             ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
         """
         try:
-            said = _merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
+            said = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
             settings = cls(**said)
             refuse_unused(_flat(said), settings.unused())
             return settings
@@ -135,12 +136,3 @@ def _flat(said: Mapping[str, Any]) -> list[str]:
     for name, value in said.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else [name]
     return names
-
-
-def _merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, tables within them joined too: ``learner.actor_rate = 0.001`` changes that one alone."""
-    merged = dict(said)
-    for name, value in changes.items():
-        before = merged.get(name)
-        merged[name] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return merged

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.recipes.marl_networks import ON_POLICY, Algorithm, make_network
 from jurybox.training.recipes.marl_worlds import Sight, make_world, sights
+from jurybox.training.recipes.run_command import merged
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.runtime.errors import ConfigError, refuse_unused
@@ -171,7 +172,7 @@ class MarlTraining(BaseModel):
         """
         try:
             said = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
-            return cls(**{**said, **changes})
+            return cls(**merged(said, changes))
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         except ValidationError as error:

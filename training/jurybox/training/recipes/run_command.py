@@ -25,10 +25,19 @@ def changes_of(changes: Sequence[str], given: Mapping[str, Any]) -> dict[str, An
     changed: dict[str, Any] = {}
     for change in changes:
         try:
-            changed |= tomllib.loads(change)
+            changed = merged(changed, tomllib.loads(change))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--set {change!r}: expected NAME=VALUE with a value as in TOML ({error})") from error
     return {**changed, **{name: value for name, value in given.items() if value is not None}}
+
+
+def merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables within them joined too: ``learner.actor_rate = 0.001`` changes that one alone."""
+    found = dict(said)
+    for name, value in changes.items():
+        before = found.get(name)
+        found[name] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return found
 
 
 def conclude(outcome: Outcome, signals: Signals) -> None:

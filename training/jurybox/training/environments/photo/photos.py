@@ -1,19 +1,22 @@
 """The photos that are edited: those in the wheels of scikit-image and scikit-learn, or a folder of the user's.
 
-The split into training and held-out photos is by photo, never by crop, and depends on nothing but the photos' names:
-an evaluation never meets a scene that training has seen.
+The split into training and held-out photos is by photo, never by crop, and depends on nothing but what the photos show.
+Copies of one picture, whatever they are called and however they were encoded or resized, are on the same side: an
+evaluation never meets a scene that training has seen.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 
 from .edits import Image
 
@@ -38,6 +41,9 @@ _SHIPPED: tuple[tuple[str, str, Split], ...] = (
 _KEPT_SHORT_SIDE = 448
 _SMALLEST_SHORT_SIDE = 96
 _SMALLEST_CROP = 0.65
+# Pictures whose thumbnails differ by less than this on average (of 255) are copies. Encoding one badly or resizing it
+# makes a difference of up to 2 or 3; that of two photographs is some tens.
+_THUMBNAIL, _COPIES = 16, 5.0
 
 
 class PhotoError(ValueError):
@@ -132,13 +138,14 @@ class PhotoLibrary:
 
         Args:
             folder: the folder.
-            held_out_share: share of the photos that is held out; at least one is, and at least one is not.
+            held_out_share: share of the photos that is held out; at least one is, and at least one is not. It is
+                about that share where pictures have copies, which stay together.
             on_broken: "error" raises for all broken files at once, "skip" lists them in ``skipped`` and goes on.
             limit: open this many at most, evenly spread over the names; every worker keeps them in memory, about
                 0.9 MB each.
 
         Raises:
-            PhotoError: when it is no folder, a file is broken, or fewer than two photos are left.
+            PhotoError: when it is no folder, a file is broken, or fewer than two different photos are left.
         """
         root = Path(folder)
         if not root.is_dir():
@@ -163,16 +170,55 @@ class PhotoLibrary:
                 f"expected at least two usable photos (one to train on, one held out) in {root}, found {len(photos)} "
                 f"({', '.join(SUFFIXES)}); {len(broken)} broken"
             )
-        held = min(len(photos) - 1, max(1, round(held_out_share * len(photos))))
-        # By a digest of the name, so that the split has nothing to do with the order in which a camera counts.
-        names = sorted((photo.name for photo in photos), key=lambda name: hashlib.sha256(name.encode()).digest())
-        held_names = set(names[:held])
+        held_names = _held_out(photos, held_out_share)
+        if len(held_names) == len(photos):
+            raise PhotoError(
+                f"all {len(photos)} photos in {root} are copies of one picture: expected at least two different ones, "
+                "one to train on and one held out"
+            )
         return cls(
             training=tuple(photo for photo in photos if photo.name not in held_names),
             held_out=tuple(photo for photo in photos if photo.name in held_names),
             skipped=tuple(broken),
             beyond_limit=len(files) - len(taken),
         )
+
+
+def _held_out(photos: Sequence[Photo], share: float) -> set[str]:
+    """Names of those that are held out; all, where all are copies of one."""
+    # By a digest of what they show, so that the split has nothing to do with the order in which a camera counts.
+    pictures = sorted(_copies(photos), key=lambda alike: min(_digest(photo) for photo in alike))
+    wanted, held = max(1, round(share * len(photos))), list[Photo]()
+    for alike in pictures:
+        if len(held) + len(alike) <= wanted and len(held) + len(alike) < len(photos):
+            held += alike
+    if not held:  # each has more copies than are to be held out
+        held = min(pictures, key=len)
+    return {photo.name for photo in held}
+
+
+def _copies(photos: Sequence[Photo]) -> list[list[Photo]]:
+    """The photos, those together that are copies of one picture, or copies of its copies."""
+    thumbnails = np.stack([_thumbnail(photo) for photo in photos])
+    groups = [[photo] for photo in photos]
+    of = list(range(len(photos)))  # by photo, its group
+    for number, thumbnail in enumerate(thumbnails):
+        for other in np.flatnonzero(np.abs(thumbnails[:number] - thumbnail).mean(axis=1) < _COPIES).tolist():
+            one, another = of[number], of[other]
+            if one != another:
+                groups[another] += groups[one]
+                groups[one] = []
+                of = [another if group == one else group for group in of]
+    return [group for group in groups if group]
+
+
+def _thumbnail(photo: Photo) -> npt.NDArray[np.float32]:
+    small = cv2.resize(photo.pixels, (_THUMBNAIL, _THUMBNAIL), interpolation=cv2.INTER_AREA)
+    return np.asarray(small, np.float32).ravel()
+
+
+def _digest(photo: Photo) -> bytes:
+    return hashlib.sha256(repr(photo.pixels.shape).encode() + photo.pixels.tobytes()).digest()
 
 
 def read_photo(path: Path) -> Photo:

@@ -1,0 +1,128 @@
+"""--resume goes on from the newest checkpoint; where a run was ended before its first, it begins anew and says so."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from tests.serving import segments, wait_until
+from tests.unit.hockey.hockey_runs import settings as hockey_settings
+from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
+from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
+
+from jurybox.training.recipes import photo_run, settings_file, workflow_run
+from jurybox.training.recipes.checkpoints import CheckpointError
+from jurybox.training.recipes.hockey_run import train as train_hockey
+from jurybox.training.recipes.progress import Silence
+from jurybox.training.runlog import RunLog, RunLogError
+
+MARL = ["--set", "learning_starts = 20", "--set", "batch_size = 8", "--set", "hidden = [8]"]
+MARL += ["--set", "evaluate_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
+MARL += ["--set", "log_interval = 20", "--set", "max_ahead = 40"]
+
+
+def command(folder, *more):
+    return [sys.executable, "-m", "jurybox.training.cli", "train", "marl", "--out", str(folder), *MARL, *more]
+
+
+def begun(folder, settings):
+    """What a run leaves that was killed before its first checkpoint: settings, the beginning of metrics, scraps."""
+    with RunLog(folder, ["loss"]) as log:
+        settings_file.write(folder, settings)
+        log.scalars(10, {"loss": 1.0})
+    scrap = folder / "checkpoints" / ".writing-1"
+    scrap.mkdir(parents=True)
+    (scrap / "learner.state").write_bytes(b"half of it")
+
+
+class Said(Silence):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+    before = segments()
+    folder = tmp_path / "run"
+    running = subprocess.Popen(
+        command(folder, "--steps", "1000000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        metrics = folder / "metrics.csv"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 60)
+        told = subprocess.run(command(folder, "--steps", "60", "--resume"), capture_output=True, text=True, timeout=60)
+        assert told.returncode == 2 and f"a run is going on in {folder} (process {running.pid})" in told.stderr
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    done = subprocess.run(command(folder, "--steps", "60", "--resume"), capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "ended before its first checkpoint" in done.stdout and "it begins anew" in done.stdout
+    assert json.loads((folder / "summary.json").read_text())["env_steps"] == 60
+    assert (folder / "before-1" / "metrics.csv").exists()
+    again = subprocess.run(command(folder, "--steps", "100", "--resume"), capture_output=True, text=True, timeout=90)
+    assert again.returncode == 0 and "anew" not in again.stdout
+    assert json.loads((folder / "summary.json").read_text())["env_steps"] == 100
+    wait_until(lambda: segments() - before == set(), 10)
+
+
+def test_so_does_a_photo_training(tmp_path):
+    begun(tmp_path, PHOTO.as_dict())
+    said = Said()
+    photo_run.run(PHOTO, tmp_path, said, command="", damages=2, resume=True)
+    assert any("it begins anew" in line for line in said.lines)
+    assert json.loads((tmp_path / "summary.json").read_text())["env_steps"] == 32
+    assert not list((tmp_path / "checkpoints").glob(".writing-*"))
+
+
+def test_so_does_a_search(tmp_path):
+    begun(tmp_path, WORKFLOW.as_dict())
+    said = Said()
+    workflow_run.run(WORKFLOW, tmp_path, said, resume=True)
+    assert any("it begins anew" in line for line in said.lines)
+    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 160
+
+
+def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, capsys):
+    s = hockey_settings(steps=600)
+    begun(tmp_path, s.model_dump(mode="json"))
+    (tmp_path / "pool").mkdir()
+    (tmp_path / "pool" / "000000000017.weights").write_bytes(b"of the run before")
+    train_hockey(s, tmp_path, serial=True, resume=True, console=Console(soft_wrap=True))
+    assert "it begins anew" in capsys.readouterr().out
+    assert not (tmp_path / "pool" / "000000000017.weights").exists()
+
+
+def test_what_was_begun_with_other_settings_is_not_begun_anew(tmp_path):
+    begun(tmp_path, PHOTO.as_dict())
+    with pytest.raises(CheckpointError, match="learning_rate was"):
+        photo_run.run(replace(PHOTO, learning_rate=0.5), tmp_path, Silence(), command="", damages=2, resume=True)
+    assert (tmp_path / "metrics.csv").exists()
+
+
+def test_where_no_run_was_begun_there_is_nothing_to_resume(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="start without --resume"):
+        photo_run.run(PHOTO, tmp_path, Silence(), command="", damages=2, resume=True)
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_no_row(tmp_path):
+    with RunLog(tmp_path, ["loss"]) as log:
+        log.scalars(100, {"loss": 1.0})
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("12")  # of 120, and a loss
+    with RunLog(tmp_path, ["loss"], resume_at=100) as log:
+        assert log.rows() == [{"env_steps": 100.0, "loss": 1.0}]
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    assert issubclass(RunLogError, RuntimeError)
+    with RunLog(tmp_path, ["loss"]), pytest.raises(RunLogError, match="holds a run already"):
+        RunLog(tmp_path, ["loss"])

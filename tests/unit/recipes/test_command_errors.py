@@ -1,0 +1,162 @@
+"""However a training's command ends, it says so in a sentence; a traceback is in a file, where it is of use."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import typer
+from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
+from tests.unit.runtime.toys import plan
+from typer.testing import CliRunner
+
+from jurybox.client import Refused, ServerGone
+from jurybox.training.algorithms.ppo import PPO, PPOSettings
+from jurybox.training.cli import train as commands
+from jurybox.training.recipes import command, interrupts, photo_run, workflow_served
+from jurybox.training.recipes.hockey_command import settings_of
+from jurybox.training.recipes.marl_command import settings_of as marl_settings_of
+from jurybox.training.recipes.photo_evaluation import evaluate_policy
+from jurybox.training.recipes.progress import Silence
+from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.run_command import RunFailed
+from jurybox.training.recipes.workflow_served import ServedPolicy, WeightsNotAdopted
+from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.search.settings import WorkflowTraining
+
+
+@pytest.fixture(autouse=True)
+def signals_are_pytests(monkeypatch):
+    for take in ("take_over", "ignore_from_now_on"):
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
+
+
+def ended(error, out, capsys):
+    def work(console, resources):
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        command.until_interrupted(work, out, told="")
+    return caught.value.exit_code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), 1, "the disk is full: No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "Permission denied (/x)"),
+        (KeyError("colour"), 1, "the training ended with KeyError: 'colour'"),
+        (RuntimeError("first line\nTraceback ..."), 1, "the training ended with RuntimeError: first line"),
+        (RunFailed("learner died 5 times in a row"), 1, "learner died 5 times in a row"),
+        (ConfigError("batch is too large"), 2, "batch is too large"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), 2, "torch is not installed"),
+        (ServerGone("the server is gone"), 3, "the server is gone"),
+    ],
+)
+def test_an_error_is_told_in_a_sentence(tmp_path, capsys, error, status, said):
+    code, told = ended(error, tmp_path, capsys)
+    assert code == status and said in told
+    assert "Traceback" not in told and len(told.strip().splitlines()) <= 2
+    kept = list(tmp_path.glob("jurybox-error-*.txt"))
+    assert len(kept) == (1 if status == 1 and not isinstance(error, RunFailed) else 0)
+    assert not kept or (str(kept[0]) in told and type(error).__name__ in kept[0].read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["workflow", "--n-envs", "100", "--total-episodes", "50"],
+        ["workflow", "--workers", "4"],
+        ["workflow", "--env", "cyborg", "--quirk"],
+        ["workflow", "--halves", "--n-envs", "1"],
+        ["hockey", "--set", "prioritized = false", "--set", "alpha = 0.3"],
+        ["hockey", "--set", "league.hardness = 3.0"],
+        ["hockey", "--set", "league = {pool = 0}", "--set", "snapshot_every = 5"],
+        ["hockey", "--set", "learner_gpus = 1"],
+        ["hockey", "--set", "learner_gpus = 1", "--set", 'device = "cuda"'],
+        ["hockey", "--serial", "--launcher", "ray"],
+        ["marl", "--serial", "--launcher", "ray"],
+        ["marl", "--set", 'algorithm = "ppo"', "--set", "n_step = 2"],
+        ["marl", "--address", "auto"],
+        ["photo", "--network-address", "tcp://host:1"],
+        ["photo", "--envs-per-worker", "3"],
+    ],
+)
+def test_what_makes_no_sense_or_would_have_no_effect_is_told_before_anything_begins(tmp_path, arguments):
+    done = CliRunner().invoke(commands, [*arguments, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output and done.output.strip()
+    assert not (tmp_path / "out" / "metrics.csv").exists()
+
+
+def test_settings_that_go_together_are_taken():
+    settings = settings_of(None, ["league.weighting = 'hard'", "league.hardness = 3.0", "alpha = 0.5"], {})
+    assert settings.league.weighting == "hard" and settings.league.hardness == 3.0, "one does not undo the other"
+    many = marl_settings_of(None, ["world.turns = 5", "world.height = 9", "ppo.epochs = 2", "ppo.clip = 0.1"], {})
+    assert many.world == {"turns": 5, "height": 9} and (many.ppo.epochs, many.ppo.clip) == (2, 0.1)
+    assert WorkflowTraining(quirk=True).quirk
+
+
+class Stubborn:
+    """A model that never adopts what is published."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def submit(self, observations):
+        self.asked += 1
+
+    def result(self, ticket, timeout):
+        return SimpleNamespace(version=0, outputs={})
+
+
+def test_a_server_that_never_adopts_weights_is_given_up(monkeypatch):
+    model = Stubborn()
+    learner = PPO(4, 2, PPOSettings(hidden=(4,)), 0)
+    publisher = SimpleNamespace(publish=lambda state: 1)
+    policy = ServedPolicy(learner, model, publisher, adopted=0.2)
+    with pytest.raises(WeightsNotAdopted, match="has not adopted version 1 .* within 0.2 s"):
+        policy.act(np.zeros((1, 4), np.float32))
+    assert 2 < model.asked <= 0.2 / workflow_served._PAUSE + 2, "it pauses in between"
+
+
+def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(tmp_path, monkeypatch):
+    def gone(*arguments):
+        raise ServerGone("the server went away")
+
+    with monkeypatch.context() as patched, pytest.raises(ServerGone):
+        patched.setattr(photo_run, "evaluate_policy", gone)
+        photo_run.run(PHOTO, tmp_path, Silence(), command="jurybox train photo", damages=2)
+    assert "the server went away" in (tmp_path / "report.html").read_text()
+    assert '"env_steps": 32' in (tmp_path / "summary.json").read_text()
+    assert photo_run.evaluate_policy is evaluate_policy
+    photo_run.run(PHOTO, tmp_path, Silence(), command="", damages=2, resume=True)
+    assert "held-out photos" in (tmp_path / "report.html").read_text()
+
+
+def test_a_server_without_a_status_document_costs_the_report_its_section_only(monkeypatch):
+    class Remote:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def status(self):
+            raise Refused("the status document is not part of the Open Inference Protocol")
+
+    monkeypatch.setattr(photo_run, "connect", lambda *arguments, **more: Remote())
+    assert photo_run._status(replace(PHOTO, environment=replace(PHOTO.environment, scorer="server"))) is None
+
+
+def test_a_run_whose_report_fails_leaves_one_that_says_so(tmp_path):
+    def report(outcome, rows):
+        raise ZeroDivisionError("no games were filmed")
+
+    with pytest.raises(ZeroDivisionError):
+        recorded_run(plan(steps=60), tmp_path, ("loss",), {"steps": 60}, report, serial=True)
+    assert "no games were filmed" in (tmp_path / "report.html").read_text()
+    assert '"env_steps": 60' in (tmp_path / "summary.json").read_text()
