@@ -1,12 +1,15 @@
 """Publishing while the engine serves: every answer is of one whole version, and says which."""
 
+import gc
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.forking import in_a_child
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, ServerGone, SpecMismatch
@@ -190,3 +193,58 @@ def test_a_learner_whose_server_is_gone_is_told(tmp_path):
         server.stop()
         with pytest.raises(ServerGone, match="nobody would read this"):
             publisher.publish(affine(2))
+
+
+def test_an_actor_whose_server_is_gone_is_told(tmp_path):
+    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer", "max_lag": 1}}
+    with serving(tmp_path, models) as server, server.connect() as client:
+        weights = client.weights("policy")
+        client.publisher("policy").publish(affine(1))
+        assert weights.read().version == 1
+        server.process.kill()
+        server.process.wait()
+        for ask in (weights.read, lambda: weights.wait_newer_than(1, 60)):
+            with pytest.raises(ServerGone, match="take a new reader"):
+                ask()
+
+        def told():
+            try:
+                return weights.newer_than(1)
+            except ServerGone:
+                return True
+
+        wait_until(told, what="a look at the owner")
+
+
+def test_ends_that_are_dropped_or_closed_leave_no_descriptor(client):
+    def descriptors():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    client.weights("policy")
+    before, closed = descriptors(), []
+    for _ in range(30):
+        client.weights("policy")
+        client.publisher("policy")  # its place goes with it
+        for end in (client.publisher, client.weights):
+            with end("policy") as made:
+                closed.append(made)
+    assert descriptors() == before and len(closed) == 60
+
+
+def test_an_end_that_was_closed_with_its_connection_refuses(server):
+    with server.connect() as connection:
+        weights, publisher = connection.weights("policy"), connection.publisher("policy")
+        publisher.publish(affine(publisher.version + 1))
+    for ask in (weights.read, lambda: weights.wait_newer_than(2**40, 60), lambda: publisher.publish(affine(1))):
+        with pytest.raises(Refused, match="was closed"):
+            ask()
+
+
+def test_a_forked_actor_reads_and_a_forked_learner_is_refused(client):
+    weights, publisher = client.weights("policy"), client.publisher("policy")
+    version = publisher.publish(affine(publisher.version + 1))
+    assert in_a_child(lambda: weights.read().version) == version
+    with pytest.raises(Refused, match="fork"):
+        in_a_child(lambda: publisher.publish(affine(1)))
+    assert publisher.publish(affine(version + 1)) == version + 1

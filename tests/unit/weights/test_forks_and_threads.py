@@ -207,12 +207,15 @@ def test_a_publisher_that_is_dropped_without_a_word_gives_its_place_back(make, a
     assert descriptors() == before
 
 
-def test_channels_and_readers_that_are_dropped_leave_no_descriptor(make):
-    channel = make()
+def test_what_is_dropped_or_closed_leaves_no_descriptor(make):
+    channel, closed = make(), []
     before = descriptors()
     for _ in range(20):
         WeightsReader(WeightsChannel.attach(channel.name))
-    assert descriptors() == before
+        for end in (WeightsReader, Publisher):
+            closed.append(end(WeightsChannel.attach(channel.name), owns=True))
+            closed[-1].close()
+    assert descriptors() == before and len(closed) == 40
 
 
 @pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])

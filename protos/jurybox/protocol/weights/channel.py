@@ -11,7 +11,7 @@ import hashlib
 import struct
 import time
 import weakref
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ _MAGIC = b"jbweight"
 _PROTOCOL = 2
 _CONTROL, _PUBLISHER, _LAYOUT, _PAGE = 256, 512, 4096, 4096
 _MIB = 2**20
+_MAPPED = ("slots", "publisher_pid", "_data", "_extra")  # attributes that keep the memory mapped
 PUBLISHER_LOCK = OWNER_LOCK + 1
 
 __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", "mode_named"]
@@ -197,9 +198,7 @@ class WeightsChannel:
     def require_open(self) -> None:
         """Raises Refused where it was closed in this process."""
         if self.closed:
-            raise Refused(
-                f"weights channel {self.name} was closed here, with what it came from: connect or attach again"
-            )
+            raise _closed_here(self.name)
 
     def owner_lives(self) -> bool:
         """Whether its owner, who is this process or another, still has it; a system call.
@@ -215,10 +214,16 @@ class WeightsChannel:
         return (time.monotonic_ns() - claim.published_ns) / 1e9
 
     def close(self) -> None:
-        """Let go of the segment; its owner also removes the name. Whoever has it mapped may go on reading."""
+        """Let go of the segment and of its memory; its owner also removes the name. Others may go on reading."""
         self.segment.close()
+        for name in _MAPPED:
+            vars(self).pop(name, None)
         if self.segment.owned:
             self.segment.unlink()
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not there: the memory of a channel that was closed. Raises Refused."""
+        raise _closed_here(self.name) if name in _MAPPED else AttributeError(name)
 
     def _after_fork_in_child(self) -> None:
         self.segment.separate(hold=self._keep_alive)
@@ -242,6 +247,10 @@ def mode_named(name: str) -> Mode:
     if name not in SLOTS:
         raise ValueError(f"publish = {name!r}: expected one of {', '.join(SLOTS)}")
     return cast(Mode, name)
+
+
+def _closed_here(name: str) -> Refused:
+    return Refused(f"weights channel {name} was closed here, with what it came from: connect or attach again")
 
 
 def _up(size: int) -> int:
