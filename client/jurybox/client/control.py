@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest
 from jurybox.protocol.errors import ProtocolMismatch, ServerGone, error_for
-from jurybox.protocol.wire import PREFIX, prefix_error
+from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
@@ -51,13 +51,17 @@ class Control:
 
         Raises:
             ServerGone: no reply in time.
+            ModelNotFound, Refused: the request has a name that no model can have, or is too large to be sent.
             ProtocolMismatch: something else than this protocol answers.
             Error: what the server answered, as the exception of its code.
         """
+        for message in request.values():
+            require_name(getattr(message, "model", ""))
+        body = ControlRequest(**request).SerializeToString()  # type: ignore[arg-type]
+        require_control_size(body)
         with self._lock:
             self._number += 1
             number = _NUMBER.pack(self._number)
-            body = ControlRequest(**request).SerializeToString()  # type: ignore[arg-type]
             try:
                 self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
             except zmq.Again:  # libzmq gives a connection up for good when its handshake is refused

@@ -12,8 +12,32 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
+
 PROTOCOL_VERSION = 1
 PREFIX = b"J" + bytes([PROTOCOL_VERSION])
+MAX_CONTROL = 1 << 20  # bytes of a control request's body: libzmq drops the whole connection of who sends more
+MAX_NAME = 128  # characters of a model's name
+
+
+def require_name(name: str) -> None:
+    """Refuse what cannot be a model's name before it is sent, looked up or told. Every door asks this first.
+
+    Raises:
+        ModelNotFound: it is longer than MAX_NAME, or holds what UTF-8 cannot carry.
+    """
+    if len(name) > MAX_NAME:
+        raise ModelNotFound(
+            f"a model's name has at most {MAX_NAME} characters, one of {len(name)} came: {plain(name[:40])!r}..."
+        )
+    if plain(name) != name:
+        raise ModelNotFound(f"no model is named {plain(name)!r}: that is no text which UTF-8 can carry")
+
+
+def require_control_size(body: bytes) -> None:
+    """Refuse a control request that is too large to be passed on. Raises Refused (code TOO_LARGE)."""
+    if len(body) > MAX_CONTROL:
+        raise Refused(f"a control request has at most {MAX_CONTROL} bytes, {len(body)} came", Code.TOO_LARGE)
 
 
 def build_version() -> str:

@@ -25,6 +25,7 @@ from jurybox.protocol.address import default_address, local_address
 from jurybox.protocol.board import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
+from jurybox.protocol.wire import MAX_NAME
 from jurybox.server.cuda_devices import torch_has_cuda, visible_cuda_devices
 from jurybox.server.endpoints import check_address, check_listen, split_host
 from jurybox.server.security.secret_files import too_open
@@ -268,8 +269,10 @@ class ModelSettings(_Strict):
 
 
 def _check_model_name(name: str) -> str:
-    if len(name) > 128 or not _MODEL_NAME.fullmatch(name):
-        raise ValueError('expected a name of letters, digits and "_.-", in parts divided by "/", at most 128 in all')
+    if len(name) > MAX_NAME or not _MODEL_NAME.fullmatch(name):
+        raise ValueError(
+            f'expected a name of letters, digits and "_.-", in parts divided by "/", at most {MAX_NAME} in all'
+        )
     return name
 
 

@@ -11,6 +11,7 @@ import tritonclient.http
 from tests.serving import serving
 
 LOCAL = "127.0.0.1:0"
+OPT_IN = {"shared_memory_prefix": "oip_test_"}  # of the regions in test_tritonclient_memory.py
 
 
 @pytest.fixture(scope="package")
@@ -22,7 +23,7 @@ def gateway(tmp_path_factory):
         "policy": {"factory": "tests.models:affine", "publish": "double_buffer", "keep_versions": 2},
         "team/moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
     }
-    with serving(tmp_path_factory.mktemp("gateway"), models, http=LOCAL, grpc=LOCAL) as running:
+    with serving(tmp_path_factory.mktemp("gateway"), models, http=LOCAL, grpc=LOCAL, **OPT_IN) as running:
         with running.connect() as connection:
             told = connection.status()["server"]
         yield SimpleNamespace(server=running, http=told["http"], grpc=told["grpc"])

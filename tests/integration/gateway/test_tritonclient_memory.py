@@ -68,7 +68,8 @@ def test_inputs_and_outputs_in_shared_memory(kind, region):
         ("/oip_test_absent", 0, 8, "cannot be opened"),
         ("/../etc/passwd", 0, 8, "expected a name as shm_open"),
         ("..", 0, 8, "expected a name as shm_open"),
-        ("/jurybox-0-abcd-board-0", 0, 8, "the server's own memory"),
+        ("/jurybox-0-abcd-board-0", 0, 8, "begins with 'oip_test_'"),
+        ("/somebodys_own", 0, 8, "begins with 'oip_test_'"),
     ],
 )
 def test_memory_that_is_not_there_cannot_be_registered(kind, region, key, offset, size, said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox.client import Error
-from jurybox.protocol.errors import TABLE
+from jurybox.protocol.errors import TABLE, Code, said
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.health import reasons
 from jurybox.server.gateway.source import StatusSource
@@ -61,6 +62,15 @@ class Failure(BaseModel):
     code: str
 
 
+class AnyText(JSONResponse):
+    """JSON of whatever text a model, a file or a client came with: half a surrogate pair is said by its escape."""
+
+    def render(self, content: Any) -> bytes:
+        """As Response.render."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
+
+
 class NeverCached:
     """Says of every answer that it is true for this moment only."""
 
@@ -92,6 +102,7 @@ def create_app(
         version=build_version(),
         docs_url=None,  # FastAPI's pages would load their scripts from a foreign host
         redoc_url=None,
+        default_response_class=AnyText,
     )
 
     app.add_middleware(NeverCached)
@@ -99,7 +110,13 @@ def create_app(
     @app.exception_handler(Error)
     async def failed(_request: Request, error: Error) -> JSONResponse:
         row = TABLE.get(error.code)
-        return JSONResponse({"error": str(error), "code": error.code.name}, row.http if row else 500)
+        return AnyText({"error": said(error), "code": error.code.name}, row.http if row else 500)
+
+    @app.exception_handler(Exception)
+    async def broke(_request: Request, error: Exception) -> JSONResponse:
+        # Its traceback is in the log; who asked gets a sentence all the same.
+        why = f"the gateway failed at this request ({said(error, 200)}); its log says more"
+        return AnyText({"error": why, "code": Code.MODEL_FAILED.name}, 500)
 
     failures: dict[int | str, dict[str, Any]] = {_UNAVAILABLE: {"model": Failure}, 504: {"model": Failure}}
     ill: dict[int | str, dict[str, Any]] = {_UNAVAILABLE: {"model": Health}}
@@ -133,8 +150,6 @@ def create_app(
         """The status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    for router in routers:
-        app.include_router(router)
     app.state.watching = Watching(source)
     app.include_router(app.state.watching.router)
     for router in routers:

@@ -10,13 +10,13 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from jurybox.server.endpoints import split_host
 from jurybox.server.gateway.grpc_health import Health, Readiness
 from jurybox.server.gateway.listening import CannotListen, bound_name, listen
 from jurybox.server.security.access import Access
-from jurybox.server.security.grpc import interceptors, limits, open_port
+from jurybox.server.security.grpc import Guarding, interceptors, limits, open_port
 
 GRACE = 2.0  # seconds that calls in progress get when the gateway stops
 _CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
@@ -81,12 +81,14 @@ class GrpcServer:
         health = Service(
             "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
         )
+        guarding: Any = Guarding(self._server, access.room())
         for service in (*services, health):
-            service.add(service.servicer, self._server)
+            service.add(service.servicer, guarding)
         files = [*(service.file for service in services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
-        reflection.enable_server_reflection(
-            (*names, health.name, reflection.SERVICE_NAME), self._server, _pool_of(files)
+        reflecting = reflection.aio.ReflectionServicer(
+            (*names, health.name, reflection.SERVICE_NAME), pool=_pool_of(files)
         )
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, guarding)
         self.bound = self._bind(address, access)
 
     async def start(self) -> None:

@@ -47,6 +47,9 @@ class HttpServer:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 guarded(app, access, loopback=is_loopback(split_host(address)[0])),
+                # Said, not found out: uvicorn would take what happens to be installed, and that may bound nothing.
+                http="h11",
+                ws="none",
                 log_config=None,  # its records go where ours go
                 access_log=False,
                 lifespan="off",

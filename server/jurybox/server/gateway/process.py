@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jurybox.protocol.errors import said
 from jurybox.protocol.lifeline import Lifeline
 from jurybox.server.endpoints import is_loopback, split_host
 from jurybox.server.gateway.app import create_app
@@ -32,10 +33,11 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     source = ClientSource(orders["address"])
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
-    door = OpenInference(orders["address"], source, shared_memory=local)
+    access = Access.from_order(orders)
+    # Clients on other hosts could name this host's memory, so there it is off whatever the setting says.
+    door = OpenInference(orders["address"], source, shared_memory=access.shared_memory_prefix if local else "")
     try:
-        app = create_app(source, door.reasons, [http_routes.router(door)])
-        access = Access.from_order(orders)
+        app = create_app(source, door.reasons, [http_routes.router(door, most=access.max_message)])
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
         rpc = _grpc_server(orders, door, access) if orders["grpc"] else None
     except (OSError, ValueError) as error:
@@ -43,6 +45,7 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
         return COULD_NOT_START
     stop = asyncio.Event()
     _obey(lifeline, stop, log)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, door, log))
     if rpc is not None:
         await rpc.start()
     # The HTTP socket listens already: whoever connects from now on is answered.
@@ -66,7 +69,7 @@ def _grpc_server(orders: dict[str, Any], door: OpenInference, access: Access) ->
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.inference import grpc_service
 
-    services = [grpc_service.service(door), remote_weights.service(orders["address"])]
+    services = [grpc_service.service(door, access.room()), remote_weights.service(orders["address"])]
     return GrpcServer(orders["grpc"], services, door.reasons, access)
 
 
@@ -104,6 +107,16 @@ async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable
     hang_up()
     http.stop()
     return await running
+
+
+def _broke(context: dict[str, Any], door: OpenInference, log: Log) -> None:
+    """What was raised in the event loop and nobody awaited: told, and looked into where it may have cost an answer."""
+    error = context.get("exception")
+    if isinstance(error, (ConnectionError, BlockingIOError)):  # a peer left; gRPC's poller was woken for nothing
+        return
+    log.error("unexpected", what=context.get("message", ""), error=said(error) if error else "", exc_info=error)
+    if "handle" in context:
+        door.doubt()
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -1,6 +1,7 @@
-"""Whether models answer: each has answered somebody within the last seconds, or is asked one row now.
+"""Whether models answer: each has answered somebody here within the last second, or is asked one row now.
 
-Nobody asking, nothing runs. Where real requests are answered, none is added to them.
+It is asked as everybody who comes through the gateway is, on the same lanes: only so does it fail when they do. Nobody
+asking, nothing runs. Where real requests are answered, none is added to them.
 """
 
 from __future__ import annotations
@@ -8,24 +9,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from jurybox.protocol.errors import Busy, Code, Error
+from jurybox.protocol.errors import Code, Error, ServerGone, Timeout, said
 from jurybox.server.gateway.health import not_ready
 from jurybox.server.gateway.inference.lanes import Lanes
-from jurybox.server.gateway.source import StatusSource
+from jurybox.server.gateway.source import Document, StatusSource
 
-FRESH = 5.0  # seconds for which an answer shows that a model answers
+FRESH = 1.0  # seconds for which an answer shows that a model answers
 _TIMEOUT = 2.0  # seconds a model has for the row; health checks commonly wait for 1 to 10
+_SILENT_FOR = 30.0  # seconds a supervisor may be busy while its engines answer all the same
+_TRIES = 3  # as a request has
 
 
 class SelfTest:
     """Keeps when each model last answered, and asks those that have not lately.
 
     Args:
-        lanes: of one row each, so that asking never waits for the rows of real requests.
+        lanes: those that requests are answered on.
         clock: seconds, monotonic.
     """
 
@@ -34,35 +36,38 @@ class SelfTest:
         self._lanes = lanes
         self._clock = clock
         self._answered: dict[str, float] = {}
-        self._counted: dict[
-            str, tuple[int, float]
-        ] = {}  # answers that the board had counted, and when it was looked at
         self._asking: dict[str, asyncio.Task[str]] = {}
+        self._document: Document | None = None  # the last there was, and when
+        self._asked = 0.0
 
-    def answered(self, model: str) -> None:
-        """A real request of that model has just been answered."""
-        self._answered[model] = self._clock()
+    def told(self, model: str, answered: bool) -> None:
+        """A real request of that model has just been answered, or has failed."""
+        if answered:
+            self._answered[model] = self._clock()
+        else:
+            self._answered.pop(model, None)
 
     async def reasons(self) -> list[str]:
         """Why the server should get no requests now; empty when every model is loaded and answers."""
         try:
-            document = await self._source.status()
+            document = self._document = await self._source.status()
+            self._asked = self._clock()
+        except (ServerGone, Timeout) as error:
+            # Who leases lanes and restarts engines is away or busy. Whoever has a lane is answered all the same.
+            if self._document is None or self._clock() - self._asked >= _SILENT_FOR:
+                return [str(error)]
+            document = self._document
         except Error as error:
             return [str(error)]
         reasons = not_ready(document)
-        ready = [model for model in document["models"] if model["state"] == "ready"]
+        ready = [model["name"] for model in document["models"] if model["state"] == "ready"]
         if document["server"]["state"] == "serving":
-            reasons += filter(None, await asyncio.gather(*(self.silent(model) for model in ready)))
+            reasons += filter(None, await asyncio.gather(*(self.silent(name) for name in ready)))
         return reasons
 
-    async def silent(self, model: dict[str, Any]) -> str:
-        """Why a model that is ready, given by its part of the status document, does not answer; empty where it does."""
-        name, now = model["name"], self._clock()
-        count, looked = self._counted.get(name, (-1, 0.0))
-        self._counted[name] = (model["requests"], now)
-        if 0 <= count < model["requests"] and now - looked < FRESH:
-            self._answered[name] = now
-        if now - self._answered.get(name, -FRESH) < FRESH:
+    async def silent(self, name: str) -> str:
+        """Why a model that is ready does not answer; empty where it does."""
+        if self._clock() - self._answered.get(name, -FRESH) < FRESH:
             return ""
         asking = self._asking.get(name)
         if asking is None:
@@ -72,15 +77,21 @@ class SelfTest:
 
     async def ask(self, name: str, version: int = 0) -> str:
         """Ask one row of zeros, of a weights version (0: the newest); gives why there was no answer."""
-        try:
-            held = await self._lanes.hold(name)
-            row = {key: np.zeros((1, *spec.shape), spec.numpy_dtype) for key, spec in held.spec.inputs.items()}
-            await self._lanes.ask(held, row, 1, _TIMEOUT, version)
-        except Busy:
-            return ""  # every row is leased and in use: its clients tell
-        except Error as error:
-            if error.code == Code.STALE_LEASE:
-                return ""  # it was loaded again just now: the next question gets a new lane
-            return f"model {name!r} does not answer: {error}"
-        self._answered[name] = self._clock()
-        return ""
+        tries = _TRIES
+        until = self._clock() + _TIMEOUT
+        while True:
+            try:
+                held = await self._lanes.hold(name, trying=True)
+                row = {key: np.zeros((1, *spec.shape), spec.numpy_dtype) for key, spec in held.spec.inputs.items()}
+                await self._lanes.ask(held, row, 1, until - self._clock(), version)
+            except Error as error:
+                tries -= 1
+                if error.code == Code.STALE_LEASE and tries:
+                    continue  # it was loaded again just now
+                if error.code == Code.MODEL_NOT_FOUND and not version:
+                    return ""  # it was unloaded just now
+                return f"model {name!r} does not answer: {error}"
+            except Exception as error:  # noqa: BLE001  a probe tells what is wrong, whatever it is
+                return f"model {name!r} does not answer: {said(error)}"
+            self._answered[name] = self._clock()
+            return ""

@@ -6,9 +6,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jurybox.protocol.errors import Code, Refused
 from jurybox.server.security.secret_files import read_secret
 from jurybox.server.security.settings import SecuritySettings
 from jurybox.server.security.token import Token
+
+_AT_ONCE = 8  # messages of the largest size that may be in a process at once
+
+
+class Room:
+    """Bounds the bytes of all requests that a process holds at once; for one event loop.
+
+    Args:
+        most: bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    def take(self, size: int) -> None:
+        """Raises Refused (code BUSY) where there is no room for so many bytes now."""
+        if self._held + size > self._most:
+            raise Refused(
+                f"requests of {self._held} bytes are being answered, and at most {self._most} are held at once: ask "
+                "again later",
+                Code.BUSY,
+            )
+        self._held += size
+
+    def give(self, size: int) -> None:
+        """Those bytes are held no longer."""
+        self._held -= size
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +48,7 @@ class Access:
     tls_cert: str | None = None
     tls_key: str | None = None
     max_message: int = 64 << 20
+    shared_memory_prefix: str = ""
 
     def __repr__(self) -> str:
         return f"Access(token={'set' if self.secret else 'none'}, tls_cert={self.tls_cert!r})"
@@ -26,7 +56,13 @@ class Access:
     @classmethod
     def of(cls, settings: SecuritySettings) -> Access:
         """Raises ValueError where a secret cannot be read."""
-        return cls(settings.secret_token(), settings.tls_cert, settings.tls_key, settings.max_message)
+        return cls(
+            settings.secret_token(),
+            settings.tls_cert,
+            settings.tls_key,
+            settings.max_message,
+            settings.shared_memory_prefix,
+        )
 
     @classmethod
     def from_order(cls, orders: dict[str, Any]) -> Access:
@@ -36,6 +72,10 @@ class Access:
     def order(self) -> dict[str, Any]:
         """For the lifeline, a socket that only the two processes hold."""
         return {"access": asdict(self)}
+
+    def room(self) -> Room:
+        """For the requests of one door."""
+        return Room(_AT_ONCE * self.max_message)
 
     @property
     def token(self) -> Token | None:

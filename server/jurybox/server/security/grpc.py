@@ -1,13 +1,17 @@
-"""The walls before the gRPC services: token, TLS, size of a message."""
+"""The walls before the gRPC services: token, TLS, sizes, and what a method raises that it should not."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
+from google.protobuf.descriptor import Descriptor
 
-from jurybox.server.security.access import Access
+from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
+from jurybox.server.security.access import Access, Room
 from jurybox.server.security.token import Token
 
 # As in http.py: probes carry no token, and these answer yes or no.
@@ -18,8 +22,14 @@ OPEN_METHODS = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
+CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
 _MOST_METADATA = 16 << 10  # bytes
+_MOST_DETAILS = 1000  # characters of an error: they travel as metadata, up to twelve bytes each
 _MOST_STREAMS = 1024  # calls in progress on one connection
+_FEW_BYTES = 64 << 10  # a message of no more is harmless, whatever its parts
+_MOST_PARTS = 1 << 16  # of a message: every tensor, parameter and number that is not packed
+_STATUS = {status.value[0]: status for status in grpc.StatusCode}
+_log = logging.getLogger("jurybox.gateway.grpc")
 
 
 class TokenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -50,6 +60,197 @@ async def _refuse(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterato
 
 # Of streams, whatever the method: no message is read before the call is refused.
 _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def abort(context: Any, error: Error) -> NoReturn:
+    """End a call with what the table says of an error."""
+    row = TABLE.get(error.code)
+    context.set_trailing_metadata(((CODE, str(int(error.code))),))
+    await context.abort(_STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN, said(error, _MOST_DETAILS))
+    raise AssertionError("abort raises")
+
+
+class _Came(NamedTuple):
+    """A message as it came, or why it is none."""
+
+    message: Any
+    size: int
+    error: Error | None = None
+
+
+class Guarding:
+    """Stands in for a server while services are added to it, and goes before each of their methods.
+
+    A message that cannot be read, or of too many parts, is refused as such. So is one for which there is no room now.
+    An `Error` that a method raises ends the call as the table says; anything else is logged and ends it as INTERNAL.
+    """
+
+    def __init__(self, server: grpc.aio.Server, room: Room) -> None:
+        self._server = server
+        self._room = room
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """As grpc.aio.Server."""
+        self._server.add_generic_rpc_handlers(tuple(_Generic(handler, self._guarded) for handler in handlers))
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """As grpc.aio.Server."""
+        guarded = {name: self._guarded(handler) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, guarded)
+
+    def _guarded(self, handler: Any) -> Any:
+        read = _reader(handler.request_deserializer)
+        write = handler.response_serializer
+        if handler.request_streaming and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._stream_stream(handler.stream_stream), read, write)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(self._unary_stream(handler.unary_stream), read, write)
+        if handler.request_streaming:
+            raise NotImplementedError("no service here has a method of many requests and one answer")
+        return grpc.unary_unary_rpc_method_handler(self._unary_unary(handler.unary_unary), read, write)
+
+    def _unary_unary(self, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[_Came, Any], Awaitable[Any]]:
+        room = self._room
+
+        async def behave(came: _Came, context: Any) -> Any:
+            try:
+                message = _taken(came, room)
+                try:
+                    return await method(message, context)
+                finally:
+                    room.give(came.size)
+            except Exception as error:  # noqa: BLE001
+                await _end(context, error)
+
+        return behave
+
+    def _unary_stream(
+        self, method: Callable[[Any, Any], AsyncIterator[Any]]
+    ) -> Callable[[_Came, Any], AsyncIterator[Any]]:
+        async def behave(came: _Came, context: Any) -> AsyncIterator[Any]:
+            try:
+                if came.error is not None:
+                    raise came.error
+                async with aclosing(method(came.message, context)) as answers:  # type: ignore[type-var]
+                    async for answer in answers:
+                        yield answer
+            except Exception as error:  # noqa: BLE001
+                await _end(context, error)
+
+        return behave
+
+    def _stream_stream(
+        self, method: Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
+    ) -> Callable[[AsyncIterator[_Came], Any], AsyncIterator[Any]]:
+        async def behave(requests: AsyncIterator[_Came], context: Any) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(method(_messages(requests), context)) as answers:  # type: ignore[type-var]
+                    async for answer in answers:
+                        yield answer
+            except Exception as error:  # noqa: BLE001
+                await _end(context, error)
+
+        return behave
+
+
+class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """A handler of several methods, each guarded once."""
+
+    def __init__(self, handler: Any, guard: Callable[[Any], Any]) -> None:
+        self._handler = handler
+        self._guard = guard
+        self._guarded: dict[str, Any] = {}
+
+    def service(self, handler_call_details: Any) -> Any:
+        """As gRPC asks."""
+        method = handler_call_details.method
+        if (guarded := self._guarded.get(method)) is None and (found := self._handler.service(handler_call_details)):
+            guarded = self._guarded[method] = self._guard(found)
+        return guarded
+
+
+def _taken(came: _Came, room: Room) -> Any:
+    """The message, accounted for. Raises Error."""
+    if came.error is not None:
+        raise came.error
+    room.take(came.size)
+    return came.message
+
+
+async def _messages(requests: AsyncIterator[_Came]) -> AsyncIterator[Any]:
+    async for came in requests:
+        if came.error is not None:
+            raise came.error
+        yield came.message
+
+
+async def _end(context: Any, error: Exception) -> NoReturn:
+    """End a call after an exception: as the table says, or as what it is, a defect."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, Error):
+        _log.error("a call failed: %s", said(error), exc_info=error)
+        error = Error(f"the gateway failed at this call ({said(error, 200)}); its log says more", Code.MODEL_FAILED)
+    await abort(context, error)
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Came]:
+    kind: Descriptor | None = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
+
+    def read(data: bytes) -> _Came:
+        if len(data) > _FEW_BYTES and kind is not None and _has_many_parts(data, kind):
+            why = f"the message has more than {_MOST_PARTS} parts: send tensors in raw_input_contents"
+            return _Came(None, 0, error_for(Code.TOO_LARGE, why))
+        try:
+            return _Came(deserialize(data), len(data))
+        except Exception as error:  # noqa: BLE001  bytes from outside: whatever their parser says, they are no message
+            return _Came(None, 0, error_for(Code.MALFORMED, f"no message came: {said(error, 200)}"))
+
+    return read
+
+
+def _has_many_parts(data: bytes, kind: Descriptor) -> bool:
+    """Whether a message has more parts than anybody needs: two bytes of it may become a hundred in memory."""
+    parts = 0
+    inside = [(0, len(data), kind)]
+    try:
+        while inside:
+            at, end, of = inside.pop()
+            while at < end:
+                parts += 1
+                if parts > _MOST_PARTS:
+                    return True
+                tag, at = _varint(data, at)
+                match tag & 7:
+                    case 0:
+                        _, at = _varint(data, at)
+                    case 1:
+                        at += 8
+                    case 5:
+                        at += 4
+                    case 2:
+                        size, at = _varint(data, at)
+                        field = of.fields_by_number.get(tag >> 3)
+                        if field is not None and field.message_type is not None:
+                            inside.append((at, at + size, field.message_type))
+                        at += size
+                    case _:
+                        return False  # the parser says what that is
+    except IndexError:
+        pass  # it ends early: that, too
+    return False
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number and where the next begins (protobuf.dev/programming-guides/encoding)."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128 or shift > 63:
+            return value, at
+        shift += 7
 
 
 def interceptors(access: Access) -> list[grpc.aio.ServerInterceptor]:

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import Code, Refused
 from jurybox.server.endpoints import is_loopback
-from jurybox.server.security.access import Access
+from jurybox.server.security.access import Access, Room
 from jurybox.server.security.token import CHALLENGES, Token
 
 # Probes of orchestrators and load balancers carry no token. To whom shows none they say yes or no, not why.
@@ -27,6 +27,27 @@ SECURITY_HEADERS = {
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
+TAKEN = "jurybox.taken"  # in a request's scope
+
+
+class Taken:
+    """What one request holds of a room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        """As Room.take."""
+        self._room.take(size)
+        self._size += size
+
+    def give(self) -> None:
+        """Give all of it back."""
+        self._room.give(self._size)
+        self._size = 0
+
+
 def guarded(app: ASGIApp, access: Access, *, loopback: bool) -> ASGIApp:
     """The application behind all walls.
 
@@ -34,7 +55,7 @@ def guarded(app: ASGIApp, access: Access, *, loopback: bool) -> ASGIApp:
         loopback: it listens for this host alone, so that requests which name another host come from a web page that
             has bent its own name to here (DNS rebinding).
     """
-    app = BodyLimit(app, access.max_message)
+    app = BodyLimit(app, access.max_message, access.room())
     if (token := access.token) is not None:
         app = TokenAsked(app, token)
     app = SameOrigin(app)
@@ -119,11 +140,15 @@ class TokenAsked:
 
 
 class BodyLimit:
-    """Takes bodies of at most so many bytes, whatever their length claims to be."""
+    """Takes bodies of at most so many bytes, whatever their length claims to be, and so many of all requests together.
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    The application finds a `Taken` in the scope, under TAKEN, to account there for what it makes of a body.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, room: Room) -> None:
         self._app = app
         self._most = most
+        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI asks."""
@@ -132,20 +157,27 @@ class BodyLimit:
             return
         says = f"a body of at most {self._most} bytes is taken: send less, or raise server.max_message_mib"
         claimed = _header(scope, "content-length")
-        if claimed.isdigit() and int(claimed) > self._most:
+        if claimed.isascii() and claimed.isdigit() and (len(claimed) > 20 or int(claimed) > self._most):
             await _refuse(send, 413, Code.TOO_LARGE, says)
             return
         came, started, refused = 0, False, False
+        taken = scope[TAKEN] = Taken(self._room)
 
         async def counted() -> Message:
             nonlocal came, refused
             message = await receive()
-            came += len(message.get("body", b""))
-            if came <= self._most:
-                return message
+            size = len(message.get("body", b""))
+            came += size
+            try:
+                if came <= self._most and not refused:
+                    taken.take(size)
+                    return message
+                status, code, why = 413, Code.TOO_LARGE, says
+            except Refused as error:
+                status, code, why = 429, Code.BUSY, str(error)
             if not started and not refused:
                 refused = True
-                await _refuse(send, 413, Code.TOO_LARGE, says)
+                await _refuse(send, status, code, why)
             return {"type": "http.disconnect"}
 
         async def noted(message: Message) -> None:
@@ -159,6 +191,8 @@ class BodyLimit:
         except Exception:
             if not refused:  # it was told that the client left, and may say so
                 raise
+        finally:
+            taken.give()
 
 
 def _without_reasons(send: Send) -> Send:

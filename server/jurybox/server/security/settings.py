@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from jurybox.server.endpoints import is_loopback, split_host
 from jurybox.server.security.curve import read_pair
 from jurybox.server.security.secret_files import read_secret
 from jurybox.server.security.token import SHORTEST
 
+OWN_PREFIX = "jurybox-"  # of the server's own shared memory
 FILES = ("token_file", "tls_cert", "tls_key", "curve_key", "curve_clients")  # settings that name files or folders
+
+
+def _check_prefix(text: str) -> str:
+    if not text:
+        return text
+    if not re.fullmatch(r"[\w.-]{1,100}", text, re.ASCII):
+        raise ValueError('expected what the names of clients\' shared memory begin with, letters, digits and "_.-"')
+    if text.startswith(OWN_PREFIX) or OWN_PREFIX.startswith(text):
+        raise ValueError(f"the server's own memory is named {OWN_PREFIX}...: expected another beginning")
+    return text
 
 
 class SecuritySettings(BaseModel):
@@ -26,6 +39,7 @@ class SecuritySettings(BaseModel):
     curve_key: str | None = None
     curve_clients: str | None = None
     max_message_mib: int = Field(default=64, ge=1, le=1024)
+    shared_memory_prefix: Annotated[str, AfterValidator(_check_prefix)] = ""
 
     @model_validator(mode="after")
     def _goes_together(self) -> SecuritySettings:

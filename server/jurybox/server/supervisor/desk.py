@@ -10,12 +10,11 @@ from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Done, ErrorMessage
 from jurybox.protocol.errors import Code, Error, plain, said
-from jurybox.protocol.wire import PREFIX, prefix_error
+from jurybox.protocol.wire import MAX_CONTROL, PREFIX, prefix_error, require_name
 from jurybox.server.endpoints import bind_for_own_user
 from jurybox.server.logs import traced
 
 _HIGH_WATER = 4096
-_MAX_MESSAGE = 1 << 20
 
 Handler = Callable[[Any], Message | None]
 
@@ -43,7 +42,7 @@ class Desk:
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
         self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL)
         bind_for_own_user(self.socket, address)
 
     def answer_waiting(self, limit: int = 64) -> None:
@@ -88,7 +87,9 @@ class Desk:
         kind = request.WhichOneof("request")
         if kind is None or kind not in self._handlers:
             raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
-        result = self._handlers[kind](getattr(request, kind)) or Done()
+        asked = getattr(request, kind)
+        require_name(getattr(asked, "model", ""))
+        result = self._handlers[kind](asked) or Done()
         field = next(item.name for item in ControlReply.DESCRIPTOR.fields if item.message_type is result.DESCRIPTOR)
         reply = ControlReply()
         getattr(reply, field).CopyFrom(result)

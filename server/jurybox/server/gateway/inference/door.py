@@ -20,17 +20,20 @@ class OpenInference:
 
     Args:
         address: the server's.
-        shared_memory: whether clients may name this host's memory.
+        shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
     """
 
-    def __init__(self, address: str, source: StatusSource, *, shared_memory: bool) -> None:
+    def __init__(self, address: str, source: StatusSource, *, shared_memory: str) -> None:
         self._source = source
         self._lanes = Lanes(address)
-        self._test_lanes = Lanes(address, rows=1)
-        self.self_test = SelfTest(source, self._test_lanes)
-        self.regions = Regions(allowed=shared_memory)
-        self.inference = Inference(self._lanes, self.regions, self.self_test.answered)
+        self.self_test = SelfTest(source, self._lanes)
+        self.regions = Regions(shared_memory)
+        self.inference = Inference(self._lanes, self.regions, self.self_test.told)
         self.repository = Repository(self._lanes)
+
+    def metadata(self) -> dict[str, Any]:
+        """Name, build, and which extensions of the protocol are served."""
+        return models.server_metadata(shared_memory=self.regions.allowed)
 
     async def live(self) -> bool:
         """Whether the supervisor answers."""
@@ -54,7 +57,7 @@ class OpenInference:
             return await self.self_test.ask(name, wanted)
         if version and model["weights"]["version"]:  # "0": the weights it was loaded with
             return f"version 0 of {name!r} is not held, {model['weights']['version']} is the newest"
-        return await self.self_test.silent(model)
+        return await self.self_test.silent(name)
 
     async def described(self, name: str, version: str) -> dict[str, Any]:
         """A model's part of the status document, once it has loaded. Raises as `models.described`."""
@@ -72,8 +75,11 @@ class OpenInference:
             raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")
         return models.index(await self._source.status(fresh=True), ready=ready)
 
+    def doubt(self) -> None:
+        """Something went wrong in the event loop that nobody awaited: it may have been the coming in of an answer."""
+        self._lanes.doubt()
+
     def close(self) -> None:
         """Give lanes and regions back."""
         self._lanes.close()
-        self._test_lanes.close()
         self.regions.close()

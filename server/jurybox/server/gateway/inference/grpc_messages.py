@@ -8,7 +8,7 @@ from typing import Any
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.server.gateway.inference.request import Input, Request, Response, Wanted
-from jurybox.server.gateway.inference.tensors import malformed
+from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
 
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -36,6 +36,9 @@ def request_of(message: pb.ModelInferRequest, seconds: float | None) -> Request:
     Raises:
         ProtocolMismatch (code MALFORMED): raw contents and inputs don't fit together.
     """
+    for what, there in (("inputs", len(message.inputs)), ("outputs", len(message.outputs))):
+        if there > MOST_TENSORS:
+            raise malformed(f"{what}: {there} came, expected at most {MOST_TENSORS}")
     raw = message.raw_input_contents
     inputs = [_input(tensor, raw=bool(raw)) for tensor in message.inputs]
     if raw:
@@ -92,12 +95,18 @@ def _input(tensor: pb.ModelInferRequest.InferInputTensor, *, raw: bool) -> Input
         field = _FIELDS.get(tensor.datatype)
         if field is None:
             raise malformed(f"input {tensor.name!r}: {tensor.datatype!r} has no typed contents: send it raw")
-        data = list(getattr(tensor.contents, field))
+        data = getattr(tensor.contents, field)  # a list only where their number is right
+    if len(tensor.shape) > MOST_DIMENSIONS:
+        raise malformed(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most {MOST_DIMENSIONS}")
     return Input(tensor.name, tensor.datatype, tuple(tensor.shape), data, False, _plain(tensor.parameters))
 
 
 def _plain(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    return {name: plain_value(name, value) for name, value in parameters.items()} if parameters else {}
+    if not parameters:
+        return {}
+    if len(parameters) > MOST_TENSORS:
+        raise malformed(f"{len(parameters)} parameters came, expected at most {MOST_TENSORS}")
+    return {name: plain_value(name, value) for name, value in parameters.items()}
 
 
 def plain_value(name: str, value: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:

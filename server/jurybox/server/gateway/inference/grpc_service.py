@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn, TypeAlias
 
-import grpc
 from google.protobuf.json_format import ParseDict
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol import open_inference_pb2_grpc
-from jurybox.protocol.errors import TABLE, Code, Error, Refused
+from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.door import OpenInference
 from jurybox.server.gateway.inference.grpc_messages import message_of, plain_value, request_of
-
-CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
+from jurybox.server.security.access import Room
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 
 _PIPELINED = 64  # requests of one stream in flight
-_STATUS = {status.value[0]: status for status in grpc.StatusCode}
+_MOST_SAID = 1000  # characters of an error
 _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
-def service(door: OpenInference) -> Service:
-    """The service, for a GrpcServer."""
+def service(door: OpenInference, room: Room) -> Service:
+    """The service, for a GrpcServer; `room` bounds the requests of all streams together."""
     return Service(
         _METHODS.full_name,
         pb.DESCRIPTOR,
-        InferenceServicer(door),
+        InferenceServicer(door, room),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
     )
 
@@ -39,8 +37,9 @@ def service(door: OpenInference) -> Service:
 class InferenceServicer:
     """Every call of the service; errors are those of the table in jurybox.protocol.errors."""
 
-    def __init__(self, door: OpenInference) -> None:
+    def __init__(self, door: OpenInference, room: Room) -> None:
         self._door = door
+        self._room = room
 
     # ---- health and metadata
 
@@ -51,31 +50,28 @@ class InferenceServicer:
         return pb.ServerReadyResponse(ready=not await self._door.reasons())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        why = await _answered(context, self._door.model_reason(request.name, request.version))
+        why = await self._door.model_reason(request.name, request.version)
         return pb.ModelReadyResponse(ready=not why)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**models.server_metadata())
+        return pb.ServerMetadataResponse(**self._door.metadata())
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        model = await _answered(context, self._door.described(request.name, request.version))
+        model = await self._door.described(request.name, request.version)
         return ParseDict(models.metadata(model), pb.ModelMetadataResponse())
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        model = await _answered(context, self._door.described(request.name, request.version))
+        model = await self._door.described(request.name, request.version)
         return ParseDict({"config": models.config(model)}, pb.ModelConfigResponse())
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        found = await _answered(context, self._door.statistics(request.name, request.version))
+        found = await self._door.statistics(request.name, request.version)
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
     # ---- inference
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        try:
-            return message_of(await self._door.inference.infer(request_of(request, context.time_remaining())))
-        except Error as error:
-            await _abort(context, error)
+        return message_of(await self._door.inference.infer(request_of(request, context.time_remaining())))
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -97,6 +93,7 @@ class InferenceServicer:
             while (answer := await asked.get()) is not None:
                 yield await answer
                 room.release()
+            await taking  # what came last may have been no request
         finally:
             taking.cancel()
             while not asked.empty():
@@ -104,31 +101,36 @@ class InferenceServicer:
                     left.cancel()
 
     async def _streamed(self, request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+        size = request.ByteSize()
         try:
-            answer = message_of(await self._door.inference.infer(request_of(request, None)))
-        except Error as error:
+            self._room.take(size)
+            try:
+                answer = message_of(await self._door.inference.infer(request_of(request, None)))
+            finally:
+                self._room.give(size)
+        except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
             named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-            return pb.ModelStreamInferResponse(error_message=str(error), infer_response=named)
+            return pb.ModelStreamInferResponse(error_message=said(error, _MOST_SAID), infer_response=named)
         return pb.ModelStreamInferResponse(infer_response=answer)
 
     # ---- model repository
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        found = await _answered(context, self._door.index(request.repository_name, ready=request.ready))
+        found = await self._door.index(request.repository_name, ready=request.ready)
         return ParseDict({"models": found}, pb.RepositoryIndexResponse())
 
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, context: Context
     ) -> pb.RepositoryModelLoadResponse:
         given = {name: plain_value(name, value) for name, value in request.parameters.items()}
-        await _answered(context, self._door.repository.load(request.repository_name, request.model_name, given))
+        await self._door.repository.load(request.repository_name, request.model_name, given)
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
         given = {name: plain_value(name, value) for name, value in request.parameters.items()}
-        await _answered(context, self._door.repository.unload(request.repository_name, request.model_name, given))
+        await self._door.repository.unload(request.repository_name, request.model_name, given)
         return pb.RepositoryModelUnloadResponse()
 
     # ---- shared memory
@@ -137,7 +139,7 @@ class InferenceServicer:
         self, request: pb.SystemSharedMemoryStatusRequest, context: Context
     ) -> pb.SystemSharedMemoryStatusResponse:
         answer = pb.SystemSharedMemoryStatusResponse()
-        for region in await _done(context, lambda: self._door.regions.status(request.name)):
+        for region in self._door.regions.status(request.name):
             answer.regions[region.name].MergeFrom(
                 pb.SystemSharedMemoryStatusResponse.RegionStatus(
                     name=region.name, key=region.key, offset=region.offset, byte_size=region.size
@@ -148,8 +150,7 @@ class InferenceServicer:
     async def SystemSharedMemoryRegister(
         self, request: pb.SystemSharedMemoryRegisterRequest, context: Context
     ) -> pb.SystemSharedMemoryRegisterResponse:
-        register = self._door.regions.register
-        await _done(context, lambda: register(request.name, request.key, request.offset, request.byte_size))
+        self._door.regions.register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def SystemSharedMemoryUnregister(
@@ -164,7 +165,7 @@ class InferenceServicer:
         return pb.CudaSharedMemoryStatusResponse()  # there are none
 
     async def CudaSharedMemoryRegister(self, request: pb.CudaSharedMemoryRegisterRequest, context: Context) -> NoReturn:
-        await _abort(context, unsupported("CUDA shared memory"))
+        raise unsupported("CUDA shared memory")
 
     async def CudaSharedMemoryUnregister(
         self, request: pb.CudaSharedMemoryUnregisterRequest, context: Context
@@ -172,33 +173,12 @@ class InferenceServicer:
         return pb.CudaSharedMemoryUnregisterResponse()
 
     async def TraceSetting(self, request: pb.TraceSettingRequest, context: Context) -> NoReturn:
-        await _abort(context, unsupported("the trace extension"))
+        raise unsupported("the trace extension")
 
     async def LogSettings(self, request: pb.LogSettingsRequest, context: Context) -> NoReturn:
-        await _abort(context, unsupported("the logging extension"))
+        raise unsupported("the logging extension")
 
 
 def unsupported(what: str) -> Refused:
     """The error for a part of the protocol that is not served."""
     return Refused(f"{what} is not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED)
-
-
-async def _answered(context: Context, answer: Awaitable[Any]) -> Any:
-    try:
-        return await answer
-    except Error as error:
-        await _abort(context, error)
-
-
-async def _done(context: Context, action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except Error as error:
-        await _abort(context, error)
-
-
-async def _abort(context: Context, error: Error) -> NoReturn:
-    row = TABLE.get(error.code)
-    context.set_trailing_metadata(((CODE, str(int(error.code))),))
-    await context.abort(_STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN, str(error))
-    raise AssertionError("abort raises")

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jurybox.protocol.errors import Code, Refused
+from jurybox.protocol.errors import Code, Refused, plain
 from jurybox.server.gateway.inference.request import Input, Output, Request, Response, Wanted
-from jurybox.server.gateway.inference.tensors import malformed
+from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, shown
 
 LENGTH = "Inference-Header-Content-Length"
+# What JSON of so many bytes becomes in memory: numbers eight times as much, lists and objects thirty times.
+_MOST_PARTS = {b"{": 8 * MOST_TENSORS, b"[": 1 << 20, b'"': 64 * MOST_TENSORS}
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 
@@ -34,9 +36,9 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
     """
     length = len(body)
     if json_length is not None:
-        if not (json_length.isascii() and json_length.isdigit()) or int(json_length) > len(body):
+        length = whole(json_length, len(body))
+        if length < 0:
             raise malformed(f"{LENGTH}: {json_length[:20]!r}: expected 0 to {len(body)}, the body's length")
-        length = int(json_length)
     given = read_json(body[:length])
     binary = memoryview(body)[length:]
     _fields(given, "request", ("id", "parameters", "inputs", "outputs"))
@@ -49,7 +51,8 @@ def request_of(model: str, version: str, body: bytes, json_length: str | None) -
         raise malformed(f"{len(binary)} bytes came after the tensors that {_SIZE} tells of: expected none")
     parameters = _parameters(given, "request")
     all_binary = _flag(parameters.pop(_ALL_BINARY, False), _ALL_BINARY)
-    names, outputs = set(), []
+    names: set[str] = set()
+    outputs: list[Wanted] = []
     for part in _objects(given, "outputs") if "outputs" in given else []:
         _fields(part, "output", ("name", "parameters"))
         told = _parameters(part, "output")
@@ -74,12 +77,25 @@ def body_of(response: Response, binary: set[str], *, all_binary: bool) -> tuple[
     return b"".join((head, *raw)), len(head) if raw else None
 
 
+def whole(text: str, most: int) -> int:
+    """A whole number from 0 to `most` in ASCII digits; -1 where the text is none."""
+    if not (text.isascii() and text.isdigit()) or len(text) > 20:
+        return -1
+    number = int(text)
+    return number if number <= most else -1
+
+
 def read_json(body: bytes) -> dict[str, Any]:
-    """An object. Raises ProtocolMismatch."""
+    """An object. Raises ProtocolMismatch: it is none, or has more parts than a request has."""
+    for mark, most in _MOST_PARTS.items():
+        if (there := body.count(mark)) > most:
+            raise malformed(
+                f"the JSON has {there} {mark.decode()}, expected at most {most}: send tensors as binary data"
+            )
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise malformed(f"the body is no JSON: {error}") from error
+        raise malformed(f"the body is no JSON: {plain(error, 200)}") from error
     if not isinstance(given, dict):
         raise malformed(f"the body is a JSON {type(given).__name__}: expected an object")
     return given
@@ -97,7 +113,7 @@ def _input(part: dict[str, Any], binary: memoryview) -> tuple[Input, int]:
         size = parameters.pop(_SIZE)
         if type(size) is not int or not 0 <= size <= len(binary) or "data" in part:
             raise malformed(
-                f"input {name!r}: {_SIZE}={str(size)[:20]!r}: expected 0 to {len(binary)}, the bytes left after the "
+                f"input {name!r}: {_SIZE}={shown(size)}: expected 0 to {len(binary)}, the bytes left after the "
                 f"JSON ({LENGTH} says where that ends), and no data beside it"
             )
         tensor.data, tensor.raw = binary[:size], True
@@ -137,6 +153,8 @@ def _objects(given: dict[str, Any], name: str) -> list[dict[str, Any]]:
     parts = given.get(name)
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise malformed(f"{name}: expected a list of objects, came {type(parts).__name__}")
+    if len(parts) > MOST_TENSORS:
+        raise malformed(f"{name}: {len(parts)} came, expected at most {MOST_TENSORS}")
     return parts
 
 
@@ -151,10 +169,12 @@ def _parameters(given: dict[str, Any], where: str) -> dict[str, Any]:
     value = given.get("parameters", {})
     if not isinstance(value, dict):
         raise malformed(f"{where}: parameters is {type(value).__name__}, expected an object")
+    if len(value) > MOST_TENSORS:
+        raise malformed(f"{where}: {len(value)} parameters came, expected at most {MOST_TENSORS}")
     return dict(value)
 
 
 def _flag(value: object, name: str) -> bool:
     if type(value) is not bool:
-        raise malformed(f"parameter {name}={str(value)[:40]!r}: expected true or false")
+        raise malformed(f"parameter {name}={shown(value)}: expected true or false")
     return value

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for
+from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.door import OpenInference
 from jurybox.server.gateway.inference.http_infer import LENGTH, body_of, read_json, request_of
 from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import malformed
+from jurybox.server.security.http import TAKEN, Taken
 
 MAX_BODY_BYTES = 64 << 20
+_PIECE = 1 << 20  # bytes that are unpacked at a time, so that nobody waits for all of a body
 _MODEL = "/v2/models/{name:path}"
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
@@ -35,12 +38,12 @@ def _health(paths: APIRouter, door: OpenInference) -> None:
     @paths.get("/v2/", include_in_schema=False)
     async def metadata() -> dict[str, Any]:
         """Name, build and extensions."""
-        return models.server_metadata()
+        return door.metadata()
 
     @paths.get("/v2/health/live")
     async def live() -> Response:
         """200 while the supervisor answers."""
-        return JSONResponse({"live": True}) if await door.live() else JSONResponse({"live": False}, 503)
+        return AnyText({"live": True}) if await door.live() else AnyText({"live": False}, 503)
 
     @paths.get("/v2/health/ready")
     async def ready() -> Response:
@@ -106,13 +109,13 @@ def _repository(paths: APIRouter, door: OpenInference, most: int) -> None:
     async def load(request: Request, name: str) -> Response:
         """Load a configured model, or load it again."""
         await door.repository.load("", name, await _parameters(request, most))
-        return JSONResponse({})
+        return AnyText({})
 
     @paths.post("/v2/repository/models/{name:path}/unload")
     async def unload(request: Request, name: str) -> Response:
         """Serve a model no longer."""
         await door.repository.unload("", name, await _parameters(request, most))
-        return JSONResponse({})
+        return AnyText({})
 
 
 def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
@@ -130,14 +133,14 @@ def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
         if given or type(key) is not str or type(offset) is not int or type(size) is not int:
             raise malformed('expected {"key": "/name", "offset": bytes, "byte_size": bytes}')
         door.regions.register(name, key, offset, size)
-        return JSONResponse({})
+        return AnyText({})
 
     @paths.post("/v2/systemsharedmemory/unregister")
     @paths.post("/v2/systemsharedmemory/region/{name}/unregister")
     async def unregister(name: str = "") -> Response:
         """Let a region go, or all."""
         door.regions.unregister(name)
-        return JSONResponse({})
+        return AnyText({})
 
     @paths.get("/v2/cudasharedmemory/status")
     async def cuda_status() -> list[dict[str, Any]]:
@@ -162,7 +165,7 @@ def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
 
 
 def _ready(reasons: list[str]) -> Response:
-    return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+    return AnyText({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 
 def _region(region: Region) -> dict[str, Any]:
@@ -196,14 +199,32 @@ async def _body(request: Request, most: int) -> bytes:
         return body
     if encoding not in _WINDOW:
         raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
+    return await _unpacked(body, encoding, most, request.scope.get(TAKEN))
+
+
+async def _unpacked(body: bytes, encoding: str, most: int, taken: Taken | None) -> bytes:
+    """What was compressed, piece by piece: a small body may become a large one, and others want their turn."""
     decoder = zlib.decompressobj(_WINDOW[encoding])
-    try:
-        plain = decoder.decompress(body, most)
-    except zlib.error as error:
-        raise malformed(f"the body is no {encoding}: {error}") from error
-    if decoder.unconsumed_tail:
-        raise _too_large(most)
-    return plain
+    parts: list[bytes] = []
+    left, size = body, 0
+    while not decoder.eof:
+        try:
+            part = decoder.decompress(left, _PIECE)
+        except zlib.error as error:
+            raise malformed(f"the body is no {encoding}: {error}") from error
+        left = decoder.unconsumed_tail
+        if not part and not decoder.eof:
+            raise malformed(f"the body is no whole {encoding}: it ends early")
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        if taken is not None:
+            taken.take(len(part))
+        parts.append(part)
+        await asyncio.sleep(0)
+    if decoder.unused_data:
+        raise malformed(f"{len(decoder.unused_data)} bytes came after the end of the {encoding} body: expected none")
+    return b"".join(parts)
 
 
 def _too_large(most: int) -> Exception:

@@ -17,6 +17,7 @@ from jurybox.server.gateway.inference.request import Input, Output, Request, Res
 from jurybox.server.gateway.inference.shared_memory import Regions
 from jurybox.server.gateway.inference.tensors import checked_shape, datatype_of, from_raw, from_values, malformed
 
+_TRIES = 3  # lanes that a request is asked on where one after another is taken back
 _FINAL = {"triton_final_response": True}
 
 
@@ -25,13 +26,13 @@ class Inference:
 
     Args:
         regions: shared memory that requests may name.
-        answered: told the name of every model that answered.
+        told: the name of a model, and whether a request to it was answered.
     """
 
-    def __init__(self, lanes: Lanes, regions: Regions, answered: Callable[[str], None]) -> None:
+    def __init__(self, lanes: Lanes, regions: Regions, told: Callable[[str, bool], None]) -> None:
         self._lanes = lanes
         self._regions = regions
-        self._answered = answered
+        self._told = told
 
     async def infer(self, request: Request) -> Response:
         """Answer one request.
@@ -43,7 +44,7 @@ class Inference:
         version = parameters.weights_version(request.version)
         seconds = min(value for value in (asked.seconds, request.seconds, PATIENCE) if value is not None)
         until = time.monotonic() + seconds
-        reloaded = False
+        tries = _TRIES
         while True:
             held = await self._lanes.hold(request.model)
             inputs, n = self._inputs(held, request.inputs)
@@ -52,14 +53,16 @@ class Inference:
                 arrays, used = await self._lanes.ask(held, inputs, n, until - time.monotonic(), version)
                 break
             except Error as error:
-                if reloaded or error.code != Code.STALE_LEASE:
-                    raise
-                reloaded = True  # with another spec perhaps, so everything is checked anew
+                tries -= 1
+                if error.code == Code.STALE_LEASE and tries:
+                    continue  # with another spec perhaps, so everything is checked anew
+                self._told(request.model, False)
+                raise
         if request.version and used != version:
             raise ModelNotFound(
                 f"version {version} of {request.model!r} is not held, {used} is the newest: name one that is, or none"
             )
-        self._answered(request.model)
+        self._told(request.model, True)
         outputs = [self._output(held, name, arrays[name], place) for name, place in places]
         return Response(request.model, str(used), request.id, outputs, _FINAL if asked.final else {})
 
@@ -99,15 +102,17 @@ class Inference:
         specs = held.spec.outputs
         if not wanted:
             return [(name, None) for name in specs]
-        places = []
+        places: dict[str, Place | None] = {}
         for output in wanted:
             if output.name not in specs:
                 raise SpecMismatch(f"output {output.name!r} is not the model's; there are {', '.join(specs)}")
+            if output.name in places:
+                raise SpecMismatch(f"output {output.name!r} was asked for twice: name each once")
             place = parameters.of_tensor(output.name, output.parameters) if output.parameters else None
             if place is not None:
                 self._regions.check(place, n * specs[output.name].row_bytes, output.name)
-            places.append((output.name, place))
-        return places
+            places[output.name] = place
+        return list(places.items())
 
     def _output(self, held: Held, name: str, array: NDArray[Any], place: Place | None) -> Output:
         datatype = datatype_of(held.spec.outputs[name])

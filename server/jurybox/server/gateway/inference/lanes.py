@@ -1,6 +1,9 @@
 """The gateway as a client of the engines: one lane of each model, on which everybody's requests are in flight together.
 
 Requests of many callers share a lane, so they wait side by side in the engine and leave in one batch.
+
+A lane that fails is given up and the next request leases another. The connection is for all of them, and stays: a
+server that is slow to answer one question has not let go of any lane.
 """
 
 from __future__ import annotations
@@ -14,28 +17,39 @@ from typing import TypeVar
 
 import numpy as np
 
-from jurybox.client import Busy, Error, Model, Server, ServerGone, Timeout, connect
+from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.protocol.errors import Code, ModelFailed, Refused
 from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.together import Arrays, Together
 
 T = TypeVar("T")
 
 PATIENCE = 60.0  # seconds a request has that brings no time-out of its own
 _CONNECT = 2.0  # seconds the server has for an answer on the control door
+_AGAIN = 1.0  # seconds between two tries to lease more rows than one
 _BATCHES = 2  # in flight on a lane: one computed, one waiting
 
 
 class Held:
-    """A lane of a model, leased for as long as its spec stands."""
+    """A lane of a model, leased for as long as its spec stands.
 
-    def __init__(self, model: Model, rows: int) -> None:
+    Attributes:
+        rows: it has.
+        makeshift: it has fewer than there might be, for it was leased to try the model with.
+        largest_until: no larger one is asked for until then (s of the monotonic clock), for there was none.
+    """
+
+    def __init__(self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes) -> None:
         self.model = model
         self.spec: ModelSpec = model.spec
+        self.rows = rows
+        self.makeshift = makeshift
+        self.largest_until = 0.0
         self.piece = min(model.max_batch, rows)  # rows of the largest ticket
-        self.together = Together(model, self.piece)
+        self.together = Together(model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self))
         self.in_use = 0
-        self.retired = False
+        self.retired = self.closed = False
 
 
 class Lanes:
@@ -43,15 +57,11 @@ class Lanes:
 
     Args:
         address: the server's.
-        rows: of every lane; 0: room for two of the model's largest batches, or what the arena has left.
         open_connection: makes a connection to that address.
     """
 
-    def __init__(
-        self, address: str, *, rows: int = 0, open_connection: Callable[[str, float], Server] | None = None
-    ) -> None:
+    def __init__(self, address: str, *, open_connection: Callable[[str, float], Server] | None = None) -> None:
         self._address = address
-        self._rows = rows
         self._open = open_connection or (lambda address, timeout: connect(address, timeout=timeout))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # what waits, waits there
         self._connecting = threading.Lock()
@@ -59,18 +69,22 @@ class Lanes:
         self._held: dict[str, Held] = {}
         self._holding: dict[str, asyncio.Future[Held]] = {}
 
-    async def hold(self, name: str) -> Held:
+    async def hold(self, name: str, *, trying: bool = False) -> Held:
         """The lane of a model, leased now where it is not yet.
+
+        Args:
+            trying: one row will do. The lane serves all the same, until a request leases a larger one.
 
         Raises:
             ModelNotFound, ModelFailed; Refused (code NOT_READY): it is loading; Busy: its arena is taken.
         """
         held = self._held.get(name)
-        if held is not None:
+        if held is not None and (trying or not held.makeshift or time.monotonic() < held.largest_until):
             return held
+        require_name(name)
         holding = self._holding.get(name)
         if holding is None:
-            holding = asyncio.get_running_loop().run_in_executor(self._thread, self._lease, name)
+            holding = asyncio.get_running_loop().run_in_executor(self._thread, self._lease, name, trying, held)
             self._holding[name] = holding
             holding.add_done_callback(lambda done: self._leased(name, done))
         return await asyncio.shield(holding)  # who gives up must not cancel it for the others
@@ -86,26 +100,45 @@ class Lanes:
             (n, *row shape) of every output, and the weights' version: the oldest of its pieces'.
 
         Raises:
-            Refused (code STALE_LEASE): the server took the lane back; hold anew and ask once more.
+            Refused (code STALE_LEASE): the lane is over; hold anew and ask once more.
             Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
+        if held.retired:
+            raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
         held.in_use += 1
         try:
             if n <= held.piece:
                 return await held.together.ask(inputs, n, seconds, version)
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
-        except Error as error:
-            if error.code in (Code.STALE_LEASE, Code.SERVER_GONE):
-                self._retire(held)
-            raise
         finally:
             held.in_use -= 1
-            if held.retired and not held.in_use:
-                self._thread.submit(held.model.close)
+            self.let_go(held)
 
     async def call(self, action: Callable[[Server], T]) -> T:
         """Do something that waits, such as loading a model, with the connection, in a thread."""
         return await asyncio.to_thread(lambda: action(self._connected()))
+
+    def retire(self, held: Held) -> None:
+        """Give a lane up: who waits on it asks anew on the next one, and it goes back when nothing uses it."""
+        if held.retired:
+            return
+        held.retired = True
+        if self._held.get(held.spec.name) is held:
+            del self._held[held.spec.name]
+        why = f"the lane of {held.spec.name!r} was taken back: ask again"
+        held.together.give_up(Refused(why, Code.STALE_LEASE))
+        self.let_go(held)
+
+    def let_go(self, held: Held) -> None:
+        """Close a lane that was given up, once nobody and nothing uses it."""
+        if held.retired and not held.closed and not held.in_use and not held.together.busy:
+            held.closed = True
+            self._thread.submit(held.model.close)
+
+    def doubt(self) -> None:
+        """Something went wrong where answers come in; nobody knows whose they were."""
+        for held in list(self._held.values()):
+            held.together.doubt()
 
     def close(self) -> None:
         """Give every lane back."""
@@ -137,18 +170,23 @@ class Lanes:
                 worker.cancel()
         return outputs, min(versions)
 
-    def _retire(self, held: Held) -> None:
-        if self._held.get(held.spec.name) is held:
-            del self._held[held.spec.name]
-        held.retired = True
-
     def _leased(self, name: str, done: asyncio.Future[Held]) -> None:
         self._holding.pop(name, None)
-        if not done.cancelled() and done.exception() is None:
-            self._held[name] = done.result()
+        if done.cancelled() or done.exception() is not None:
+            return
+        earlier, held = self._held.get(name), done.result()
+        if held is not earlier:
+            self._held[name] = held
+            if earlier is not None:
+                self._supersede(earlier)
 
-    def _lease(self, name: str) -> Held:
-        """In the thread: lease the rows there are, rather many than few."""
+    def _supersede(self, earlier: Held) -> None:
+        """Another lane has taken its place: what is asked on it already is answered there."""
+        earlier.retired = True
+        self.let_go(earlier)
+
+    def _lease(self, name: str, trying: bool, earlier: Held | None) -> Held:
+        """In the thread: lease the rows there are, rather many than few, or one to try it with."""
         try:
             server = self._connected()
             message = server.describe(name)
@@ -158,19 +196,22 @@ class Lanes:
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
             if message.state != "ready":
                 raise Refused(f"model {name!r} is {message.state}: ask again when it is ready", Code.NOT_READY)
-            rows = self._rows or min(_BATCHES * message.max_batch, max(1, message.arena_rows // 2))
+            rows = 1 if trying else min(_BATCHES * message.max_batch, max(1, message.arena_rows // 2))
             while True:
                 try:
-                    return Held(server.model(name, rows=rows, timeout=0.0), rows)
+                    model = server.model(name, rows=rows, timeout=0.0)
+                    return Held(model, rows, makeshift=trying, lanes=self)
                 except Busy:
                     if rows == 1:
                         raise
                     rows = max(1, rows // 4)
+        except Busy:
+            if earlier is None or earlier.retired:
+                raise
+            earlier.largest_until = time.monotonic() + _AGAIN
+            return earlier  # no more rows are free: the one that was leased to try the model with must do
         except Timeout as error:
             raise Refused(str(error), Code.NOT_READY) from error
-        except ServerGone:
-            self._disconnect()
-            raise
 
     def _connected(self) -> Server:
         with self._connecting:

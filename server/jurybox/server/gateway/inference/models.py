@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jurybox.protocol.errors import Code, ModelNotFound, Refused
+from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import OIP_NAMES
-from jurybox.protocol.wire import build_version
+from jurybox.protocol.wire import build_version, require_name
 from jurybox.server.gateway.inference.parameters import weights_version
 
 Document = dict[str, Any]
@@ -22,19 +22,20 @@ EXTENSIONS = (
     "model_repository(unload_dependents)",
     "parameters",
     "statistics",
-    "system_shared_memory",
     "binary_tensor_data",
 )
 _STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "quarantined": "UNAVAILABLE"}
 
 
-def server_metadata() -> dict[str, Any]:
+def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
     """Name, build, and which extensions of the protocol are served."""
-    return {"name": NAME, "version": build_version(), "extensions": list(EXTENSIONS)}
+    extensions = [*EXTENSIONS, *(["system_shared_memory"] if shared_memory else [])]
+    return {"name": NAME, "version": build_version(), "extensions": extensions}
 
 
 def find(document: Document, name: str) -> dict[str, Any]:
     """A model's part of the status document. Raises ModelNotFound, naming those there are."""
+    require_name(name)
     for model in document["models"]:
         if model["name"] == name:
             return dict(model)
@@ -133,7 +134,7 @@ def index(document: Document, *, ready: bool) -> list[dict[str, Any]]:
             "name": model["name"],
             "version": str(model["weights"]["version"]),
             "state": _STATES[model["state"]],
-            "reason": model["reason"],
+            "reason": plain(model["reason"]),
         }
         for model in document["models"]
         if not ready or model["state"] == "ready"

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.gateway.inference.request import Parameters
-from jurybox.server.gateway.inference.tensors import malformed
+from jurybox.server.gateway.inference.tensors import malformed, shown
 
 _MOST_MICROSECONDS = 86_400_000_000  # a day
+_NEWEST = 2**63 - 1  # no weights version is larger
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 _FINAL = "triton_enable_empty_final_response"
 _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
@@ -54,7 +55,9 @@ def of_request(parameters: Parameters) -> Asked:
                 raise _refused(f"priority={value}: requests are answered in the order they come, expected 0 or none")
         elif name in _SEQUENCE:
             if value:
-                raise _refused(f"{name}={value!r}: models here keep no state between requests, expected no sequence")
+                raise _refused(
+                    f"{name}={shown(value)}: models here keep no state between requests, expected no sequence"
+                )
         elif name == _FINAL:
             final = _truth(name, value)
         else:
@@ -87,10 +90,10 @@ def weights_version(text: str) -> int:
     """The weights version that a model version names; 0 is the newest. Raises Refused (code MODEL_NOT_FOUND)."""
     if not text:
         return 0
-    if not (text.isascii() and text.isdigit()) or len(text) > 19:
+    if not (text.isascii() and text.isdigit()) or len(text) > 19 or int(text) > _NEWEST:
         raise Refused(
-            f"version {text!r}: a model's versions are those of its weights, expected a whole number, or none for the "
-            "newest",
+            f"version {shown(text)}: a model's versions are those of its weights, expected a whole number, or none for "
+            "the newest",
             Code.MODEL_NOT_FOUND,
         )
     return int(text)
@@ -100,13 +103,13 @@ def _whole(name: str, value: object, most: int) -> int:
     if type(value) is str and value.isascii() and value.isdigit() and len(value) < 20:
         value = int(value)  # the KServe gRPC protocol of old had no unsigned choice
     if type(value) is not int or not 0 <= value <= most:
-        raise malformed(f"parameter {name}={str(value)[:40]!r}: expected a whole number from 0 to {most}")
+        raise malformed(f"parameter {name}={shown(value)}: expected a whole number from 0 to {most}")
     return value
 
 
 def _truth(name: str, value: object) -> bool:
     if type(value) is not bool:
-        raise malformed(f"parameter {name}={str(value)[:40]!r}: expected true or false")
+        raise malformed(f"parameter {name}={shown(value)}: expected true or false")
     return value
 
 

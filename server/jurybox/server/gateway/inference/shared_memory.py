@@ -1,11 +1,15 @@
 """The system-shared-memory extension: tensors in POSIX shared memory that a client made and registered here.
 
+The gateway opens files of its user for whoever asks. So there is nothing to register until a setting says what the
+names of regions made for it begin with: whatever else the user has in shared memory is out of reach.
+
 Regions are read and written through their file, never mapped: a client that shrinks one gets an error where a mapping
 would end this process (SIGBUS).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -16,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, Refused
+from jurybox.protocol.errors import Code, Refused, plain
 from jurybox.server.gateway.inference.parameters import Place
 from jurybox.server.gateway.inference.tensors import malformed
+from jurybox.server.security.settings import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects, whatever JURYBOX_SHM_DIR says of ours
 _KEY = re.compile(r"/?[^/\0]{1,254}")
-_MOST_REGIONS = 1024
+_MOST_REGIONS = 256  # each is an open file, and a process has a thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,16 @@ class Regions:
     """The registered regions, shared by all transports.
 
     Args:
-        allowed: False where clients on other hosts could name this host's memory.
+        prefix: what the names of regions begin with; empty: none can be registered.
         folder: of the shared-memory file system.
+
+    Attributes:
+        allowed: whether regions can be registered.
     """
 
-    def __init__(self, *, allowed: bool = True, folder: Path = _POSIX) -> None:
-        self._allowed = allowed
+    def __init__(self, prefix: str, *, folder: Path = _POSIX) -> None:
+        self._prefix = prefix
+        self.allowed = bool(prefix)
         self._folder = folder
         self._regions: dict[str, Region] = {}
 
@@ -53,10 +62,13 @@ class Regions:
         """Take a region in; it stays until `unregister`.
 
         Raises:
-            Refused: there is none of that key, it is not this user's, it is too small, or the name is taken.
+            Refused: there is none of that key, it was not made for this, it is too small, or the name is taken.
         """
-        if not self._allowed:
-            raise Refused("shared memory is for clients on this host: it is off where the gateway is not on loopback")
+        if not self.allowed:
+            raise Refused(
+                "shared memory is off here. To take it from clients, set server.shared_memory_prefix to what the names "
+                "of their regions begin with, on a server whose HTTP and gRPC listen on loopback alone"
+            )
         if not name or name in self._regions:
             what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
             raise Refused(what, Code.MALFORMED)
@@ -102,10 +114,11 @@ class Regions:
 
     def read(self, place: Place, shape: tuple[int, ...], dtype: np.dtype[Any], tensor: str) -> NDArray[Any]:
         """A copy of the tensor there. Raises as `check`; also where the memory has been shrunk since."""
+        size = math.prod(shape) * dtype.itemsize
+        if place.size != size:
+            raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} were given in shared memory")
+        self.check(place, size, tensor)  # before there is an array: a shape alone may ask for all memory there is
         array = np.empty(shape, dtype)
-        if place.size != array.nbytes:
-            raise malformed(f"tensor {tensor!r} has {array.nbytes} bytes, {place.size} were given in shared memory")
-        self.check(place, array.nbytes, tensor)
         region = self._named(place.region)
         if os.preadv(region.fd, [array.reshape(-1).view(np.uint8).data], region.offset + place.offset) != array.nbytes:
             raise self._shrunk(region)
@@ -132,12 +145,12 @@ class Regions:
         return region
 
     def _open(self, key: str) -> int:
-        """The file of a key: this user's, and none of the server's own."""
-        if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
+        """The file of a key: this user's, and made for this by its name."""
+        if plain(key) != key or not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
             raise Refused(f"key {key!r}: expected a name as shm_open(3) takes it, such as '/my_input'", Code.MALFORMED)
         name = key.removeprefix("/")
-        if name.startswith("jurybox-"):
-            raise Refused(f"{key!r} is the server's own memory: register memory that you made")
+        if not name.startswith(self._prefix) or name.startswith(OWN_PREFIX):
+            raise Refused(f"{key!r} may not be registered: expected a name that begins with {self._prefix!r}")
         try:
             fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -147,9 +160,10 @@ class Regions:
                 Code.MALFORMED,
             ) from error
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        # Another user's file is not ours to write; nor is one with a second name, which may be what it was made under.
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
             os.close(fd)
-            raise Refused(f"{key!r} is not shared memory of the server's user")
+            raise Refused(f"{key!r} is not shared memory of the server's user, under this name alone")
         return fd
 
     def _shrunk(self, region: Region) -> Exception:

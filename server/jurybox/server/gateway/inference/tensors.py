@@ -13,12 +13,20 @@ from jurybox.protocol.errors import Code, Error, SpecMismatch, error_for
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
 
 DTYPES: dict[str, np.dtype[Any]] = {oip: np.dtype(name) for name, oip in OIP_NAMES.items()}
-_MOST_DIMENSIONS = 32
+MOST_DIMENSIONS = 32
+MOST_TENSORS = 1024  # inputs, outputs and parameters that a request may name, of each kind
 
 
 def malformed(message: str) -> Error:
     """What to raise for a request that cannot be read."""
     return error_for(Code.MALFORMED, message)
+
+
+def shown(value: object) -> str:
+    """A value of a request, as far as it belongs in a message: who sends a list of a million parts is told its kind."""
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__}"
+    return repr(value[:40] if isinstance(value, str) else str(value)[:40])
 
 
 def datatype_of(spec: TensorSpec) -> str:
@@ -39,7 +47,7 @@ def checked_shape(name: str, datatype: str, shape: Sequence[Any], spec: TensorSp
     if given[1:] != spec.shape or not given or type(given[0]) is not int or given[0] < 1:
         expected = ", ".join(map(str, ("n", *spec.shape)))
         hint = ": the rows come first, 1 for a single one" if given == spec.shape else ""
-        raise SpecMismatch(f"input {name!r}: expected shape [{expected}], came {list(given)[:_MOST_DIMENSIONS]}{hint}")
+        raise SpecMismatch(f"input {name!r}: expected shape [{expected}], came {list(given)[:MOST_DIMENSIONS]}{hint}")
     return given
 
 
@@ -66,9 +74,11 @@ def from_values(name: str, values: Any, shape: tuple[int, ...], spec: TensorSpec
             f"input {name!r}: expected {math.prod(shape)} values for shape {list(shape)}, {len(flat)} came"
         )
     kinds = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
-    if isinstance(flat, list) and not set(map(type, flat)) <= kinds:
+    if not isinstance(flat, list):
+        flat = list(flat)  # now that their number is right
+    if not set(map(type, flat)) <= kinds:
         odd = next(value for value in flat if type(value) not in kinds)
-        raise SpecMismatch(f"input {name!r}: expected values of {OIP_NAMES[spec.dtype]}, came {str(odd)[:40]!r}")
+        raise SpecMismatch(f"input {name!r}: expected values of {OIP_NAMES[spec.dtype]}, came {shown(odd)}")
     try:
         return np.array(flat, dtype).reshape(shape)
     except (OverflowError, ValueError) as error:

@@ -3,6 +3,9 @@
 A ticket costs the gateway, the engine and the kernel the same however many rows it has. So rows of different requests
 share tickets, two in flight at most: one computes, one waits, and what comes meanwhile makes up the next. A lone
 request waits for nobody.
+
+Nothing that goes wrong on the lane may leave a caller without an answer: whatever it raises is told to those whose
+ticket it was, and the lane, whose rows may be lost with it, is given up.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client import Model, Timeout
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, said
 
 Arrays = Mapping[str, NDArray[Any]]
 
 _IN_FLIGHT = 1
+_OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
+_OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is not ours any more, or its rows don't come back
+_DOUBT = 1.0  # seconds a ticket still has whose answer may have been lost on the way
 
 
 @dataclass(slots=True)
@@ -42,15 +48,31 @@ class Together:
     Args:
         model: whose lane it is.
         most: rows of a ticket.
+        broken: called when the lane cannot be trusted with rows any more.
+        idle: called when nothing is in flight and nobody waits.
     """
 
-    def __init__(self, model: Model, most: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        most: int,
+        broken: Callable[[], None] = lambda: None,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._model = model
         self._most = most
+        self._broken = broken
+        self._idle = idle
         self._outputs = list(model.spec.outputs)
+        self._unread = f"the answer of model {model.name!r} could not be read"
         self._waiting: deque[_Asked] = deque()
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[asyncio.Task[None], list[_Asked]] = {}
         self._called = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits or is in flight."""
+        return bool(self._in_flight or self._waiting)
 
     async def ask(self, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
         """Compute n rows, at most `most`; gives outputs by name, views of their ticket's, and the weights' version.
@@ -66,16 +88,51 @@ class Together:
             self._called = True
             loop.call_soon(self._send)
         if self._in_flight:
-            self._model.look()  # the thread that watches for answers would have to wait for a pause
+            self._look()  # the thread that watches for answers would have to wait for a pause
         late = loop.call_later(seconds, self._expire, answer, seconds)
         try:
             return await answer
         finally:
             late.cancel()
 
+    def give_up(self, error: Error) -> None:
+        """Tell everybody who waits here, or whose rows are in flight, that no answer will come."""
+        waiting, self._waiting = list(self._waiting), deque()
+        self._fail(waiting, error)
+        for taken in self._in_flight.values():
+            self._fail(taken, error)
+
+    def doubt(self) -> None:
+        """An answer may have been lost on its way: what is in flight now has a moment left, then it is asked anew."""
+        for task in self._in_flight:
+            asyncio.get_running_loop().call_later(_DOUBT, self._end, task)
+
+    def _look(self) -> None:
+        try:
+            self._model.look()
+        except Error:
+            pass  # whoever waits for the ticket is told by it
+        except Exception as error:  # noqa: BLE001  what another's answer holds is nothing to whoever asks now
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """Answers were lost: those who wait for one ask anew, on another lane."""
+        self.give_up(Refused(f"{self._unread}: {said(error)}", Code.STALE_LEASE))
+        self._broken()
+
     def _expire(self, answer: asyncio.Future[tuple[Arrays, int]], seconds: float) -> None:
-        if not answer.done():
-            answer.set_exception(Timeout(f"model {self._model.name!r} did not answer within {seconds:.3f} s"))
+        if answer.done():
+            return
+        answer.set_exception(Timeout(f"model {self._model.name!r} did not answer within {seconds:.3f} s"))
+        for task, taken in self._in_flight.items():
+            if all(asked.answer.done() for asked in taken):
+                asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """End a ticket that should have ended by itself: nobody after it must wait for it."""
+        if task in self._in_flight:
+            task.cancel()
+            self._lose(TimeoutError("its ticket did not end"))
 
     def _send(self) -> None:
         self._called = False
@@ -83,8 +140,10 @@ class Together:
             taken = self._take()
             if taken:
                 task = asyncio.ensure_future(self._answer(taken))
-                self._in_flight.add(task)
+                self._in_flight[task] = taken
                 task.add_done_callback(self._sent)
+        if not self.busy:
+            self._idle()
 
     def _take(self) -> list[_Asked]:
         """The next ticket's requests: those that wait longest, of one weights version."""
@@ -101,38 +160,38 @@ class Together:
         return taken
 
     def _sent(self, task: asyncio.Task[None]) -> None:
-        self._in_flight.discard(task)
+        taken = self._in_flight.pop(task)
+        if task.cancelled() or task.exception() is not None:  # BaseExceptions alone come here
+            self._fail(taken, Refused(f"the ticket of model {self._model.name!r} was given up", Code.STALE_LEASE))
         if self._waiting:
             self._send()
+        elif not self.busy:
+            self._idle()
 
     async def _answer(self, taken: list[_Asked]) -> None:
-        if len(taken) == 1:
-            return await self._compute(taken)
         try:
             await self._compute(taken)
-        except Error as error:
-            if error.code != Code.MODEL_FAILED:
-                self._fail(taken, error)
-                return None
-            for asked in taken:  # one of them breaks the model; the others must not be told so
-                await self._answer([asked])
-        return None
+        except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
+            # What the lane should not raise may have cost it rows.
+            ours = isinstance(error, Error)
+            failure = error if isinstance(error, Error) else ModelFailed(f"{self._unread}: {said(error)}")
+            if len(taken) > 1 and failure.code == Code.MODEL_FAILED:
+                for asked in taken:  # one of them breaks the model; the others must not be told so
+                    if not asked.answer.done():
+                        await self._answer([asked])
+            self._fail(taken, failure)
+            if not ours or failure.code in _OVER:
+                self._broken()
 
     async def _compute(self, taken: list[_Asked]) -> None:
-        """Ask for these rows as one ticket, and hand out the answers. An error is one request's own."""
+        """Ask for these rows as one ticket, and hand out the answers."""
         first = taken[0]
         if len(taken) == 1:
             inputs: Arrays = first.inputs
         else:
             inputs = {name: np.concatenate([asked.inputs[name] for asked in taken]) for name in first.inputs}
         seconds = max(asked.until for asked in taken) - time.monotonic()
-        try:
-            reply = await self._model.infer_async(inputs, timeout=seconds, version=first.version)
-        except Error as error:
-            if len(taken) > 1:
-                raise
-            self._fail(taken, error)
-            return
+        reply = await self._model.infer_async(inputs, timeout=seconds, version=first.version)
         outputs = reply.outputs if len(self._outputs) > 1 else {self._outputs[0]: reply.outputs}
         at = 0
         for asked in taken:
