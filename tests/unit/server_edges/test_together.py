@@ -1,0 +1,163 @@
+"""The gateway's coalescer over a lane that does what it should not: every caller gets an answer in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jurybox.client import Busy, Error, ModelFailed, ServerGone, Timeout
+from jurybox.client.model import Reply
+from jurybox.protocol import ModelSpec, TensorSpec
+from jurybox.protocol.errors import Code, Refused
+from jurybox.server.gateway.inference.lanes import Held
+from jurybox.server.gateway.inference.together import Together
+
+SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
+ROW = {"x": np.ones((1, 2), np.float32)}
+
+
+class Lane:
+    """A model whose lane answers as told: each item is raised, awaited for ever (None) or answered (True)."""
+
+    name, spec, max_batch = "m", SPEC, 8
+
+    def __init__(self, *behaviour, look=None):
+        self.behaviour = list(behaviour)
+        self.looks = look
+        self.tickets = 0
+        self.closed = False
+
+    async def infer_async(self, inputs, *, timeout, version):
+        self.tickets += 1
+        does = self.behaviour.pop(0) if self.behaviour else True
+        if isinstance(does, BaseException):
+            raise does
+        if does is None:
+            await asyncio.Event().wait()
+        return Reply(inputs["x"] * 2, 7)
+
+    def look(self):
+        if self.looks is not None:
+            raise self.looks
+
+    def close(self):
+        self.closed = True
+
+
+def coalescer(lane):
+    told = []
+    return Together(lane, 8, lambda: told.append("broken"), lambda: told.append("idle")), told
+
+
+UNREADABLE = UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data")
+
+
+@pytest.mark.parametrize("wrong", [UNREADABLE, KeyError("x"), MemoryError(), RecursionError(), ValueError("\ud800")])
+async def test_whatever_a_lane_raises_is_told_to_its_callers_at_once(wrong):
+    together, told = coalescer(Lane(wrong))
+    began = time.monotonic()
+    with pytest.raises(ModelFailed, match="could not be read") as caught:
+        await together.ask(ROW, 1, 60.0, 0)
+    assert time.monotonic() - began < 5
+    str(caught.value).encode()
+    assert told == ["broken", "idle"]
+    assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and whoever comes after is answered
+
+
+async def test_of_requests_that_went_together_only_the_one_that_breaks_is_told_so():
+    together, _ = coalescer(Lane(UNREADABLE, True, UNREADABLE, True))
+    answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
+    assert [isinstance(answer, ModelFailed) for answer in answers] == [False, True, False]
+
+
+async def test_somebody_elses_unreadable_answer_is_nothing_to_whoever_asks_now():
+    lane = Lane(None, look=UNREADABLE)
+    together, told = coalescer(lane)
+    first = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
+    for one in (first, second):  # both are asked anew on another lane: that is what the code means
+        with pytest.raises(Refused) as caught:
+            await asyncio.wait_for(one, 5)
+        assert caught.value.code == Code.STALE_LEASE
+    assert told[0] == "broken"
+
+
+async def test_a_ticket_that_never_ends_is_ended_and_nobody_waits_behind_it(monkeypatch):
+    monkeypatch.setattr("jurybox.server.gateway.inference.together._OVERDUE", 0.05)
+    together, told = coalescer(Lane(None))
+    with pytest.raises(Timeout):
+        await together.ask(ROW, 1, 0.05, 0)
+    assert (await asyncio.wait_for(together.ask(ROW, 1, 60.0, 0), 5))[1] == 7 or told
+    assert "broken" in told
+
+
+async def test_an_answer_lost_on_its_way_is_asked_for_anew(monkeypatch):
+    """What the event loop's handler of exceptions does: nobody knows whose answer it was."""
+    monkeypatch.setattr("jurybox.server.gateway.inference.together._DOUBT", 0.05)
+    together, told = coalescer(Lane(None))
+    asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
+    await asyncio.sleep(0.01)
+    together.doubt()
+    with pytest.raises(Refused) as caught:
+        await asyncio.wait_for(asking, 5)
+    assert (caught.value.code, told) == (Code.STALE_LEASE, ["broken", "idle"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Busy("no rows"), ServerGone("gone"), Refused("taken back", Code.STALE_LEASE)],
+    ids=["busy", "gone", "stale"],
+)
+async def test_a_lane_that_is_over_is_given_up_and_its_error_told(error):
+    together, told = coalescer(Lane(error))
+    with pytest.raises(type(error), match=str(error)):
+        await together.ask(ROW, 1, 60.0, 0)
+    assert "broken" in told
+
+
+async def test_an_error_of_one_request_gives_nothing_up():
+    together, told = coalescer(Lane(Timeout("late"), ModelFailed("no")))
+    for expected in (Timeout, ModelFailed):
+        with pytest.raises(expected):
+            await together.ask(ROW, 1, 60.0, 0)
+    assert told == ["idle", "idle"]
+
+
+async def test_a_cancelled_caller_leaves_the_others_theirs():
+    together, _ = coalescer(Lane())
+    tasks = [asyncio.create_task(together.ask(ROW, 1, 60.0, 0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(answers[1], asyncio.CancelledError)
+    np.testing.assert_array_equal(answers[0][0]["y"], 2 * ROW["x"])
+    np.testing.assert_array_equal(answers[2][0]["y"], 2 * ROW["x"])
+
+
+async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
+    gate = asyncio.Event()
+
+    class Slow(Lane):
+        async def infer_async(self, inputs, *, timeout, version):
+            await gate.wait()
+            return Reply(inputs["x"], 1)
+
+    let_go = []
+    lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append)
+    held = Held(Slow(), 8, makeshift=False, lanes=lanes)
+    asking = asyncio.create_task(held.together.ask(ROW, 1, 60.0, 0))
+    await asyncio.sleep(0.01)
+    held.together.give_up(Refused("over", Code.STALE_LEASE))
+    with pytest.raises(Error):
+        await asking
+    assert held.together.busy
+    assert not let_go
+    gate.set()
+    await asyncio.sleep(0.01)
+    assert not held.together.busy
+    assert let_go == [held]
