@@ -59,7 +59,8 @@ struct Caller {
         const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
         if (!bell->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {epoch}})) return kNotSent;
         nb::gil_scoped_release release;
-        return bell->answer_to(sequence, ns < most_ns ? ns : most_ns);
+        Answer answer;
+        return bell->answer_to(sequence, ns < most_ns ? ns : most_ns, answer) ? static_cast<int>(answer.code) : kNotAnswered;
     }
 
     // The only output, or a dict of them.
@@ -72,10 +73,14 @@ struct Caller {
     }
 };
 
-// What is no UTF-8 in it is replaced: its engine, or another failure written meanwhile, must not cost an answer.
-nb::object message_of(const BellClient& bell) {
-    return nb::steal(PyUnicode_DecodeUTF8(bell.message(), static_cast<Py_ssize_t>(strnlen(bell.message(), kMessage)), "replace"));
+// The ring cuts a message at a byte, which may be inside a character.
+nb::str message_of(const BellClient& bell) {
+    PyObject* text = PyUnicode_DecodeUTF8(bell.message(), static_cast<Py_ssize_t>(strnlen(bell.message(), kMessage)), "replace");
+    if (text == nullptr) throw nb::python_error();
+    return nb::steal<nb::str>(text);
 }
+
+nb::str message_of(const BellClient& bell, const Answer& answer) { return answer.code == 0 ? nb::str("") : message_of(bell); }
 
 }  // namespace
 
@@ -157,19 +162,20 @@ void bind_doorbell(nb::module_& m) {
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
                std::int64_t deadline, std::uint64_t version, std::uint64_t epoch, double timeout) -> nb::object {
                 if (!self.bell.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {epoch}}))
-                    throw std::runtime_error("the ring is full");
+                    return nb::none();
                 Answer answer;
                 bool came;
                 {
                     nb::gil_scoped_release release;
-                    came = self.bell.wait(static_cast<std::int64_t>(timeout * 1e9)) && self.bell.receive(&answer, 1) == 1;
+                    came = self.bell.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
                 }
                 if (!came) return nb::none();
-                return nb::make_tuple(answer.sequence, answer.code, answer.version);
+                return nb::make_tuple(answer.code, message_of(self.bell, answer), answer.version);
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
             nb::arg("version"), nb::arg("epoch"), nb::arg("timeout"),
-            "Post a ticket and wait for an answer (sequence, code, version); None when none came in time.")
+            "Post a ticket and wait for its answer (code, message, version), dropping others; None when none came in "
+            "time, or BELL_RING are in flight: `holds` tells.")
         .def(
             "receive",
             [](Client& self, double timeout) {
@@ -181,10 +187,14 @@ void bind_doorbell(nb::module_& m) {
                 }
                 nb::list result;
                 for (std::size_t i = 0; i < n; ++i)
-                    result.append(nb::make_tuple(answers[i].sequence, answers[i].code, answers[i].version));
+                    result.append(nb::make_tuple(answers[i].sequence, answers[i].code, message_of(self.bell, answers[i]),
+                                                 answers[i].version));
                 return result;
             },
-            nb::arg("timeout"), "Answers (sequence, code, version) that came within so many seconds.")
+            nb::arg("timeout"), "Answers (sequence, code, message, version) that came within so many seconds.")
+        .def("holds", [](Client& self, std::uint64_t sequence) { return self.bell.holds(sequence); }, nb::arg("sequence"),
+             "Whether a ticket was posted and its answer not received.")
+        .def_prop_ro("in_flight", [](Client& self) { return self.bell.in_flight(); }, "Tickets without an answer.")
         .def(
             "wait",
             [](Client& self, double timeout) {

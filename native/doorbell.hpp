@@ -281,7 +281,7 @@ class BellClient {
         ticket.lane = number_;
         lane_.tickets[at % kRing] = ticket;
         lane_.submitted.store(at + 1, std::memory_order_release);
-        ++in_flight_;
+        unanswered_[in_flight_++] = ticket.sequence;
         memory_->pending[number_ / 64].fetch_or(std::uint64_t{1} << number_ % 64, std::memory_order_seq_cst);
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
         if (count_down(memory_->sleeping)) {
@@ -329,20 +329,33 @@ class BellClient {
             if (answer.lease != lease_) continue;
             out[n++] = answer;
             alone_ = answer.alone;
-            if (in_flight_) --in_flight_;
+            for (std::uint32_t i = 0; i < in_flight_; ++i) {
+                if (unanswered_[i] != answer.sequence) continue;
+                unanswered_[i] = unanswered_[--in_flight_];
+                break;
+            }
         }
         lane_.received.store(at, std::memory_order_release);
         return n;
     }
 
-    // Wait at most `ns` for the answer to the only ticket in flight; gives its code, or kNotAnswered.
-    int answer_to(std::uint64_t sequence, std::int64_t ns) {
-        Answer answer;
+    // Wait at most `ns` for the answer to the only ticket that anybody waits for; false when it has not come.
+    bool answer_to(std::uint64_t sequence, std::int64_t ns, Answer& answer) {
         while (wait(ns) && receive(&answer, 1) == 1) {
-            if (answer.sequence == sequence) return static_cast<int>(answer.code);
+            if (answer.sequence == sequence) return true;
         }
-        return kNotAnswered;
+        return false;
     }
+
+    // Whether a ticket was posted and its answer not taken.
+    bool holds(std::uint64_t sequence) const {
+        for (std::uint32_t i = 0; i < in_flight_; ++i) {
+            if (unanswered_[i] == sequence) return true;
+        }
+        return false;
+    }
+
+    std::uint32_t in_flight() const { return in_flight_; }
 
     const char* message() const { return lane_.message; }
 
@@ -355,6 +368,7 @@ class BellClient {
     // A batch of one takes longer than its share of a full one, and nobody else wants the core meanwhile.
     static constexpr std::int64_t kLone = 3;
     std::uint32_t in_flight_ = 0;
+    std::uint64_t unanswered_[kRing];  // sequences of tickets in flight
     bool alone_ = false;
     Spin spin_;
     Spin lone_spin_;

@@ -41,7 +41,7 @@ def test_clients_are_told_at_once_and_can_go_on_with_the_next_server(server, tmp
         server.process.wait()
         for model, ticket in zip(models, tickets, strict=True):
             with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
-                model.result(ticket, timeout=30)
+                ticket.result(timeout=30)
         with serving(tmp_path, MODELS):
             x = np.ones((1, 4), np.float32)
             for client, model in zip((native, zmq), models, strict=True):
@@ -57,7 +57,7 @@ def test_a_signal_drains_what_is_in_flight_and_ends_with_status_0(server, number
         ticket = model.submit(slow, timeout=30)
         time.sleep(0.2)  # let it be taken
         os.kill(server.process.pid, number)
-        np.testing.assert_array_equal(model.result(ticket, timeout=20).outputs, slow + 1)
+        np.testing.assert_array_equal(ticket.result(timeout=20).outputs, slow + 1)
         assert server.process.wait(20) == 0
 
 

@@ -124,7 +124,7 @@ def test_a_killed_server_is_told_to_remote_clients(tmp_path, monkeypatch):
         ticket = model.submit(np.full((1, 4), 30_000_000, np.float32))
         os.killpg(server.process.pid, signal.SIGKILL)
         with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
-            model.result(ticket, timeout=60)
+            ticket.result(timeout=60)
         client.close()
     # What was the server's is swept only when the last of its killed threads has let go of it.
     wait_until(lambda: (sweep(), segments() <= before)[1], 30, "shared memory as it was before")

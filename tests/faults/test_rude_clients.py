@@ -93,10 +93,10 @@ def test_tickets_of_garbage_and_for_foreign_rows_harm_nobody_else(server):
             allowed[number] = 0 < rows <= 4 and own <= first and first + rows <= own + 4
             now = time.monotonic_ns()
             while not rude.submit(number, first, rows, now, now + 60 * 10**9, 0, epoch):
-                answers.update((sequence, code) for sequence, code, _ in rude.receive(1.0))
+                answers.update((sequence, code) for sequence, code, *_ in rude.receive(1.0))
 
         def all_answered():
-            answers.update((sequence, code) for sequence, code, _ in rude.receive(0.1))
+            answers.update((sequence, code) for sequence, code, *_ in rude.receive(0.1))
             return len(answers) == len(allowed)
 
         wait_until(all_answered, 30, "an answer to every ticket")
@@ -163,9 +163,9 @@ def test_nan_is_answered_as_nan_in_its_own_rows_and_in_no_others(server, door):
         x[2, 1] = np.nan
         slow = model.submit(np.full((1, 4), 200_000, np.float32))  # meanwhile the next two wait, and share a batch
         tickets = [model.submit(x), other.submit(np.ones((2, 4), np.float32))]
-        model.result(slow, timeout=20)
-        np.testing.assert_array_equal(model.result(tickets[0], timeout=20).outputs, x + 1)
-        np.testing.assert_array_equal(other.result(tickets[1], timeout=20).outputs, np.full((2, 4), 2, np.float32))
+        slow.result(timeout=20)
+        np.testing.assert_array_equal(tickets[0].result(timeout=20).outputs, x + 1)
+        np.testing.assert_array_equal(tickets[1].result(timeout=20).outputs, np.full((2, 4), 2, np.float32))
 
 
 POOR = """

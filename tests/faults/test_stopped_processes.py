@@ -36,7 +36,7 @@ def test_stopped_processes_are_replaced_and_what_they_had_is_answered(server, do
         for role in ("engine-0", "relay", "gateway"):
             os.kill(pids[role], signal.SIGSTOP)
         ticket = here.submit(X, timeout=60)
-        np.testing.assert_array_equal(here.result(ticket, timeout=60).outputs, 2 * X + 1)
+        np.testing.assert_array_equal(ticket.result(timeout=60).outputs, 2 * X + 1)
         np.testing.assert_array_equal(there.infer(X, timeout=60), 2 * X + 1)
         wait_until(lambda: ready(http), 60, "the gateway")
     assert not set(server.pids().values()) & {pids[role] for role in ("engine-0", "relay", "gateway")}
@@ -86,5 +86,5 @@ def test_a_model_that_hangs_costs_its_engine_and_no_more(server):
         np.testing.assert_array_equal(affine.infer(X, timeout=60), 2 * X + 1)
         assert server.pids()["engine-0"] != engine
         with pytest.raises(TimeoutError):
-            moody.result(hanging, timeout=0.1)
+            hanging.result(timeout=0.1)
         np.testing.assert_array_equal(moody.infer(X, timeout=60), X + 1)

@@ -43,7 +43,7 @@ with connect(sys.argv[1], door=sys.argv[2], timeout=20) as server:
                 case "submit":
                     tickets = [model.submit(ones[:2]) for _ in range(3)]
                     for ticket in tickets:
-                        model.result(ticket)
+                        ticket.result()
                 case "async":
                     asyncio.run(model.infer_async(ones))
                 case "rows":

@@ -1,10 +1,10 @@
 """The client: what env workers and learners import. NumPy, ZeroMQ and protobuf, never torch."""
 
-from jurybox.client.lane import Ticket
-from jurybox.client.model import Model, Reply
+from jurybox.client.model import Model
 from jurybox.client.publisher import Publisher
 from jurybox.client.rows import Rows
 from jurybox.client.server import Server, connect
+from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import (
     Busy,

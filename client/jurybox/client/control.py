@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
@@ -12,12 +13,39 @@ from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest
-from jurybox.protocol.errors import ProtocolMismatch, ServerGone, error_for
+from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.errors import Error, ProtocolMismatch, ServerGone, TooManyFiles, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
 _MOST_BYTES = 64 << 20  # of an answer; a status document has some ten thousand
+
+
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the server") -> zmq.Socket[bytes]:
+    """A DEALER. Raises TooManyFiles where this process may open no more files."""
+    try:
+        return context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        if not exhausted(OSError(error.errno, "")):
+            raise
+        raise TooManyFiles(f"no socket {purpose}: {remedy()}") from error
+
+
+class Wires:
+    """The ZeroMQ context of a link, and with it all its sockets. They are closed with the link, or when it is lost.
+
+    A context that is collected with its sockets open waits for them for ever, so the link's finalizer holds it.
+    """
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pid = os.getpid()
+
+    def close(self, linger: int = 0) -> None:
+        """Close every socket; what is not sent within `linger` ms is dropped. In a forked child this does nothing."""
+        if os.getpid() == self._pid:
+            self.context.destroy(linger=linger)
 
 
 class Control:
@@ -40,6 +68,7 @@ class Control:
         self._open = open_socket or self._open_local
         self._lock = threading.Lock()
         self._number = 0
+        self._calling = False
         self._socket = self._open()
 
     def call(self, timeout: float, still_there: Callable[[], bool] = lambda: True, **request: Message) -> ControlReply:
@@ -60,37 +89,49 @@ class Control:
         body = ControlRequest(**request).SerializeToString()  # type: ignore[arg-type]
         require_control_size(body)
         with self._lock:
-            self._number += 1
-            number = _NUMBER.pack(self._number)
+            if self._calling:
+                self._reopen()  # an earlier call was broken off: half a message may lie here
+            self._calling = True
             try:
-                self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
-            except zmq.Again:  # libzmq gives a connection up for good when its handshake is refused
-                self._reopen()
-                self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
-            deadline = time.monotonic() + timeout
-            while True:
-                left = deadline - time.monotonic()
-                if left <= 0 or not still_there():
-                    self._reopen()  # a late reply must not meet the next call, nor wait for ever in a queue
-                    raise ServerGone(
-                        f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
-                        f"Start one with 'jurybox serve', or set JURYBOX_ADDRESS{out_of_reach(self.address)}"
-                    )
-                if self._socket.poll(min(_SLICE_MS, max(1, int(left * 1000)))):
-                    frames = self._socket.recv_multipart()
-                    if (reply := self._read(frames, number)) is not None:
-                        return reply
+                reply = self._exchanged(timeout, still_there, body)
+            except Error:
+                self._calling = False
+                raise
+            self._calling = False
+            return reply
 
     def close(self) -> None:
         with self._lock:
             self._socket.close()
+
+    def _exchanged(self, timeout: float, still_there: Callable[[], bool], body: bytes) -> ControlReply:
+        self._number += 1
+        number = _NUMBER.pack(self._number)
+        try:
+            self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+        except zmq.Again:  # libzmq gives a connection up for good when its handshake is refused
+            self._reopen()
+            self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not still_there():
+                self._reopen()  # a late reply must not meet the next call, nor wait for ever in a queue
+                raise ServerGone(
+                    f"no answer from {self.address} within {timeout:.1f} s: is a server running there? "
+                    f"Start one with 'jurybox serve', or set JURYBOX_ADDRESS{out_of_reach(self.address)}"
+                )
+            if self._socket.poll(min(_SLICE_MS, max(1, int(left * 1000)))):
+                frames = self._socket.recv_multipart()
+                if (reply := self._read(frames, number)) is not None:
+                    return reply
 
     def _reopen(self) -> None:
         self._socket.close()
         self._socket = self._open()
 
     def _open_local(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
+        socket = new_socket(self._context)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)

@@ -1,21 +1,23 @@
-"""A leased lane and the tickets in flight on it: submit, wait, resubmit when an engine restarts."""
+"""A leased lane: which of its rows are free, and the tickets in flight on it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Caller, Door, Outgoing
-from jurybox.client.free_rows import FreeRows
+from jurybox.client.doors.door import LOOK_AFTER, UNSENT, Answer, Caller, Door, InFlight
+from jurybox.protocol import forks
 from jurybox.protocol.board import EngineState
-from jurybox.protocol.errors import Busy, Code, ProtocolMismatch, ServerGone, Timeout, TooManyFiles
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
 
-_NOT_SENT = -1
 _DEATHS = 3  # engines that die with a ticket in flight before the ticket is taken for the cause
 _SERVING = int(EngineState.SERVING)
 
@@ -37,34 +39,26 @@ class RowMemory(Protocol):
     def close(self) -> None: ...
 
 
-class Ticket:
-    """A request in flight. Hand it to `Model.result` once; until then its rows are its own."""
+class Holder(Protocol):
+    """Who keeps rows beyond a call: a ticket whose answer is still to be read, rows in a ``with``."""
 
-    __slots__ = ("answer", "deadline", "deaths", "engine", "epoch", "first", "future", "keeps_rows", "lane", "rows",
-                 "sequence", "version")  # fmt: skip
-
-    def __init__(self, lane: Lane, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
-        self.lane = lane
-        self.sequence = sequence
-        self.first = first
-        self.rows = rows
-        self.deadline = deadline  # ns of CLOCK_MONOTONIC
-        self.version = version  # asked for; 0: the newest
-        self.engine = _NOT_SENT
-        self.epoch = 0
-        self.deaths = 0  # of engines that it was with
-        self.answer: Answer | None = None
-        self.keeps_rows = True  # False once nobody waits for it: its rows go free with the answer
-        self.future: asyncio.Future[None] | None = None
+    first: int
+    rows: int
 
 
 class Lane:
     """Rows leased from one server. Not thread-safe: the model sees to that.
 
+    A row is free when nobody holds it and no ticket on it is in flight. Those two tables say so, and nothing else:
+    every change of them is one step of the interpreter, so a KeyboardInterrupt leaves no row in between. Holders are
+    known by weak references: who lets go of one by accident, or by an exception, gives its rows back with it; an
+    engine that may still write to them keeps them until it has answered.
+
     Args:
         model: its name, for messages.
         arena: whose rows these are.
-        give_back: called once at the end to release the lease.
+        give_back: tells the server, politely, that the lease ends; not called where the lane is merely lost.
+        leave: gives the lease up at once, without a word; called once, at the latest when the lane is collected.
         far: whether a network is between it and the server.
     """
 
@@ -79,86 +73,177 @@ class Lane:
         rows: int,
         give_back: Callable[[], None],
         *,
+        leave: Callable[[], None] = lambda: None,
         far: bool = False,
     ) -> None:
         self.model = model
-        self._far = far
-        self.free = FreeRows(first, rows)
+        self.rows = rows
         self.inputs: dict[str, NDArray[Any]] = arena.inputs
         self.outputs: dict[str, NDArray[Any]] = arena.outputs
-        self.gone: str | None = None  # why this lane can be used no longer
+        self.gone: Error | None = None  # why this lane can be used no longer
+        self.in_flight: dict[int, InFlight] = {}
+        # A lane's next holder must not take a late answer to this one for its own.
+        self.sequence = (lease & 0xFFFFFFFF) << 32
+        self._far = far
+        self._first = first
+        self._held: dict[int, weakref.ref[Holder]] = {}
+        # The free runs (first, length) that the two tables leave, in order: these at the most, unless `_stale`.
+        self._runs: list[tuple[int, int]] = [(first, rows)]
+        self._stale = False
         self._board = board
         self._arena = arena
         self._door = door
         self._give_back = give_back
-        self.in_flight: dict[int, Ticket] = {}
-        # A lane's next holder must not take a late answer to this one for its own.
-        self.sequence = (lease & 0xFFFFFFFF) << 32
         self._states = board.engines["state"]
         self._epochs = board.engines["epoch"]
         self._waits = board.engines["expected_wait"]
         self._one_engine = len(self._states) == 1
         self._looked = 0.0
         self._unsent_because = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._row_waiters: list[asyncio.Future[None]] = []
+        self._row_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), door, arena, leave)
+        forks.register(self)
 
-    def submit(self, first: int, rows: int, deadline: int, version: int = 0) -> Ticket:
-        """Send a ticket for rows already written. It is sent later where no engine serves just now."""
-        self.sequence += 1
-        ticket = Ticket(self, self.sequence, first, rows, deadline, version)
-        self.in_flight[ticket.sequence] = ticket
+    # ---- rows
+
+    @property
+    def free(self) -> int:
+        """How many rows are free, neighbours or not."""
+        self._count()
+        return sum(length for _, length in self._runs)
+
+    @property
+    def largest(self) -> int:
+        """How many neighbouring rows are free."""
+        self._count()
+        return max((length for _, length in self._runs), default=0)
+
+    def find(self, rows: int) -> int | None:
+        """The first of so many neighbouring free rows; None where there are none.
+
+        They stay free: ask for them, or hold them, before anybody else can.
+        """
+        if self._stale:
+            self._count()
+        for first, length in self._runs:
+            if length >= rows:
+                return first
+        self._count()  # who held rows may have been collected meanwhile
+        return next((first for first, length in self._runs if length >= rows), None)
+
+    def hold(self, holder: Holder) -> None:
+        """Keep `holder.rows` rows from `holder.first` on, found free just now, for as long as the holder lives."""
+        first, rows = holder.first, holder.rows
+        for i, (start, length) in enumerate(self._runs):
+            if start <= first < start + length:
+                left = ((start, first - start), (first + rows, start + length - first - rows))
+                self._runs[i : i + 1] = [run for run in left if run[1]]
+                break
+        self._held[id(holder)] = weakref.ref(holder)
+
+    def release(self, holder: Holder) -> None:
+        """The holder needs its rows no more: they are free now, or once the engine has answered."""
+        self._held.pop(id(holder), None)
+        self._stale = True
+        if self._row_waiters:
+            self._tell_row_waiters()
+
+    def asked(self, first: int, rows: int) -> bool:
+        """Whether a ticket on one of these rows is in flight."""
+        return any(
+            ticket.first < first + rows and first < ticket.first + ticket.rows for ticket in self.in_flight.values()
+        )
+
+    def _count(self) -> None:
+        """Find the free runs anew."""
+        self._stale = False
+        taken = []
+        for key, reference in list(self._held.items()):
+            if (holder := reference()) is None:
+                self._held.pop(key, None)
+            else:
+                taken.append((holder.first, holder.rows))
+        taken += [(ticket.first, ticket.rows) for ticket in list(self.in_flight.values())]
+        taken.sort()
+        runs, at = [], self._first
+        for first, rows in taken:
+            if first > at:
+                runs.append((at, first - at))
+            at = max(at, first + rows)
+        if at < self._first + self.rows:
+            runs.append((at, self._first + self.rows - at))
+        self._runs = runs
+
+    # ---- tickets
+
+    def submit(
+        self, first: int, rows: int, deadline: int, version: int = 0, holder: weakref.ref[Any] | None = None
+    ) -> InFlight:
+        """Send a ticket for rows already written. It is sent later where no engine serves just now.
+
+        Args:
+            holder: who wants the answer. Without one it is sent again, should that be necessary, only while it is
+                waited for.
+        """
+        self.sequence = sequence = self.sequence + 1
+        ticket = InFlight(sequence, first, rows, deadline, version)
+        ticket.holder = holder
+        if self.in_flight and time.monotonic() - self._looked > LOOK_AFTER:
+            self._look_after()
+        self.in_flight[sequence] = ticket
         self._send(ticket)
         return ticket
 
-    def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer | Ticket:
-        """Submit and wait a while; gives the answer, or the ticket where none has come yet.
+    def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
+        """The answer to a ticket for rows already written. Until the lane is used again its outputs are there.
 
-        The common case, nothing else in flight and a prompt answer, needs no ticket and no book-keeping.
+        Raises:
+            Timeout: none came; the rows go free when the engine has answered, or is gone.
+            ServerGone: the server is dead, and with it all tickets.
         """
         now = time.monotonic_ns()
         deadline = now + int(seconds * 1e9)
         engine = None if self.in_flight else self._choose_engine()
         if engine is None:
-            return self.submit(first, rows, deadline, version)
+            ticket = self.submit(first, rows, deadline, version)
+            return self.wait(ticket, deadline)
         self.sequence = sequence = self.sequence + 1
-        epoch = self._epochs.item(engine)
-        outgoing = Outgoing(sequence, engine, epoch, first, rows, now, deadline, version)
+        ticket = InFlight(sequence, first, rows, deadline, version)
+        ticket.engine, ticket.epoch, ticket.submitted = engine, self._epochs.item(engine), now
+        stale, self._stale = self._stale, True
+        self.in_flight[sequence] = ticket
         try:
-            answer = self._door.exchange(outgoing, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
-        except TooManyFiles:
-            return self.submit(first, rows, deadline, version)  # which keeps trying
-        if answer is None or answer.sequence != sequence:
-            ticket = self.sent(Ticket(self, sequence, first, rows, deadline, version), engine, epoch)
-            if answer is not None:
-                self._dispatch((answer,))
-            return ticket
-        if answer.code == Code.STALE_LEASE:
-            self.gone = answer.message
+            answer = self._door.exchange(ticket, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+        except TooManyFiles as error:
+            ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # sent when looked after
+        if answer is None:
+            return self.wait(ticket, deadline)
+        if answer.sequence != sequence or answer.code == Code.STALE_LEASE:
+            self._settle((answer,))
+            return self.wait(ticket, deadline)
+        del self.in_flight[sequence]
+        self._stale = stale
         return answer
 
-    def caller(self, row: CalledRow) -> tuple[Caller | None, int]:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any) -> tuple[Caller | None, int]:
         """What makes whole calls of a row, and the engine's life it is for; None where there is no such thing.
 
-        Its user counts `sequence` up for every call and makes none while anything is `in_flight`.
+        Its user puts a ticket in `in_flight` for each call, and makes none while another is there.
         """
         engine = self._choose_engine() if self._one_engine else None
         if engine is None:
             return None, 0
         epoch = self._epochs.item(engine)
         try:
-            return self._door.caller(row, self._board.engines[engine : engine + 1], epoch), epoch
+            return self._door.caller(first, place, outputs, self._board.engines[engine : engine + 1], epoch), epoch
         except TooManyFiles:
             return None, 0
 
-    def sent(self, ticket: Ticket, engine: int, epoch: int) -> Ticket:
-        """Keep a ticket that the door has sent to an engine already."""
-        ticket.engine, ticket.epoch = engine, epoch
-        self.in_flight[ticket.sequence] = ticket
-        return ticket
-
-    def wait(self, ticket: Ticket, deadline: int) -> Answer:
+    def wait(self, ticket: InFlight, deadline: int, others: Iterable[InFlight] = ()) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
+
+        Args:
+            others: tickets that the caller will wait for next.
 
         Raises:
             Timeout: none came; the ticket keeps its rows until the engine answers or is gone.
@@ -167,101 +252,75 @@ class Lane:
         while ticket.answer is None:
             left = deadline - time.monotonic_ns()
             if left <= 0:
-                raise Timeout(self._why_late(ticket))
-            self.receive(min(left / 1e9, LOOK_AFTER))
+                raise Timeout(self.why_late(ticket))
+            self.receive(min(left / 1e9, LOOK_AFTER), (ticket, *others))
         return ticket.answer
 
-    async def wait_async(self, ticket: Ticket, deadline: int) -> Answer:
-        """As `wait`, in an event loop."""
+    def wait_for_rows(self, deadline: int) -> bool:
+        """Wait a moment for rows that an engine still has. False where there are none, or the time is over."""
+        left = deadline - time.monotonic_ns()
+        if left <= 0 or not self.in_flight:
+            return False
+        self.receive(min(left / 1e9, LOOK_AFTER))
+        return True
+
+    def row_waiter(self) -> asyncio.Future[None]:
+        """A future of the running loop, done when rows may have become free."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            self._door.watch(loop, self.receive_now)
-        self.receive_now()
-        while ticket.answer is None:
-            left = (deadline - time.monotonic_ns()) / 1e9
-            if left <= 0:
-                raise Timeout(self._why_late(ticket))
-            ticket.future = loop.create_future()
-            await self._until(ticket.future, left)
-        return ticket.answer
+        future: asyncio.Future[None] = loop.create_future()
+        self._row_waiters.append((loop, future))
+        return future
 
-    async def wait_for_rows(self, deadline: int) -> None:
-        """Wait until rows may have become free.
+    def receive(self, timeout: float, waited: Sequence[InFlight] = ()) -> None:
+        """Take in answers, waiting at most `timeout` seconds; silence makes it look after the tickets.
 
-        Raises:
-            Busy: none did until `deadline`, ns of CLOCK_MONOTONIC.
+        Args:
+            waited: the tickets whose answers the caller wants.
         """
-        left = (deadline - time.monotonic_ns()) / 1e9
-        if left <= 0:
-            raise Busy(f"no rows of this lane's {self.free.total} became free in time: ask for a larger lane")
-        future = asyncio.get_running_loop().create_future()
-        self._row_waiters.append(future)
-        await self._until(future, left)
-
-    async def _until(self, future: asyncio.Future[None], left: float) -> None:
-        """Wait for a future, at most `left` seconds; silence makes it look after the tickets."""
-        try:
-            await asyncio.wait_for(future, min(left, LOOK_AFTER))
-        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
-            self.receive_now()
-            self._look_after()
-
-    def receive(self, timeout: float) -> None:
-        """Take in answers, waiting at most `timeout` seconds; silence makes it look after the tickets."""
         answers = self._door.receive(timeout)
         if answers:
-            self._dispatch(answers)
-        elif time.monotonic() - self._looked > LOOK_AFTER / 2:
-            self._look_after()
-
-    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Have `arrived` called in the loop's thread when answers may have come: it calls `receive_now`."""
-        self._door.watch(loop, arrived)
+            self._settle(answers)
+        if (not answers or self.in_flight) and time.monotonic() - self._looked > LOOK_AFTER / 2:
+            self._look_after(waited)
 
     def receive_now(self) -> None:
         """Take in the answers that are there."""
         while answers := self._door.receive(0):
-            self._dispatch(answers)
+            self._settle(answers)
 
-    def let_go(self, ticket: Ticket) -> None:
-        """Nobody needs the ticket's rows any more: they are free now, or once it is answered or its engine gone."""
-        if ticket.keeps_rows:
-            ticket.keeps_rows = False
-            if ticket.answer is not None:
-                self._give(ticket)
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """Have `arrived` called in the loop's thread when answers may have come: it calls `receive_now`.
 
-    def _give(self, ticket: Ticket) -> None:
-        self.free.give(ticket.first, ticket.rows)
-        for future in self._row_waiters:
-            if not future.done():
-                future.set_result(None)
-        self._row_waiters.clear()
+        Called in that thread. `arrived` must not keep the lane alive.
+        """
+        self._door.watch(loop, arrived)
 
     def close(self) -> None:
         """Release the lease; tickets in flight stay unanswered."""
         if self.gone is None:
-            self.gone = "the model was closed"
+            self.gone = Refused(f"model {self.model!r} was closed: get it again from the server")
             self._give_back()
-        self._door.close()
-        self._arena.close()
         self.inputs, self.outputs = {}, {}
+        self._let_go()
 
-    def _send(self, ticket: Ticket) -> None:
+    def lost(self) -> Error:
+        """What to raise for a ticket or rows of a lane that is gone."""
+        assert self.gone is not None
+        return error_for(self.gone.code, str(self.gone))
+
+    # ---- inside
+
+    def _send(self, ticket: InFlight) -> None:
         engine = self._choose_engine()
         if engine is None:
-            ticket.engine, self._unsent_because = _NOT_SENT, "no engine serves"
+            ticket.engine, self._unsent_because = UNSENT, "no engine serves"
             return
-        epoch, now = self._epochs.item(engine), time.monotonic_ns()
-        ticket.engine, ticket.epoch = engine, epoch
+        ticket.submitted = time.monotonic_ns()
+        ticket.engine, ticket.epoch = engine, self._epochs.item(engine)
         try:
-            self._door.send(
-                Outgoing(
-                    ticket.sequence, engine, epoch, ticket.first, ticket.rows, now, ticket.deadline, ticket.version
-                )
-            )
+            self._door.send(ticket)
         except TooManyFiles as error:
-            ticket.engine, self._unsent_because = _NOT_SENT, str(error)  # tried again when looked after
+            ticket.engine, self._unsent_because = UNSENT, str(error)  # tried again when looked after
 
     def _choose_engine(self) -> int | None:
         """A serving engine with about the shortest expected wait; by chance among those, so that a crowd spreads."""
@@ -274,43 +333,70 @@ class Lane:
         bound = 1.5 * min(waits[i] for i in serving)
         return random.choice([i for i in serving if waits[i] <= bound])
 
-    def _dispatch(self, answers: Sequence[Answer]) -> None:
+    def _settle(self, answers: Iterable[Answer]) -> None:
+        """Give answers to their tickets, whose rows go free unless somebody holds them."""
+        wrong = ""
         for answer in answers:
             if answer.sequence == 0:
-                raise ProtocolMismatch(answer.message)
-            ticket = self.in_flight.pop(answer.sequence, None)
+                wrong = answer.message
+                continue
+            ticket = self.in_flight.get(answer.sequence)
             if ticket is None:
                 continue  # answered already, by the engine it was sent to before
             if answer.code == Code.STALE_LEASE:
-                self.gone = answer.message
+                self.gone = error_for(answer.code, answer.message)
             ticket.answer = answer
-            if not ticket.keeps_rows:
-                self._give(ticket)
-            if ticket.future is not None and not ticket.future.done():
-                ticket.future.set_result(None)
+            self._forget(ticket)
+            if ticket.waiters is not None:
+                _wake(ticket.waiters)
+        if wrong:
+            raise ProtocolMismatch(wrong)
 
-    def _look_after(self) -> None:
-        """See on the board whether server and engines live; send again what went down with an engine."""
+    def _forget(self, ticket: InFlight) -> None:
+        """No engine has the ticket any more."""
+        self._stale = True
+        self.in_flight.pop(ticket.sequence, None)
+        if self._row_waiters:
+            self._tell_row_waiters()
+
+    def _tell_row_waiters(self) -> None:
+        waiters, self._row_waiters = self._row_waiters, []
+        _wake(waiters)
+
+    def look_after(self, waited: Sequence[InFlight] = ()) -> None:
+        """Take in what is there, then see to what went down with an engine or was lost in an interrupted call."""
+        self.receive_now()
+        self._look_after(waited)
+
+    def _look_after(self, waited: Sequence[InFlight] = ()) -> None:
         self._looked = time.monotonic()
         if not self._board.server_lives():
-            self.gone = "the server is gone"
-            raise ServerGone(
+            self.gone = ServerGone(
                 f"the server died or was stopped with {len(self.in_flight)} tickets of {self.model!r} in flight; "
                 "the next call connects again if one is there"
             )
+            raise self.lost()
         for ticket in list(self.in_flight.values()):
-            if ticket.engine != _NOT_SENT and int(self._epochs[ticket.engine]) == ticket.epoch:
+            if ticket.answer is not None:
+                self._forget(ticket)  # its taking in was broken off
                 continue
-            ticket.deaths += ticket.engine != _NOT_SENT
-            if ticket.keeps_rows and ticket.deaths == _DEATHS:
-                self._dispatch((self._fatal(ticket),))
-            elif ticket.keeps_rows:
+            sent = ticket.engine != UNSENT
+            died = sent and int(self._epochs[ticket.engine]) != ticket.epoch
+            if sent and not died and self._door.holds(ticket):
+                continue
+            wanted = ticket in waited or (ticket.holder is not None and ticket.holder() is not None)
+            ticket.deaths += died and not self._far  # far away it was a connection: engines are the relay's affair
+            if not wanted and not (self._far and sent):  # far away, what was sent over a broken connection goes on
+                self._forget(ticket)  # no engine has it that might write to its rows
+            elif ticket.deaths >= _DEATHS:
+                self._settle((self._fatal(ticket),))
+            else:
+                if sent and not died:  # its answer was lost here: time that it had is given again
+                    now = time.monotonic_ns()
+                    ticket.deadline = max(ticket.deadline, now + ticket.deadline - ticket.submitted)
                 self._send(ticket)
-            else:  # the engine that might have written to its rows is gone
-                del self.in_flight[ticket.sequence]
-                self._give(ticket)
 
-    def _fatal(self, ticket: Ticket) -> Answer:
+    def _fatal(self, ticket: InFlight) -> Answer:
         """In place of an engine's answer: a ticket that brings engines down must not bring down the server."""
         why = (
             f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) "
@@ -318,16 +404,53 @@ class Lane:
         )
         return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.epoch)
 
-    def _why_late(self, ticket: Ticket) -> str:
-        if self._far and ticket.engine != _NOT_SENT:
+    def why_late(self, ticket: InFlight) -> str:
+        """What to say of a ticket that was not answered in time."""
+        if self._far and ticket.engine != UNSENT:
             return (
                 f"model {self.model!r} did not answer in time ({ticket.rows} rows): its server is busy, or the network "
                 "to it is broken. Ask again: it is connected to again by itself"
             )
         states = [EngineState(int(state)).name.lower() for state in self._states]
         unsent = f"was not sent: {self._unsent_because}"
-        sent = unsent if ticket.engine == _NOT_SENT else f"is at engine {ticket.engine}"
+        sent = unsent if ticket.engine == UNSENT else f"is at engine {ticket.engine}"
         return (
             f"model {self.model!r} did not answer in time; the ticket ({ticket.rows} rows) {sent} "
             f"(engines: {', '.join(states)}). Its rows go free when it is answered"
         )
+
+    def _after_fork_in_child(self) -> None:
+        """The lane, its lock and its rows are the parent's."""
+        if self.gone is None:
+            self.gone = Refused(
+                f"these rows of {self.model!r} were taken before a fork, and belong to the parent: ask anew in the "
+                "child, which gets rows of its own"
+            )
+        self.inputs, self.outputs, self.in_flight, self._held, self._row_waiters = {}, {}, {}, {}, []
+        self._let_go.detach()
+        self._door.forked()
+        self._arena.close()
+
+
+def _let_go(pid: int, door: Door, arena: RowMemory, leave: Callable[[], None]) -> None:
+    """Close what a lane had open. Its lock goes last: then nothing of this client writes to its rows any more."""
+    if os.getpid() == pid:
+        door.close()
+        arena.close()
+        leave()
+
+
+def _wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
+    """Have futures done, whichever thread their loops run in."""
+    here = asyncio._get_running_loop()
+    for loop, future in waiters:
+        if loop is here:
+            _done(future)
+            continue
+        with contextlib.suppress(RuntimeError):  # that loop was closed
+            loop.call_soon_threadsafe(_done, future)
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

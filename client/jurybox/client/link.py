@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from jurybox.client.control import Control
+from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
+from jurybox.protocol import forks
 from jurybox.protocol.control_pb2 import (
     ControlReply,
     Hello,
@@ -19,6 +24,7 @@ from jurybox.protocol.control_pb2 import (
     StatusRequest,
     UnloadRequest,
 )
+from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
 # What of a publication crosses a network: all of it, what changed since the last one, or all of it as bfloat16.
 Transfer: TypeAlias = Literal["exact", "changed", "bfloat16"]
+_FILES_OF_A_LINK = 16  # libzmq's threads and sockets, the board; some at once only
 POLL = 0.05  # seconds between two questions whether a model is ready
 
 
@@ -67,12 +74,71 @@ class Link(Protocol):
         """Close every socket."""
 
 
-class ControlLink:
-    """The part of a link that is calls on the control door."""
+LONGEST = 1e8  # seconds, three years: no wait is longer, and none overflows
 
-    def __init__(self, control: Control, pid: int) -> None:
-        self._control = control
-        self._pid = pid
+
+def seconds(timeout: float) -> float:
+    """A time-out as it is used: 0 for what is over already, some years for ever. Raises ValueError for nan."""
+    if 0.0 <= timeout <= LONGEST:
+        return timeout
+    if math.isnan(timeout):
+        raise ValueError(f"timeout={timeout!r}: expected seconds")
+    return 0.0 if timeout < 0.0 else LONGEST
+
+
+class ControlLink:
+    """The part of a link that is calls on the control door.
+
+    A link that is lost without `close` closes its sockets when it is collected. In a forked child it opens its own, as
+    soon as something is asked; what was leased before is the parent's.
+
+    Args:
+        open_control: makes the control channel over wires.
+    """
+
+    def __init__(self, open_control: Callable[[Wires], Control]) -> None:
+        self._open_control = open_control
+        self._lock = threading.RLock()
+        self._closed = False
+        self._wires: Wires | None = None
+        self._last_resort: weakref.finalize[[], ControlLink] | None = None
+        forks.register(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def _control(self) -> Control:
+        """The control channel; made at the first call, and at the first one of a forked child."""
+        if self._wires is None:
+            with self._lock:
+                if self._wires is None:
+                    self._wire()
+        return self._opened
+
+    def _wire(self) -> None:
+        if self._closed:
+            raise Refused("this connection was closed: connect again")
+        require(_FILES_OF_A_LINK, "connecting to a server")
+        wires = Wires()
+        last_resort = weakref.finalize(self, wires.close)
+        try:
+            self._opened = self._open_control(wires)
+        except BaseException:
+            last_resort()
+            raise
+        self._last_resort, self._wires = last_resort, wires
+
+    def _unwire(self, linger: int = 0) -> None:
+        wires, self._wires = self._wires, None
+        if wires is not None:
+            wires.close(linger)
+
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.RLock()
+        self._wires = None  # without a word: its sockets are the parent's
 
     def models(self, timeout: float) -> list[str]:
         """As Link.models."""
@@ -96,7 +162,7 @@ class ControlLink:
 
     def hello(self) -> Hello:
         """How this client introduces itself."""
-        return Hello(client=build_version(), pid=self._pid)
+        return Hello(client=build_version(), pid=os.getpid())
 
     def _call(self, timeout: float, **request: Any) -> ControlReply:
         return self._control.call(timeout, **request)
@@ -104,7 +170,7 @@ class ControlLink:
     def _grant(self, name: str, rows: int, deadline: float, timeout: float) -> Lease:
         """A lease, waited for while the model loads or other clients have the rows."""
         return patiently(
-            lambda left: self._control.call(left, lease=LeaseRequest(model=name, rows=rows)).lease, deadline, timeout
+            lambda left: self._call(left, lease=LeaseRequest(model=name, rows=rows)).lease, deadline, timeout
         )
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import time
 import weakref
-
-import zmq
+from contextlib import ExitStack
 
 from jurybox.client.control import Control
 from jurybox.client.doors.door import Door
@@ -22,13 +20,12 @@ from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import LANE_LOCK, Board, EngineState
 from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
 from jurybox.protocol.descriptors import require
-from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError
+from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError, TooManyFiles
 from jurybox.protocol.locks import try_lock, unlock
 from jurybox.protocol.segment import directory
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 
-_FILES_OF_A_LINK = 16  # libzmq's threads and sockets, the board; some at once only
 _FILES_OF_A_LANE = 10  # arena, bell, pipe or socket
 _SPIN_US = 100  # a small model answers a lone client within it
 
@@ -43,35 +40,38 @@ class LocalLink(ControlLink):
     """
 
     def __init__(self, address: str, door: str, timeout: float) -> None:
+        super().__init__(lambda wires: Control(wires.context, address))
+        self._address = address
         self._door = door
         self._spin_us = _spin_us()
         self._traces = _wants_traces()
-        self._lock = threading.RLock()
-        require(_FILES_OF_A_LINK, "connecting to a server")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.board: Board | None = None
         self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each its publisher's or reader's
         self._info = ServerMessage()
+        self._entering: tuple[Board, int] | None = None  # a lane that is locked, and not yet a Lane's
         try:
-            super().__init__(Control(self._context, address), os.getpid())
             self._greet(timeout)
         except BaseException:
-            self._context.destroy(linger=0)
+            self.close()
             raise
-
-    @property
-    def closed(self) -> bool:
-        return self._context.closed
 
     def close(self) -> None:
         """As Link.close."""
         for channel in list(self._channels):
             channel.close()
-        self._control.close()
+        self.board = None
+        if self._wires is not None:
+            self._control.close()
+        self._unwire(linger=200)
+        self._closed = True
+
+    def _after_fork_in_child(self) -> None:
+        super()._after_fork_in_child()
+        self._channels, self._entering = weakref.WeakSet(), None
         if self.board is not None:
-            self.board.close()
+            # With it go this process's holds on the parent's locks, not the locks.
+            self.board.segment.close()
             self.board = None
-        self._context.destroy(linger=200)
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher:
         """As Link.publisher; it writes where the engines read, whatever `transfer` says."""
@@ -126,42 +126,71 @@ class LocalLink(ControlLink):
         """
         board = self.board
         assert board is not None
-        require(_FILES_OF_A_LANE, f"a lane of {lease.model.name!r}")
+        if (left := self._entering) is not None:  # an earlier attempt was broken off
+            unlock(left[0].segment.fd, LANE_LOCK + left[1])
+            self._entering = None
+        try:
+            require(_FILES_OF_A_LANE, f"a lane of {lease.model.name!r}")
+        except TooManyFiles:
+            self._release(board, lease)
+            raise
+        self._entering = (board, lease.lane)
         if not try_lock(board.segment.fd, LANE_LOCK + lease.lane):
+            self._entering = None
             return None
         try:
-            arena = Arena.attach(lease.model.arena, ArenaLayout(spec_of(lease.model), lease.model.arena_rows))
-        except SharedMemoryError:
+            lane = self._lane(board, lease)
+        except BaseException:
+            self._release(board, lease)
             unlock(board.segment.fd, LANE_LOCK + lease.lane)
+            self._entering = None
             raise
-        door = self._open_door(board, lease)
-        if self._traces:
-            door = _traced(door, lease.model.name, board.segment.name, lease.lane)
+        self._entering = None
+        return lane
 
-        def give_back() -> None:
-            if board.segment.fd >= 0 and board.server_lives():
-                # Unanswered, the server still notices by the lock, only a little later.
-                with contextlib.suppress(Error):
-                    request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
-                    self._control.call(1.0, board.server_lives, release=request)
-                unlock(board.segment.fd, LANE_LOCK + lease.lane)
+    def _lane(self, board: Board, lease: Lease) -> Lane:
+        """The lane of a lease whose lock is held; it is closed, or collected, before the lock goes."""
+        with ExitStack() as undo:
+            arena = Arena.attach(lease.model.arena, ArenaLayout(spec_of(lease.model), lease.model.arena_rows))
+            undo.callback(arena.close)
+            door = self._open_door(board, lease)
+            undo.callback(door.close)
+            if self._traces:
+                door = _traced(door, lease.model.name, board.segment.name, lease.lane)
+            lane = Lane(
+                lease.model.name,
+                board,
+                arena,
+                door,
+                lease.lease,
+                lease.first_row,
+                lease.rows,
+                lambda: self._release(board, lease),
+                leave=lambda: unlock(board.segment.fd, LANE_LOCK + lease.lane),
+            )
+            undo.pop_all()
+            return lane
 
-        return Lane(lease.model.name, board, arena, door, lease.lease, lease.first_row, lease.rows, give_back)
+    def _release(self, board: Board, lease: Lease) -> None:
+        # Unanswered, the server still notices by the lock, only a little later.
+        with contextlib.suppress(Error):
+            if not self._closed and board.server_lives():
+                self._control.call(1.0, board.server_lives, release=ReleaseRequest(lane=lease.lane, lease=lease.lease))
 
     def _greet(self, timeout: float) -> None:
         """Say hello and map the board of the server that answers."""
         missing = ""
         while True:
             self._info = self._call(timeout, hello=self.hello()).server
-            if self.board is not None:
-                self.board.close()
-                self.board = None
+            self.board = None  # lanes of it go on looking at it, and learn from it that their server is gone
             try:
-                self.board = Board.attach(self._info.board)
+                board = Board.attach(self._info.board)
+                weakref.finalize(board, board.segment.close)
+                self.board = board
                 return
             except SharedMemoryError as error:
                 if self._info.board == missing:
-                    raise _foreign_memory(self._control.address, missing, error) from error
+                    raise _foreign_memory(self._address, missing, error) from error
                 missing = self._info.board  # it may have stopped just now: who answers next tells
 
     def _open_door(self, board: Board, lease: Lease) -> Door:
@@ -177,7 +206,8 @@ class LocalLink(ControlLink):
                         f"door='native' needs the native core, which this install lacks ({error}): install a wheel for "
                         "this platform, or use door='zmq'"
                     ) from error
-        return ZmqDoor(self._context, list(self._info.engines), lease.lane, lease.lease)
+        assert self._wires is not None
+        return ZmqDoor(self._wires.context, list(self._info.engines), lease.lane, lease.lease)
 
 
 def _foreign_memory(address: str, board: str, error: SharedMemoryError) -> SharedMemoryError:

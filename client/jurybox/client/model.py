@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer
-from jurybox.client.lane import Lane, Ticket
+from jurybox.client.doors.door import LOOK_AFTER
+from jurybox.client.lane import Lane
+from jurybox.client.link import seconds
 from jurybox.client.rows import CallRow, Rows
-from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
+from jurybox.client.ticket import Reply, Ticket
+from jurybox.protocol import forks
+from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout, error_for
 from jurybox.protocol.spec import ModelSpec
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
+T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What came back: `outputs` (an array where the model has one output, else by name) and the weights' `version`."""
-
-    outputs: Any
-    version: int
+_TURN = 0.001  # seconds between two looks of an event loop whether another thread's call is over
 
 
 class Model:
     """Inference on one model through a lane of the server's shared memory. Get it from `Server.model`.
 
     Calls from several threads are safe and go one after another; threads that should not wait for each other take
-    a model each.
+    a model each. So are calls of several event loops, which do not stand still meanwhile. In a forked child a model
+    takes a lane of its own as soon as it is used.
 
     Attributes:
         spec: names, dtypes and row shapes of inputs and outputs.
@@ -51,9 +52,11 @@ class Model:
         self.lock = threading.RLock()
         self.name = name
         self._closed = False
-        self._held: CallRow | None = None
+        self._row: CallRow | None = None
+        self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
         self._lane, self.spec, self.max_batch = lease(rows, True)
         self._call_dtype, self._call_shape = _only_input(self.spec)
+        forks.register(self)
 
     # ---- one call, one answer
 
@@ -66,17 +69,24 @@ class Model:
             and row.flags.c_contiguous
         ):
             with self.lock:
-                if (held := self._held) is None or held.lane.gone is not None:
-                    held = self._hold()
-                return held.ask(row, self._default_timeout if timeout is None else timeout)
+                if (kept := self._row) is None or not kept.usable:
+                    kept = self._keep_row()
+                if kept is not None:
+                    return kept.ask(row, self._default_timeout if timeout is None else seconds(timeout))
         if isinstance(row, Mapping):
-            outputs = self.infer({name: np.asarray(value)[None] for name, value in row.items()}, timeout=timeout)
+            given = {name: np.asarray(value) for name, value in row.items()}
         else:
-            outputs = self.infer(np.asarray(row)[None], timeout=timeout)
+            given = {name: np.asarray(row) for name in self.spec.inputs} if len(self.spec.inputs) == 1 else {}
+            if not given:
+                raise SpecMismatch(f"{self.name!r} takes {_words(self.spec)}: give a dict with an array for each")
+        self._check_row(given)
+        outputs = self.infer({name: value[None] for name, value in given.items()}, timeout=timeout)
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
     def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
         """Answer n rows; more than the lane or a batch holds go in pieces, several in flight.
+
+        Where rows are still with an engine that nobody waits for any more, it waits for them to come back.
 
         Args:
             inputs: (n, *row shape) of the spec's dtype; a dict of such where the model has several inputs.
@@ -93,7 +103,7 @@ class Model:
 
     def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """As `infer`, with the weights version: the oldest of its pieces'."""
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         with self.lock:
             given, n = self._checked(inputs)
             try:
@@ -104,10 +114,28 @@ class Model:
             # The server replaced the model's arena; the inputs are still ours, so ask once more on a new lane.
             return self._answered(given, n, deadline, version)
 
+    async def infer_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
+        """As `infer`, in an event loop: the same arguments, outputs and errors.
+
+        Where no rows are free it waits for those of other tasks to come back, until the time-out.
+        """
+        return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
+
+    async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
+        """As `infer_async`, with the weights version: the oldest of its pieces'."""
+        deadline = self.deadline(timeout)
+        given, n = self._checked(inputs)
+        try:
+            return await self._answered_async(given, n, deadline, version)
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+        return await self._answered_async(given, n, deadline, version)
+
     # ---- pipelining
 
     def submit(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Ticket:
-        """Send n rows without waiting; `result` collects them. Several tickets may be in flight.
+        """Send n rows without waiting; the ticket is a future. Several tickets may be in flight.
 
         Args:
             timeout: seconds after which the engine need not compute it any more.
@@ -117,7 +145,7 @@ class Model:
                 `Server.model(name, rows=...)` for more.
             SpecMismatch, Refused, ServerGone.
         """
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         with self.lock:
             given, n = self._checked(inputs)
             if not 0 < n <= self.max_batch:
@@ -125,53 +153,12 @@ class Model:
                     f"a ticket holds 1 to {self.max_batch} rows (the server's max_batch), {n} came; infer() cuts"
                 )
             lane = self._usable()
-            return self._send(lane, given, 0, n, self._take(lane, n), deadline, version)
-
-    def result(self, ticket: Ticket, timeout: float | None = None) -> Reply:
-        """Wait for a ticket's outputs; its rows are free afterwards.
-
-        Raises:
-            Timeout: none came in time. The ticket is lost to its caller; its rows go free when the engine answers.
-            ModelFailed, Refused, ServerGone.
-        """
-        deadline = self._deadline(timeout)
-        with self.lock:
-            try:
-                return self._collected(ticket, ticket.lane.wait(ticket, deadline))
-            finally:
-                ticket.lane.let_go(ticket)
-
-    async def result_async(self, ticket: Ticket, timeout: float | None = None) -> Reply:
-        """As `result`, in an event loop."""
-        try:
-            return self._collected(ticket, await ticket.lane.wait_async(ticket, self._deadline(timeout)))
-        finally:
-            ticket.lane.let_go(ticket)
-
-    async def infer_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
-        """As `infer` for at most `max_batch` rows, in an event loop; gives a `Reply`.
-
-        Where no rows are free it waits for those of other tasks to come back, until the time-out.
-        """
-        deadline = self._deadline(timeout)
-        given, n = self._checked(inputs)
-        while True:
-            lane = self._usable()
-            if not 0 < n <= min(self.max_batch, lane.free.total):
-                raise SpecMismatch(f"1 to {min(self.max_batch, lane.free.total)} rows go in one request, {n} came")
-            first = lane.free.take(n)
-            if first is None and self._held is not None:
-                self._let_go_of_held()
-                continue
-            if first is not None:
-                break
-            await lane.wait_for_rows(deadline)
-        ticket = self._send(lane, given, 0, n, first, deadline, version)
-        return await self.result_async(ticket, (deadline - time.monotonic_ns()) / 1e9)
+            return self._sent(lane, given, 0, n, self._found(lane, n), deadline, version)
 
     def look(self) -> None:
         """Take in the answers that are there, for those who wait for them in this event loop."""
-        self._lane.receive_now()
+        with self.lock:
+            self._lane.receive_now()
 
     # ---- zero-copy
 
@@ -183,7 +170,7 @@ class Model:
         """
         with self.lock:
             lane = self._usable()
-            return Rows(self, lane, self._take(lane, n), n, self.max_batch)
+            return Rows(self, lane, self._found(lane, n), n, self.max_batch)
 
     def close(self) -> None:
         """Give the lane back to the server."""
@@ -198,28 +185,259 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # ---- for tickets and rows
+
     def seconds(self, timeout: float | None) -> float:
         """A time-out, or the connection's default."""
-        return self._default_timeout if timeout is None else timeout
+        return self._default_timeout if timeout is None else seconds(timeout)
+
+    def deadline(self, timeout: float | None) -> int:
+        """When a time-out is over, ns of CLOCK_MONOTONIC."""
+        return time.monotonic_ns() + int((self._default_timeout if timeout is None else seconds(timeout)) * 1e9)
+
+    async def alone(self, action: Callable[[], T], deadline: int) -> T:
+        """Do something short while no other thread uses the lane; the event loop goes on until then."""
+        while True:
+            locked: list[bool] = []
+            try:
+                # One call of C: a KeyboardInterrupt never falls between taking the lock and knowing of it.
+                locked.extend(map(self.lock.acquire, (False,)))
+                if locked[0]:
+                    return action()
+            finally:
+                if locked and locked[0]:
+                    self.lock.release()
+            if time.monotonic_ns() > deadline:
+                raise Timeout(f"another thread's call of {self.name!r} was not over in time: take a model for each")
+            await asyncio.sleep(_TURN)
+
+    def watch(self, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
+        """Have answers taken in as they come to the lane, in the running loop, and take in what is there."""
+        if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
+            this, that = weakref.ref(self), weakref.ref(lane)  # what a loop or a thread calls must keep nothing alive
+
+            def arrived() -> None:
+                model, watched = this(), that()
+                if model is not None and watched is not None:
+                    model._arrived(watched, loop, arrived)
+
+            lane.watch(loop, arrived)
+            self._watched = (lane, loop)
+        lane.receive_now()
+
+    def _arrived(self, lane: Lane, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:
+        locked: list[bool] = []
+        try:
+            locked.extend(map(self.lock.acquire, (False,)))
+            if locked[0]:
+                if lane.gone is None:
+                    lane.receive_now()
+            else:  # another thread, which takes in what it finds; perhaps it has looked already
+                loop.call_later(_TURN, again)
+        finally:
+            if locked and locked[0]:
+                self.lock.release()
 
     # ---- inside
 
-    def _deadline(self, timeout: float | None) -> int:
-        return time.monotonic_ns() + int(self.seconds(timeout) * 1e9)
-
     def _usable(self) -> Lane:
-        """The lane; a new one where the server was restarted or took the old one back."""
+        """The lane; a new one where the server was restarted or took the old one back, and in a forked child."""
         if self._closed:
             raise Refused(f"model {self.name!r} was closed: get it again from the server")
         if self._lane.gone is not None:
             self._lane.close()
-            self._held = None
-            self._lane, spec, self.max_batch = self._lease(self._rows, True)
-            if spec != self.spec:
-                old, self.spec = self.spec, spec
-                self._call_dtype, self._call_shape = _only_input(spec)
-                raise SpecMismatch(f"model {self.name!r} has changed: it was {_words(old)}, it is {_words(spec)}")
+            self._row = None
+            self._adopt(*self._lease(self._rows, True))
         return self._lane
+
+    def _adopt(self, lane: Lane, spec: ModelSpec, max_batch: int) -> None:
+        """Use another lane. Raises SpecMismatch where the model is another, too."""
+        self._lane, self.max_batch = lane, max_batch
+        if spec != self.spec:
+            old, self.spec = self.spec, spec
+            self._call_dtype, self._call_shape = _only_input(spec)
+            raise SpecMismatch(f"model {self.name!r} has changed: it was {_words(old)}, it is {_words(spec)}")
+
+    def _roomy(self, n: int) -> Lane:
+        """The lane; a larger one for who did not say how many rows it needs, and turns out to need more."""
+        lane = self._usable()
+        if n <= lane.rows or not self._may_grow:
+            return lane
+        self._row = None
+        if lane.free < lane.rows:
+            return lane  # something is in flight on it
+        try:
+            larger, spec, max_batch = self._lease(min(n, self.max_batch), False)
+        except (Busy, Refused):
+            self._may_grow = False  # pieces will do
+            return lane
+        self._rows = larger.rows
+        try:
+            self._adopt(larger, spec, max_batch)
+        finally:
+            lane.close()
+        return larger
+
+    def _keep_row(self) -> CallRow | None:
+        """A row kept for calls of one row, until rows run out; None where none is free."""
+        lane = self._usable()
+        self._row = None
+        first = lane.find(1)
+        if first is not None:
+            self._row = CallRow(lane, first)
+        return self._row
+
+    def _found(self, lane: Lane, n: int) -> int:
+        """The first of n neighbouring free rows."""
+        first = lane.find(n)
+        if first is None:
+            self._row = None
+            lane.look_after()
+            first = lane.find(n)
+        if first is None:
+            raise Busy(
+                f"{n} neighbouring rows were asked for, {lane.largest} of this lane's {lane.rows} are free: "
+                f"collect results, or ask for a larger lane with model({self.name!r}, rows=...)"
+            )
+        return first
+
+    def _sent(
+        self, lane: Lane, given: Mapping[str, NDArray[Any]], at: int, n: int, first: int, deadline: int, version: int
+    ) -> Ticket:
+        """A ticket for n of the given rows, sent."""
+        ticket = Ticket(self, lane, first, n)
+        for name, array in given.items():
+            lane.inputs[name][first : first + n] = array[at : at + n]
+        ticket._send(deadline, version)
+        return ticket
+
+    def _answered(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
+        lane = self._roomy(n)
+        if not 0 < n <= self.max_batch or (first := lane.find(n)) is None:
+            return self._in_pieces(lane, given, n, deadline, version)
+        for name, array in given.items():
+            lane.inputs[name][first : first + n] = array
+        answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
+        if answer.code != Code.OK:
+            raise error_for(answer.code, answer.message)
+        # Nobody else can take the rows before this thread gives up the lock.
+        outputs = {name: array[first : first + n].copy() for name, array in lane.outputs.items()}
+        return Reply(_shaped(outputs), answer.version)
+
+    def _in_pieces(self, lane: Lane, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
+        outputs = self._room(n)
+        in_flight: deque[tuple[int, Ticket]] = deque()
+        sent, versions = 0, []
+        try:
+            while sent < n or in_flight:
+                sent = self._send_some(lane, given, sent, n, in_flight, deadline, version)
+                if not in_flight:
+                    if not lane.wait_for_rows(deadline):
+                        self._found(lane, 1)  # says that and why no row is free, or one has come back
+                    continue
+                at, ticket = in_flight[0]
+                waited = ticket._in_flight()
+                assert waited is not None
+                lane.wait(waited, deadline)
+                versions.append(ticket._into(outputs, at))
+                in_flight.popleft()
+        finally:
+            for _, ticket in in_flight:
+                ticket._give_up()
+        return Reply(_shaped(outputs), min(versions, default=0))
+
+    async def _answered_async(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
+        lane = self._lane
+        if lane.gone is not None or (n > lane.rows and self._may_grow):
+            lane = await asyncio.to_thread(self._roomy_alone, n)
+        outputs = self._room(n)
+        in_flight: deque[tuple[int, Ticket]] = deque()
+        sent, versions = 0, []
+        try:
+            while sent < n or in_flight:
+                send_some = partial(self._send_some, lane, given, sent, n, in_flight, deadline, version)
+                sent = await self.alone(send_some, deadline)
+                if in_flight:
+                    at, ticket = in_flight[0]
+                    reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
+                    if ticket.rows == n:
+                        return reply
+                    for name, array in outputs.items():
+                        array[at : at + ticket.rows] = reply.outputs[name] if len(outputs) > 1 else reply.outputs
+                    versions.append(reply.version)
+                    in_flight.popleft()
+                elif sent < n:
+                    await self._rows_come_back(lane, deadline)
+        finally:
+            for _, ticket in in_flight:
+                ticket._give_up()
+        return Reply(_shaped(outputs), min(versions, default=0))
+
+    def _roomy_alone(self, n: int) -> Lane:
+        with self.lock:
+            return self._roomy(n)
+
+    async def _rows_come_back(self, lane: Lane, deadline: int) -> None:
+        """Wait until rows may have become free."""
+        left = (deadline - time.monotonic_ns()) / 1e9
+        if left <= 0:
+            raise Busy(f"no rows of this lane's {lane.rows} became free in time: ask for a larger lane")
+        loop = asyncio.get_running_loop()
+        future = lane.row_waiter()
+        await self.alone(lambda: self.watch(lane, loop), deadline)
+        try:
+            await asyncio.wait_for(future, min(left, LOOK_AFTER))
+        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
+            await self.alone(lane.look_after, deadline)
+
+    def _send_some(
+        self,
+        lane: Lane,
+        given: Mapping[str, NDArray[Any]],
+        sent: int,
+        n: int,
+        in_flight: deque[tuple[int, Ticket]],
+        deadline: int,
+        version: int,
+    ) -> int:
+        """Send as many of the rows from `sent` on as there is room for; gives how many of the n are sent then."""
+        if lane.gone is not None:
+            raise lane.lost()
+        while sent < n:
+            wanted = min(n - sent, self.max_batch)
+            first, piece = lane.find(wanted), wanted
+            if first is None and (self._row is not None or not (piece := lane.largest)):
+                self._row = None
+                lane.receive_now()
+                piece = min(wanted, lane.largest)
+            if first is None and (not piece or (first := lane.find(piece)) is None):
+                break
+            in_flight.append((sent, self._sent(lane, given, sent, piece, first, deadline, version)))
+            sent += piece
+        return sent
+
+    def _room(self, n: int) -> dict[str, NDArray[Any]]:
+        return {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in self.spec.outputs.items()}
+
+    def _check_row(self, given: Mapping[str, NDArray[Any]]) -> None:
+        """Raises SpecMismatch where these are no single row, in the words of who passed it."""
+        for name, spec in self.spec.inputs.items():
+            row = given.get(name)
+            if row is None or (row.shape == spec.shape and row.dtype == spec.numpy_dtype):
+                continue
+            hint = (
+                f"; for several rows call infer(): here {len(row)}" if row.shape[1:] == spec.shape != row.shape else ""
+            )
+            if row.dtype != spec.numpy_dtype:
+                hint += f"; convert it on purpose: array.astype({spec.numpy_dtype.name!r})"
+            raise SpecMismatch(
+                f"input {name!r} of {self.name!r}: a call takes one row, {spec.dtype} of shape {spec.shape}, came "
+                f"{row.dtype} of shape {row.shape}{hint}"
+            )
+
+    def _after_fork_in_child(self) -> None:
+        self.lock = threading.RLock()
+        self._row = self._watched = None
 
     def _checked(self, inputs: Arrays) -> tuple[dict[str, NDArray[Any]], int]:
         """The inputs by name, each fitting the spec, and the number of rows."""
@@ -242,112 +460,9 @@ class Model:
                 )
         return given, n
 
-    def _grow(self, lane: Lane, n: int) -> Lane:
-        """Who did not say how many rows it needs gets more when it turns out to need them, where there are more."""
-        self._let_go_of_held()
-        if lane.free.free < lane.free.total:
-            return lane  # something is in flight on it
-        try:
-            larger, _, _ = self._lease(min(n, self.max_batch), False)
-        except (Busy, Refused):
-            self._may_grow = False  # pieces will do
-            return lane
-        lane.close()
-        self._lane, self._rows = larger, larger.free.total
-        return larger
 
-    def _hold(self) -> CallRow:
-        """Keep a row for calls of one row; it is given up when rows run out."""
-        lane = self._usable()
-        self._held = CallRow(self.rows(1), lane)
-        return self._held
-
-    def _let_go_of_held(self) -> None:
-        if self._held is not None:
-            self._held.rows.close()
-            self._held = None
-
-    def _take(self, lane: Lane, n: int) -> int:
-        first = lane.free.take(n)
-        if first is None:
-            lane.receive_now()
-            self._let_go_of_held()
-            first = lane.free.take(n)
-        if first is None:
-            raise Busy(
-                f"{n} neighbouring rows were asked for, {lane.free.largest} of this lane's {lane.free.total} are free: "
-                f"collect results, or ask for a larger lane with model({self.name!r}, rows=...)"
-            )
-        return first
-
-    def _send(
-        self, lane: Lane, given: Mapping[str, NDArray[Any]], at: int, n: int, first: int, deadline: int, version: int
-    ) -> Ticket:
-        for name, array in given.items():
-            lane.inputs[name][first : first + n] = array[at : at + n]
-        return lane.submit(first, n, deadline, version)
-
-    def _collected(self, ticket: Ticket, answer: Answer) -> Reply:
-        return self._copied(ticket.lane, ticket.first, ticket.rows, answer)
-
-    def _copied(self, lane: Lane, first: int, n: int, answer: Answer) -> Reply:
-        if answer.code != Code.OK:
-            raise error_for(answer.code, answer.message)
-        outputs = {name: array[first : first + n].copy() for name, array in lane.outputs.items()}
-        return Reply(self._shaped(outputs), answer.version)
-
-    def _answered(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
-        lane = self._usable()
-        if n > lane.free.total and self._may_grow:
-            lane = self._grow(lane, n)
-        if not 0 < n <= self.max_batch or (first := lane.free.take(n)) is None:
-            return self._in_pieces(given, n, deadline, version)
-        for name, array in given.items():
-            lane.inputs[name][first : first + n] = array
-        answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
-        if isinstance(answer, Ticket):
-            ticket = answer
-            try:
-                return self._collected(ticket, lane.wait(ticket, deadline))
-            finally:
-                lane.let_go(ticket)
-        try:
-            return self._copied(lane, first, n, answer)
-        finally:
-            lane.free.give(first, n)
-
-    def _in_pieces(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
-        lane = self._usable()
-        outputs = {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in self.spec.outputs.items()}
-        in_flight: deque[tuple[int, Ticket]] = deque()
-        sent, oldest = 0, None
-        try:
-            while sent < n or in_flight:
-                while sent < n and (piece := min(n - sent, self.max_batch, lane.free.largest)):
-                    first = self._take(lane, piece)
-                    in_flight.append((sent, self._send(lane, given, sent, piece, first, deadline, version)))
-                    sent += piece
-                if not in_flight:
-                    lane.free.give(self._take(lane, 1), 1)  # it says that and why no row is free, or one has come back
-                    continue
-                at, ticket = in_flight[0]
-                answer = lane.wait(ticket, deadline)
-                in_flight.popleft()
-                first, end = ticket.first, ticket.first + ticket.rows
-                if answer.code == Code.OK:
-                    for name, array in outputs.items():
-                        array[at : at + ticket.rows] = lane.outputs[name][first:end]
-                lane.let_go(ticket)
-                if answer.code != Code.OK:
-                    raise error_for(answer.code, answer.message)
-                oldest = answer.version if oldest is None else min(oldest, answer.version)
-        finally:
-            for _, ticket in in_flight:
-                lane.let_go(ticket)
-        return Reply(self._shaped(outputs), oldest or 0)
-
-    def _shaped(self, outputs: dict[str, NDArray[Any]]) -> Outputs:
-        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+def _shaped(outputs: dict[str, NDArray[Any]]) -> Outputs:
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, Link, Transfer
+from jurybox.client.link import POLL, Link, Transfer, seconds
 from jurybox.client.model import Model
 from jurybox.protocol.address import default_address
 from jurybox.protocol.control_pb2 import ModelMessage
@@ -57,6 +55,7 @@ def connect(
     """
     if door not in DOORS:
         raise ValueError(f"door={door!r}: expected one of {', '.join(map(repr, DOORS))}")
+    timeout = seconds(timeout)
     where = address or default_address()
     if where.startswith("ipc://"):
         from jurybox.client.local_link import LocalLink
@@ -79,16 +78,19 @@ def connect(
 
 
 class Server:
-    """A connection to one server; close it, or use it in a ``with``."""
+    """A connection to one server; close it, or use it in a ``with``.
+
+    One that is lost without either closes itself when it is collected, and so does a model. In a forked child it
+    connects anew when it is used, except over grpc://, where it raises Refused.
+    """
 
     def __init__(self, address: str, link: Link, timeout: float) -> None:
         self.address = address
-        self.timeout = timeout
+        self.timeout = seconds(timeout)
         self._link = link
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._models: list[Model] = []
-        self._ends: WeakSet[Publisher | RemotePublisher] = WeakSet()  # who drops one gives its place back
+        self._models: weakref.WeakSet[Model] = weakref.WeakSet()
+        # Who drops an end gives its place back.
+        self._ends: weakref.WeakSet[Publisher | RemotePublisher] = weakref.WeakSet()
 
     # ---- what the server offers
 
@@ -106,9 +108,9 @@ class Server:
             Busy: the arena has no free rows.
             Timeout: the model is still loading.
         """
-        wait = self.timeout if timeout is None else timeout
+        wait = self.timeout if timeout is None else seconds(timeout)
         model = Model(name, lambda n, patient: self._lease(name, n, wait if patient else 0.0), rows, self.timeout)
-        self._models.append(model)
+        self._models.add(model)
         return model
 
     def models(self) -> list[str]:
@@ -133,7 +135,7 @@ class Server:
         Raises:
             ModelFailed: it could not be loaded; Timeout: not within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         self._open_link().load(name, json.dumps(settings) if settings is not None else "", self.timeout)
         while not (message := self.describe(name)).settled:
             if time.monotonic() > deadline:
@@ -171,15 +173,13 @@ class Server:
 
     def close(self) -> None:
         """Give back every lane and close every socket. Harmless when done already."""
-        with self._lock:
-            if self._link.closed:
-                return
-            for model in self._models:
-                model.close()
-            self._models.clear()
-            for publisher in list(self._ends):
-                publisher.close()
-            self._link.close()
+        if self._link.closed:
+            return
+        for model in list(self._models):
+            model.close()
+        for publisher in list(self._ends):
+            publisher.close()
+        self._link.close()
 
     def __enter__(self) -> Server:
         return self
@@ -190,8 +190,6 @@ class Server:
     # ---- inside
 
     def _open_link(self) -> Link:
-        if os.getpid() != self._pid:
-            raise Refused("this connection was made before a fork: connect in the process that uses it")
         if self._link.closed:
             raise Refused("this connection was closed: connect again")
         return self._link

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from jurybox.client.doors.door import Answer, CalledRow, Caller, Door, Outgoing
+from jurybox.client.doors.door import Answer, Door, InFlight
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
@@ -59,14 +59,14 @@ class TracedDoor:
         self._lane = lane
         self._timings = timings
         self._tracer = tracer
-        self._open: dict[int, tuple[Span, Outgoing, int]] = {}  # by sequence; with the offset to seconds since 1970
+        self._open: dict[int, tuple[Span, InFlight, int]] = {}  # by sequence; with the offset to seconds since 1970
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """As Door.send."""
         self._begin(ticket)
         self._door.send(ticket)
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Door.exchange."""
         self._begin(ticket)
         answer = self._door.exchange(ticket, timeout)
@@ -74,9 +74,8 @@ class TracedDoor:
             self._end(answer)
         return answer
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> Caller | None:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
         """As Door.caller: none, since every ticket is to be seen here."""
-        return None
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -84,6 +83,10 @@ class TracedDoor:
         for answer in answers:
             self._end(answer)
         return answers
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As Door.holds."""
+        return self._door.holds(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch."""
@@ -97,7 +100,14 @@ class TracedDoor:
             self._timings.close()
         self._door.close()
 
-    def _begin(self, ticket: Outgoing) -> None:
+    def forked(self) -> None:
+        """As Door.forked; the spans are the parent's."""
+        self._open.clear()
+        if self._timings is not None:
+            self._timings.close()
+        self._door.forked()
+
+    def _begin(self, ticket: InFlight) -> None:
         if (known := self._open.get(ticket.sequence)) is not None:
             span, _, offset = known
             span.add_event("sent again", {"jurybox.engine": ticket.engine}, ticket.submitted + offset)

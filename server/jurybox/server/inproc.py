@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, CalledRow, Outgoing
+from jurybox.client.doors.door import Answer, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -47,6 +47,7 @@ class InprocDoor:
         self._turn = turn
         self._tickets: deque[bytes] = deque()
         self._answers: list[Answer] = []
+        self._unanswered: set[int] = set()
 
     def collect(self, out: NDArray[Any]) -> int:
         """As the engine's Door.collect."""
@@ -59,21 +60,22 @@ class InprocDoor:
         """As the engine's Door.reply."""
         self._answers.extend(Answer(n, code, message, version, _EPOCH) for n in tickets["sequence"].tolist())
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """As the client's Door.send."""
         t = ticket
+        self._unanswered.add(t.sequence)
         self._tickets.append(
             PACK_TICKET.pack(
                 t.sequence, self._lease, t.deadline, t.submitted, self.lane, t.first, t.rows, 0, t.version, 0
             )
         )
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As the client's Door.exchange."""
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> None:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
         """As the client's Door.caller: `exchange` will do."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
@@ -82,13 +84,21 @@ class InprocDoor:
         while not self._answers and (self._turn() or time.monotonic() < until):
             pass
         answers, self._answers = self._answers, []
+        self._unanswered.difference_update(answer.sequence for answer in answers)
         return answers
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As the client's Door.holds."""
+        return ticket.sequence in self._unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As the client's Door.watch; there is nothing to watch: `receive` computes."""
 
     def close(self) -> None:
         """As the client's Door.close."""
+
+    def forked(self) -> None:
+        """As the client's Door.forked: a child has the engine's core, too, and its clients do not share it."""
 
 
 class InprocServer:

@@ -33,7 +33,7 @@ def x():
 def together(model, x, each=1):
     """Submit x in tickets of `each` rows, so that one turn finds them all, and collect."""
     tickets = [model.submit(x[i : i + each]) for i in range(0, len(x), each)]
-    return np.concatenate([model.result(ticket).outputs for ticket in tickets])
+    return np.concatenate([ticket.result().outputs for ticket in tickets])
 
 
 def test_what_waits_together_is_one_batch(x):
@@ -70,7 +70,7 @@ def test_scattered_rows_and_neighbours_give_the_same_answers():
             scale = np.arange(size_a + size_b, dtype=np.float32)
             a = first.submit({"image": images[:size_a], "scale": scale[:size_a]})
             b = second.submit({"image": images[size_a:], "scale": scale[size_a:]})
-            got = [first.result(a).outputs, second.result(b).outputs]
+            got = [a.result().outputs, b.result().outputs]
             brightness = np.concatenate([part["brightness"] for part in got])
             np.testing.assert_allclose(brightness, images.mean((1, 2, 3)) * scale, rtol=1e-5)
 
@@ -80,7 +80,7 @@ def test_models_share_an_engine_and_take_turns(x):
         a, b = server.model("a"), server.model("b")
         tickets = [(model, k, model.submit(x[i : i + 1]), i) for i in range(8) for model, k in ((a, 2), (b, 3))]
         for model, k, ticket, i in reversed(tickets):
-            np.testing.assert_array_equal(model.result(ticket).outputs[0], k * x[i])
+            np.testing.assert_array_equal(ticket.result().outputs[0], k * x[i])
 
 
 def test_an_expired_ticket_is_not_computed(x):
@@ -88,7 +88,7 @@ def test_an_expired_ticket_is_not_computed(x):
         model = server.model("moody")
         ticket = model.submit(x[:1], timeout=-1.0)
         with pytest.raises(Timeout, match="deadline passed"):
-            model.result(ticket, timeout=5)
+            ticket.result(timeout=5)
 
 
 def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):

@@ -83,7 +83,7 @@ class Grouped:
         self.between_turns()
         models = {i: self.server.model(f"agent{i}") for i in rows}
         tickets = {i: models[i].submit(x) for i, x in rows.items()}
-        return {i: models[i].result(ticket) for i, ticket in tickets.items()}
+        return {i: ticket.result() for i, ticket in tickets.items()}
 
     def wait_for(self, i: int, version: int) -> None:
         def adopted() -> bool:
@@ -183,8 +183,8 @@ def test_a_version_that_is_named_must_be_the_members_newest(make):
     models = [grouped.server.model(f"agent{i}") for i in range(3)]
     tickets = [model.submit(rows(1), version=version) for model, version in zip(models, (1, 1, 0), strict=True)]
     with pytest.raises(Refused, match="version 1 is not held, 0 is"):
-        models[0].result(tickets[0])
-    assert [models[i].result(tickets[i]).version for i in (1, 2)] == [1, 0]
+        tickets[0].result()
+    assert [tickets[i].result().version for i in (1, 2)] == [1, 0]
 
 
 def test_a_member_that_fails_does_not_fail_the_others(make):
@@ -192,9 +192,9 @@ def test_a_member_that_fails_does_not_fail_the_others(make):
     grouped_models = {i: grouped.server.model(f"agent{i}") for i in range(4)}
     tickets = {i: model.submit(rows(6 if i == 2 else 2, i)) for i, model in grouped_models.items()}
     with pytest.raises(ModelFailed, match="'agent2' raised RuntimeError: too many rows"):
-        grouped_models[2].result(tickets[2])
+        tickets[2].result()
     for i in (0, 1, 3):
-        assert_its_own(grouped_models[i].result(tickets[i]), grouped.own[i], rows(2, i))
+        assert_its_own(tickets[i].result(), grouped.own[i], rows(2, i))
     assert grouped.server.engine.board.counters["failed"][0, :4].tolist() == [0, 0, 1, 0]
 
 
@@ -203,7 +203,7 @@ def test_more_rows_than_a_members_batch_holds_are_more_forwards(make):
     models = [grouped.server.model(f"agent{i}") for i in range(3)]
     x = rows(4, 7)
     tickets = [(models[0], models[0].submit(x)) for _ in range(3)] + [(models[1], models[1].submit(x))]
-    replies = [model.result(ticket) for model, ticket in tickets]
+    replies = [ticket.result() for model, ticket in tickets]
     for reply in replies[:3]:
         assert_its_own(reply, grouped.own[0], x)
     assert_its_own(replies[3], grouped.own[1], x)
@@ -220,7 +220,7 @@ def test_a_member_leaves_and_comes_back_and_the_others_keep_what_they_adopted(ma
     engine.remove(1)
     grouped.groups.leave(1)
     with pytest.raises(ModelNotFound, match="'agent1' was unloaded"):
-        waiting.result(ticket)
+        ticket.result()
     x = rows(2)
     replies = grouped.ask({0: x, 2: x})
     assert [replies[i].version for i in (0, 2)] == [0, 1]

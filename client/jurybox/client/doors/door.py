@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,18 +13,40 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 
+UNSENT = -1  # in place of an engine's number
 
-class Outgoing(NamedTuple):
-    """A ticket on its way: which engine in which of its lives, which rows, until when (ns of CLOCK_MONOTONIC)."""
 
-    sequence: int
-    engine: int
-    epoch: int
-    first: int
-    rows: int
-    submitted: int
-    deadline: int
-    version: int
+class InFlight:
+    """A request between the taking of its rows and its answer, in which time the rows are its own.
+
+    Attributes:
+        sequence: its number on its lane, never used again.
+        first, rows: the rows it asks for.
+        deadline, submitted: ns of CLOCK_MONOTONIC.
+        version: of the weights that is asked for; 0: the newest.
+        engine, epoch: where it was sent last; UNSENT.
+        deaths: of engines that it was with.
+        answer: what came back.
+        holder: who wants the answer, where that is not a call that waits for it.
+        waiters: event loops, and what to wake in them when it is answered.
+    """
+
+    __slots__ = ("answer", "deadline", "deaths", "engine", "epoch", "first", "holder", "rows", "sequence", "submitted",
+                 "version", "waiters")  # fmt: skip
+
+    def __init__(self, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
+        self.sequence = sequence
+        self.first = first
+        self.rows = rows
+        self.deadline = deadline
+        self.version = version
+        self.submitted = 0
+        self.engine = UNSENT
+        self.epoch = 0
+        self.deaths = 0
+        self.answer: Answer | None = None
+        self.holder: weakref.ref[Any] | None = None
+        self.waiters: list[Waiter] | None = None
 
 
 class Answer(NamedTuple):
@@ -34,6 +58,9 @@ class Answer(NamedTuple):
     version: int
     epoch: int
 
+
+# A future that is waited for, and its loop.
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 # What a Caller gives where there is no answer's code; the native core has the same.
 NOT_SENT = -1
@@ -52,27 +79,42 @@ def read_reply(frame: bytes, sender: str) -> Answer:
     return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, epoch)
 
 
-# An event loop, and what it is to call when answers may have come.
-Watching = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+class Watching:
+    """An event loop that is told when answers may have come. Made in the loop's thread."""
 
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        self.loop = loop
+        self._arrived = arrived
+        self._thread = threading.get_ident()
+        self._reader = -1
 
-def still(watching: Watching | None) -> Watching | None:
-    """What watches, unless its loop has been closed: asyncio.run has returned, and the client goes on without it."""
-    return watching if watching is not None and not watching[0].is_closed() else None
+    @property
+    def on(self) -> bool:
+        """False once the loop has been closed: asyncio.run has returned, and the client goes on without it."""
+        return not self.loop.is_closed()
 
+    def tell(self) -> None:
+        """Have the loop look for answers, from any thread."""
+        if self._thread == threading.get_ident():
+            self.loop.call_soon(self._arrived)
+        elif self.on:
+            self.loop.call_soon_threadsafe(self._arrived)
 
-class CalledRow(NamedTuple):
-    """A row of the arena that calls use: where its input goes, and its only output, or all of them by name."""
+    def read(self, descriptor: int) -> None:
+        """Tell the loop when the descriptor becomes readable."""
+        self._do(lambda: self.loop.add_reader(descriptor, self._arrived))
 
-    first: int
-    place: NDArray[Any]
-    outputs: NDArray[Any] | dict[str, NDArray[Any]]
+    def unread(self, descriptor: int) -> None:
+        """No longer, since it is about to be closed."""
+        self._do(lambda: self.loop.remove_reader(descriptor))
 
-    def copied(self) -> NDArray[Any] | dict[str, NDArray[Any]]:
-        """The outputs, as they are now."""
-        if isinstance(self.outputs, dict):
-            return {name: array.copy() for name, array in self.outputs.items()}
-        return self.outputs.copy()
+    def _do(self, action: Callable[[], object]) -> None:
+        if not self.on:
+            return
+        if self._thread == threading.get_ident():
+            action()
+        else:
+            self.loop.call_soon_threadsafe(action)
 
 
 class Caller(Protocol):
@@ -90,27 +132,39 @@ class Caller(Protocol):
 class Door(Protocol):
     """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that.
 
+    KeyboardInterrupt may leave any method at any point, and what was returned may be lost with it. Therefore `holds`:
+    a door always knows which tickets it has sent and not seen the answers of.
+
     `send`, `exchange` and `caller` raise TooManyFiles where the way to the engine has to be opened and cannot be.
     """
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """Send without waiting."""
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
-        """Send a ticket while no other is in flight and wait for its answer; None when none came in time."""
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
+        """Send a ticket while no other is waited for and wait for its answer; None when none came in time."""
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> Caller | None:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> Caller | None:
         """What makes whole calls of one row to the only engine there is; None where there are several.
 
         Args:
+            first: the row of the arena.
+            place: where its input goes.
+            outputs: its only output, or all of them by name.
             engine: its record of board.ENGINE, shape (1,); `epoch` is the life of it that is meant.
         """
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Answers that came, after at most `timeout` seconds; empty when none did."""
 
+    def holds(self, ticket: InFlight) -> bool:
+        """Whether the ticket was sent to its engine, in its epoch, and no answer was taken in yet."""
+
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Have `arrived` called in the loop's thread whenever answers may have come."""
+        """Have `arrived` called in the loop's thread whenever answers may have come. Called in that thread."""
 
     def close(self) -> None:
         """Let go; tickets in flight stay unanswered."""
+
+    def forked(self) -> None:
+        """In a forked child: close inherited descriptors, and touch nothing that the parent uses."""

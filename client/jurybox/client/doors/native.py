@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.client.doors.door import LOOK_AFTER, Answer, CalledRow, Outgoing
+from jurybox.client.doors.door import LOOK_AFTER, Answer, InFlight
 from jurybox.protocol.bell import Bell
 from jurybox.protocol.board import Board
-from jurybox.protocol.errors import Code, SharedMemoryError
+from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.segment import sibling
 
 _TURN = 0.002  # seconds to wait for one engine while others may answer as well
@@ -36,41 +38,45 @@ class NativeDoor:
         self._lease = lease
         self._spin_ns = spin_us * 1000
         self._bells: dict[int, _Attached] = {}
-        self._unsent: list[Outgoing] = []
+        self._unsent: list[InFlight] = []
         self._watching: _Watcher | None = None
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """As Door.send. What a full ring does not take is sent when answers have made room."""
         bell = self._bell(ticket.engine, ticket.epoch)
         if bell is None:
             return
-        if bell.client.submit(
+        if not bell.client.submit(
             ticket.sequence, ticket.first, ticket.rows, ticket.submitted, ticket.deadline, ticket.version, ticket.epoch
         ):
-            bell.in_flight += 1
-        else:
             self._unsent.append(ticket)
         if self._watching is not None:
             self._watching.look()
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Door.exchange."""
         bell = self._bell(ticket.engine, ticket.epoch)
         if bell is None:
             return None
-        sequence, _, epoch, first, rows, submitted, deadline, version = ticket
-        answer = bell.client.exchange(sequence, first, rows, submitted, deadline, version, epoch, timeout)
-        if answer is None:
-            bell.in_flight += 1
-            return None
-        sequence, code, version = answer
-        return Answer(sequence, code, "" if code == 0 else bell.client.message(), version, epoch)
+        answer = bell.client.exchange(
+            ticket.sequence,
+            ticket.first,
+            ticket.rows,
+            ticket.submitted,
+            ticket.deadline,
+            ticket.version,
+            ticket.epoch,
+            timeout,
+        )
+        return None if answer is None else Answer(ticket.sequence, *answer, ticket.epoch)
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> native.BellCaller | None:
+    def caller(
+        self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int
+    ) -> native.BellCaller | None:
         """As Door.caller."""
         if len(self._engines) > 1 or (bell := self._bell(0, epoch)) is None:
             return None
-        return native.BellCaller(bell.client, row.place, row.outputs, engine, row.first, epoch, LOOK_AFTER)
+        return native.BellCaller(bell.client, place, outputs, engine, first, epoch, LOOK_AFTER)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -78,7 +84,7 @@ class NativeDoor:
             (only,) = self._bells.values()
             busy = [only]
         else:
-            busy = [bell for bell in self._bells.values() if bell.in_flight]
+            busy = [bell for bell in self._bells.values() if bell.client.in_flight]
         if len(busy) > 1:
             answers = [answer for bell in busy for answer in bell.receive(0.0)]
             if not answers and timeout > 0:
@@ -88,10 +94,17 @@ class NativeDoor:
         else:
             return ()
         if answers and self._unsent:
-            unsent, self._unsent = self._unsent, []
-            for ticket in unsent:
+            waiting, self._unsent = self._unsent, []
+            for ticket in waiting:  # one that an exception keeps from being sent is missed, and sent, by the lane
                 self.send(ticket)
         return answers
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As Door.holds."""
+        bell = self._bells.get(ticket.engine)
+        if bell is None or bell.epoch != ticket.epoch:
+            return False
+        return bell.client.holds(ticket.sequence) or ticket in self._unsent
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch: a thread sleeps on the bells in the loop's stead."""
@@ -103,9 +116,14 @@ class NativeDoor:
         """As Door.close."""
         if self._watching is not None:
             self._watching.stop()
-        for bell in self._bells.values():
+        self.forked()
+
+    def forked(self) -> None:
+        """As Door.forked. The watching thread is the parent's."""
+        self._watching = None
+        bells, self._bells = self._bells, {}
+        for bell in bells.values():
             bell.memory.close()
-        self._bells.clear()
 
     def _bell(self, engine: int, epoch: int) -> _Attached | None:
         bell = self._bells.get(engine)
@@ -135,15 +153,9 @@ class _Attached:
         self.memory = memory
         self.client = client
         self.epoch = epoch
-        self.in_flight = 0
 
     def receive(self, timeout: float) -> list[Answer]:
-        answers = [
-            Answer(sequence, code, "" if code == Code.OK else self.client.message(), version, self.epoch)
-            for sequence, code, version in self.client.receive(timeout)
-        ]
-        self.in_flight -= len(answers)
-        return answers
+        return [Answer(*answer, self.epoch) for answer in self.client.receive(timeout)]
 
 
 class _Watcher:
@@ -156,30 +168,34 @@ class _Watcher:
         self._loop = loop
         self._arrived = arrived
         self._stopped = False
-        self._news = threading.Event()
+        # Queues and not events: a KeyboardInterrupt in the midst of an event's method leaves its lock taken for ever.
+        self._news: SimpleQueue[None] = SimpleQueue()
         threading.Thread(target=self._run, name="jurybox-answers", daemon=True).start()
 
     def look(self) -> None:
         """A ticket was sent: there is something to wait for."""
-        self._news.set()
+        if self._news.empty():
+            self._news.put(None)
 
     def stop(self) -> None:
         self._stopped = True
-        self._news.set()
+        self._news.put(None)
 
     def _run(self) -> None:
         while not self._stopped:
-            self._news.wait(_WATCH)
-            self._news.clear()
-            while busy := [bell for bell in list(self._bells.values()) if bell.in_flight]:
+            with contextlib.suppress(Empty):
+                self._news.get(timeout=_WATCH)
+            while busy := [bell for bell in list(self._bells.values()) if bell.client.in_flight]:
                 came = [bell.client.wait(_TURN if len(busy) > 1 else _WATCH) for bell in busy]
                 if self._stopped or self._loop.is_closed():
                     return
                 if any(came):
-                    taken = threading.Event()
-                    self._loop.call_soon_threadsafe(self._take, taken)
-                    taken.wait(_WATCH)
+                    taken: SimpleQueue[None] = SimpleQueue()
+                    with contextlib.suppress(RuntimeError):  # the loop was closed just now
+                        self._loop.call_soon_threadsafe(self._take, taken)
+                    with contextlib.suppress(Empty):
+                        taken.get(timeout=_WATCH)
 
-    def _take(self, taken: threading.Event) -> None:
+    def _take(self, taken: SimpleQueue[None]) -> None:
         self._arrived()
-        taken.set()
+        taken.put(None)

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
-from jurybox.client.doors.door import (
-    LOOK_AFTER,
-    NOT_ANSWERED,
-    NOT_SENT,
-    Answer,
-    CalledRow,
-    Outgoing,
-    Watching,
-    read_reply,
-    still,
-)
+from jurybox.client.control import new_socket
+from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, InFlight, Watching, read_reply
 from jurybox.protocol.board import EngineState
-from jurybox.protocol.descriptors import remedy
-from jurybox.protocol.errors import ProtocolMismatch, TooManyFiles
+from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -33,6 +25,7 @@ _SERVING = int(EngineState.SERVING)
 _HEAD = len(PREFIX) + PACK_REPLY.size
 _SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
 _OK = bytes(4)
+_WAITING = (0,)  # flags of one receive that waits
 
 
 class ZmqDoor:
@@ -49,81 +42,93 @@ class ZmqDoor:
         self._addresses = addresses
         self._lane = lane
         self._lease = lease
-        self._sockets: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # engine -> (epoch, socket)
+        self._engines: dict[int, _Attached] = {}
         self._poller = zmq.Poller()
         self._watching: Watching | None = None
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """As Door.send."""
-        sequence, _, epoch, first, rows, submitted, deadline, version = ticket
         record = PACK_TICKET.pack(
-            sequence, self._lease, deadline, submitted, self._lane, first, rows, 0, version, epoch
+            ticket.sequence,
+            self._lease,
+            ticket.deadline,
+            ticket.submitted,
+            self._lane,
+            ticket.first,
+            ticket.rows,
+            0,
+            ticket.version,
+            ticket.epoch,
         )
-        Bare.send(self._socket(ticket.engine, epoch), PREFIX + record)
-        if (watching := still(self._watching)) is not None:
+        self._attached(ticket.engine, ticket.epoch).send(ticket.sequence, PREFIX + record)
+        if (watching := self._watching) is not None and watching.on:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
-            watching[0].call_soon(watching[1])
+            watching.tell()
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Door.exchange."""
         self.send(ticket)
-        socket = self._sockets[ticket.engine][1]
-        if timeout < LOOK_AFTER and not socket.poll(int(timeout * 1000 + 0.999)):
+        engine = self._engines[ticket.engine]
+        if timeout < LOOK_AFTER and not engine.socket.poll(int(timeout * 1000 + 0.999)):
             return None
-        try:
-            # The socket's own time-out: one call where polling first would be two.
-            return read_reply(Bare.recv(socket), "an engine")
-        except zmq.Again:
-            return None
+        engine.receive_one()
+        for answer in engine.answers():
+            if answer.sequence in (ticket.sequence, 0):
+                return answer
+        return None
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> _Caller | None:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> _Caller | None:
         """As Door.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._socket(0, epoch), self._lane, self._lease, row, engine, epoch)
+        return _Caller(self._attached(0, epoch), self._lane, self._lease, first, place, outputs, engine)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
+        engines = list(self._engines.values())
+        if timeout and not any(engine.arrived for engine in engines):
+            if len(engines) == 1:
+                if not engines[0].socket.poll(int(timeout * 1000 + 0.999)):
+                    return ()
+            else:
+                self._poller.poll(int(timeout * 1000 + 0.999))
         answers: list[Answer] = []
-        if len(self._sockets) == 1:
-            ((_, socket),) = self._sockets.values()
-            if timeout and not socket.poll(int(timeout * 1000 + 0.999)):
-                return ()
-            ready = [socket]
-        else:
-            ready = [socket for socket, _ in self._poller.poll(int(timeout * 1000 + 0.999))]
-        for socket in ready:
-            try:
-                while True:
-                    answers.append(read_reply(Bare.recv(socket, _NOBLOCK), "an engine"))
-            except zmq.Again:
-                continue
+        for engine in engines:
+            engine.receive()
+            answers += engine.answers()
         return answers
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As Door.holds."""
+        engine = self._engines.get(ticket.engine)
+        return engine is not None and engine.epoch == ticket.epoch and ticket.sequence in engine.unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch."""
-        if self._watching is None or self._watching[0] is not loop:
-            self._watching = (loop, arrived)
-            for _, socket in self._sockets.values():
-                loop.add_reader(_descriptor(socket), arrived)
+        earlier = self._watching
+        if earlier is None or earlier.loop is not loop:
+            self._watching = watching = Watching(loop, arrived)
+            for engine in self._engines.values():
+                if earlier is not None:
+                    earlier.unread(engine.descriptor)
+                watching.read(engine.descriptor)
 
     def close(self) -> None:
         """As Door.close."""
-        for engine in list(self._sockets):
+        for engine in list(self._engines):
             self._drop(engine)
 
-    def _socket(self, engine: int, epoch: int) -> zmq.Socket[bytes]:
-        known = self._sockets.get(engine)
-        return known[1] if known is not None and known[0] == epoch else self._open(engine, epoch)
+    def forked(self) -> None:
+        """As Door.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
+        self._engines, self._watching = {}, None
 
-    def _open(self, engine: int, epoch: int) -> zmq.Socket[bytes]:
+    def _attached(self, engine: int, epoch: int) -> _Attached:
+        known = self._engines.get(engine)
+        return known if known is not None and known.epoch == epoch else self._open(engine, epoch)
+
+    def _open(self, engine: int, epoch: int) -> _Attached:
         self._drop(engine)
-        try:
-            socket = self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            raise TooManyFiles(f"no socket to engine {engine}: {remedy()}") from error
+        socket = new_socket(self._context, f"to engine {engine}")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         socket.setsockopt(zmq.RCVTIMEO, int(LOOK_AFTER * 1000))
@@ -132,20 +137,70 @@ class ZmqDoor:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.connect(self._addresses[engine])
         self._poller.register(socket, zmq.POLLIN)
-        self._sockets[engine] = (epoch, socket)
-        if (watching := still(self._watching)) is not None:
-            watching[0].add_reader(_descriptor(socket), watching[1])
-        return socket
+        self._engines[engine] = attached = _Attached(socket, epoch)
+        if self._watching is not None:
+            self._watching.read(attached.descriptor)
+        return attached
 
     def _drop(self, engine: int) -> None:
-        known = self._sockets.pop(engine, None)
+        known = self._engines.pop(engine, None)
         if known is None:
             return
-        socket = known[1]
-        if (watching := still(self._watching)) is not None:
-            watching[0].remove_reader(_descriptor(socket))
-        self._poller.unregister(socket)
-        socket.close()
+        if self._watching is not None:
+            self._watching.unread(known.descriptor)
+        self._poller.unregister(known.socket)
+        known.socket.close()
+
+
+class _Attached:
+    """The socket to one engine in one of its lives.
+
+    Sending and taking in are each one call of C that notes what it did, so that no KeyboardInterrupt falls between a
+    message and the note of it.
+
+    Attributes:
+        unanswered: sequence numbers of what was sent and is not answered.
+        arrived: frames that were taken in and not read.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
+        self.socket = socket
+        self.epoch = epoch
+        self.descriptor = int(socket.getsockopt(zmq.FD))
+        self.unanswered: dict[int, object] = {}
+        self.arrived: deque[bytes] = deque()
+        self._send = partial(Bare.send, socket)
+        self._receive = partial(Bare.recv, socket)
+        self._receive_now = partial(Bare.recv, socket, _NOBLOCK)
+
+    def send(self, sequence: int, frame: bytes) -> None:
+        """Send a ticket's frame."""
+        self.unanswered.update(zip((sequence,), map(self._send, (frame,)), strict=False))
+
+    def receive_one(self) -> None:
+        """Wait LOOK_AFTER at most for a frame."""
+        with contextlib.suppress(zmq.Again):
+            # The socket's own time-out: one call where polling first would be two.
+            self.arrived.extend(map(self._receive, _WAITING))
+
+    def receive(self) -> None:
+        """Take in every frame that is there."""
+        with contextlib.suppress(zmq.Again):
+            self.arrived.extend(iter(self._receive_now, None))
+
+    def answers(self) -> list[Answer]:
+        """What the frames say that were taken in."""
+        answers: list[Answer] = []
+        while self.arrived:
+            try:
+                answer = read_reply(self.arrived[0], "an engine")
+            except ProtocolMismatch:
+                self.arrived.popleft()
+                raise
+            answers.append(answer)
+            self.unanswered.pop(answer.sequence, None)
+            self.arrived.popleft()
+        return answers
 
 
 class _Caller:
@@ -153,57 +208,52 @@ class _Caller:
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
+        engine: _Attached,
         lane: int,
         lease: int,
-        row: CalledRow,
-        engine: NDArray[Any],
-        epoch: int,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        record: NDArray[Any],
     ) -> None:
-        self._socket = socket
+        self._engine = engine
+        self._socket = engine.socket
         self._lane = lane
         self._lease = lease
-        self._outputs = row.outputs
-        self._first = row.first
-        self._place = row.place
-        self._states = engine["state"]
-        self._epochs = engine["epoch"]
-        self._epoch = epoch
+        self._first = first
+        self._place = place
+        self._outputs = outputs
+        self._states = record["state"]
+        self._epochs = record["epoch"]
         self._message = ""
 
     def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
         """As Caller."""
-        epoch, socket = self._epoch, self._socket
+        engine = self._engine
+        epoch, arrived = engine.epoch, engine.arrived
         if self._epochs.item(0) != epoch or self._states.item(0) != _SERVING:
             return NOT_SENT
         self._place[...] = row
         now = time.monotonic_ns()
         deadline = now + int(seconds * 1e9)
         record = PACK_TICKET.pack(sequence, self._lease, deadline, now, self._lane, self._first, 1, 0, 0, epoch)
-        Bare.send(socket, PREFIX + record)
-        if seconds < LOOK_AFTER and not socket.poll(int(seconds * 1000 + 0.999)):
+        engine.send(sequence, PREFIX + record)
+        if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
             return NOT_ANSWERED
-        try:
-            frame = Bare.recv(socket)  # the socket's own time-out: one call where polling first would be two
-        except zmq.Again:
-            return NOT_ANSWERED
-        if frame[_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little") or frame[_CODE] != _OK:
-            return self._failure(read_reply(frame, "an engine"), sequence)
+        engine.receive_one()
+        if len(arrived) != 1 or arrived[0][_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little"):
+            return NOT_ANSWERED  # yet: what came is read where the answer is waited for
+        if arrived[0][_CODE] != _OK:
+            (answer,) = engine.answers()
+            self._message = answer.message
+            return answer.code
+        del engine.unanswered[sequence]
+        arrived.clear()
         outputs = self._outputs
         if type(outputs) is dict:
             return {name: array.copy() for name, array in outputs.items()}
         return outputs.copy()
 
-    def _failure(self, answer: Answer, sequence: int) -> int:
-        if answer.sequence != sequence:
-            raise ProtocolMismatch(f"ticket {sequence} was sent, and answered was {answer.sequence}: {answer.message}")
-        self._message = answer.message
-        return answer.code
-
     def message(self) -> str:
         """As Caller."""
         return self._message
-
-
-def _descriptor(socket: zmq.Socket[bytes]) -> int:
-    return int(socket.getsockopt(zmq.FD))

@@ -9,18 +9,21 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from jurybox.client import control
 from jurybox.client.remote.curve import Keys
 from jurybox.protocol.board import ENGINE, EngineState
+from jurybox.protocol.descriptors import require
 
 MOST_BYTES = 1 << 30  # of a frame that a server may send
 _PATIENCE = 10.0  # seconds without a connection after which the server counts as gone
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
+_FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
     """A DEALER that reconnects by itself, under the same identity, and notices a host that has vanished."""
-    socket = context.socket(zmq.DEALER)
+    socket = control.new_socket(context)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -57,16 +60,34 @@ class Connection:
 
     Attributes:
         engines: one record of board.ENGINE.
+        torn: set while a message of several frames is sent or taken in. Who finds it set knows that this was broken
+            off, by a KeyboardInterrupt perhaps, and renews the connection.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
-        self.socket = new_socket(context, keys, new_identity())
-        self._events = self.socket.get_monitor_socket(_EVENTS)
-        self.socket.connect(address)
+        self._context = context
+        self._address = address
+        self._keys = keys
         self.engines = np.zeros(1, ENGINE)
         self.engines["state"], self.engines["epoch"] = EngineState.SERVING, 1
+        self.torn = False
+        self._open()
+
+    def _open(self) -> None:
+        require(_FILES, f"a connection to {self._address}")
         # It does not stand yet. Of a server that ends before it ever does, libzmq tells nothing.
         self._broken_at: float | None = time.monotonic()
+        self.socket = new_socket(self._context, self._keys, new_identity())
+        self._events = self.socket.get_monitor_socket(_EVENTS)
+        self.socket.connect(self._address)
+
+    def renew(self) -> None:
+        """Break the connection and make another: what was on its way is sent again, in the next epoch."""
+        self.close()
+        self.engines["epoch"] += 1
+        self.engines["state"] = EngineState.SERVING
+        self._open()
+        self.torn = False
 
     @property
     def epoch(self) -> int:
@@ -74,7 +95,8 @@ class Connection:
 
     def server_lives(self) -> bool:
         """As Board.server_lives: whether the connection stands, or began or broke only a moment ago."""
-        while self._events.poll(0):
+        while not self.torn and self._events.poll(0):
+            self.torn = True
             stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if not stands and self._broken_at is None:
                 self._broken_at = time.monotonic()
@@ -82,10 +104,12 @@ class Connection:
             if stands:
                 self._broken_at = None
             self.engines["state"] = EngineState.SERVING if stands else EngineState.ABSENT
+            self.torn = False
         return self._broken_at is None or time.monotonic() - self._broken_at < _PATIENCE
 
     def close(self) -> None:
         """Close the socket; what was not sent yet is dropped."""
-        self.socket.disable_monitor()
+        if not self.socket.closed:
+            self.socket.disable_monitor()
         self._events.close()
         self.socket.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from jurybox.protocol import forks
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 
 CODE = "jurybox-code"  # trailing metadata: the number in errors.Code, of which several share a status of gRPC's
@@ -49,6 +51,38 @@ _MEANING = {
 _BY_STATUS = {row.grpc: code for code, row in reversed(TABLE.items())}
 
 
+class _Core:
+    """gRPC's core in this process: its threads do not survive a fork, and calls in the child would wait for them."""
+
+    def __init__(self) -> None:
+        self.forked = False
+        self._channels: weakref.WeakSet[grpc.Channel] = weakref.WeakSet()
+        self._used = False
+        self._parents: list[grpc.Channel] = []
+        forks.register(self)
+
+    def using(self, channel: grpc.Channel) -> grpc.Channel:
+        """Note that a channel was made."""
+        self._used = True
+        self._channels.add(channel)
+        return channel
+
+    def check(self) -> None:
+        """Raises Refused where the core is a parent's."""
+        if self.forked:
+            raise Refused(
+                "gRPC cannot be used in a process forked from one that has used it: start this process with spawn or "
+                "forkserver, connect for the first time in the child, or use the server's ipc:// or tcp:// address"
+            )
+
+    def _after_fork_in_child(self) -> None:
+        self.forked = self._used
+        self._parents = list(self._channels)  # kept: collected, they would be closed by threads that are not here
+
+
+CORE = _Core()
+
+
 def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channel:
     """A channel to grpc://host:port, or with TLS to grpcs://host:port.
 
@@ -56,8 +90,13 @@ def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channe
         tls_ca: the authority's certificate, a PEM file or what stands in one; JURYBOX_TLS_CA without it.
 
     Raises:
-        Refused: there is no such file.
+        Refused: there is no such file, or this process was forked from one that has used gRPC.
     """
+    CORE.check()
+    return CORE.using(_open(address, tls_ca))
+
+
+def _open(address: str, tls_ca: str | bytes | None) -> grpc.Channel:
     scheme, _, where = address.partition("://")
     if scheme == "grpc":
         return grpc.insecure_channel(where, _OPTIONS)

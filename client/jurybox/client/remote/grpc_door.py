@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -13,13 +14,15 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, CalledRow, Outgoing, Watching, still
+from jurybox.client.doors.door import Answer, InFlight, Watching
 from jurybox.client.remote.grpc_channel import failure
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.board import ENGINE, EngineState
 from jurybox.protocol.errors import Code
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec
+
+_parents: list[Any] = []  # in a forked child: what gRPC would try to end in its parent's name, were it collected
 
 
 class Gateway:
@@ -48,12 +51,13 @@ class GrpcDoor:
         self._metadata = metadata
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, grpc.Future] = {}
-        self._done: deque[tuple[Outgoing, grpc.Future]] = deque()  # filled by gRPC's threads
-        self._news = threading.Condition()
+        self._calls: dict[int, grpc.Future] = {}  # by sequence: what is answered by any other is not wanted any more
+        self._done: deque[tuple[InFlight, grpc.Future]] = deque()  # filled by gRPC's threads
+        self._news = threading.Lock()  # released when something was put there; not an event, whose own lock a
+        self._news.acquire()  # KeyboardInterrupt can leave taken
         self._watching: Watching | None = None
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """As Door.send."""
         request = pb.ModelInferRequest(
             model_name=self._spec.name, model_version=str(ticket.version) if ticket.version else ""
@@ -67,47 +71,62 @@ class GrpcDoor:
         self._calls[ticket.sequence] = call
         call.add_done_callback(lambda done: self._arrived(ticket, done))
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Door.exchange."""
         self.send(ticket)
-        answers = self.receive(timeout)
-        return answers[0] if answers else None
+        until = time.monotonic() + timeout
+        while (left := until - time.monotonic()) > 0:
+            for answer in self.receive(left):
+                if answer.sequence == ticket.sequence:
+                    return answer  # nothing else is waited for
+        return None
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> None:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
         """As Door.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
         until = time.monotonic() + timeout
-        with self._news:
-            while not self._done and (left := until - time.monotonic()) > 0:
-                self._news.wait(left)
-            done = list(self._done)
-            self._done.clear()
-        return [self._read(ticket, call) for ticket, call in done]
+        while not self._done and (left := until - time.monotonic()) > 0:
+            self._news.acquire(timeout=left)
+        answers: list[Answer] = []
+        while self._done:
+            ticket, call = self._done[0]
+            if self._calls.get(ticket.sequence) is call:
+                answers.append(self._read(ticket, call))
+                del self._calls[ticket.sequence]
+            self._done.popleft()
+        return answers
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As Door.holds."""
+        return ticket.sequence in self._calls
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch."""
-        self._watching = (loop, arrived)
+        self._watching = Watching(loop, arrived)
 
     def close(self) -> None:
-        """As Door.close."""
-        self._watching = None
-        for call in list(self._calls.values()):
-            call.cancel()
-        self._calls.clear()
+        """As Door.close. Calls go on until they are answered or the channel ends: a garbage collector, which may close
+        this in the midst of anything, must take none of gRPC's locks.
+        """
+        self._watching, self._calls = None, {}
 
-    def _arrived(self, ticket: Outgoing, call: grpc.Future) -> None:
+    def forked(self) -> None:
+        """As Door.forked: gRPC's calls are the parent's."""
+        _parents.append((self._ask, self._calls, self._done))
+        self._watching, self._calls, self._done = None, {}, deque()
+
+    def _arrived(self, ticket: InFlight, call: grpc.Future) -> None:
         """In one of gRPC's threads."""
-        with self._news:
-            self._done.append((ticket, call))
-            self._news.notify_all()
-        if (watching := still(self._watching)) is not None:
-            watching[0].call_soon_threadsafe(watching[1])
+        self._done.append((ticket, call))
+        with contextlib.suppress(RuntimeError):  # it is released
+            self._news.release()
+        if (watching := self._watching) is not None and watching.on:
+            with contextlib.suppress(RuntimeError):  # its loop was closed just now
+                watching.tell()
 
-    def _read(self, ticket: Outgoing, call: Any) -> Answer:
-        self._calls.pop(ticket.sequence, None)
-
+    def _read(self, ticket: InFlight, call: Any) -> Answer:
         def answer(code: int, message: str, version: int = 0) -> Answer:
             return Answer(ticket.sequence, code, message, version, ticket.epoch)
 

@@ -9,7 +9,7 @@ import grpc
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Transfer, spec_of
-from jurybox.client.remote.grpc_channel import open_channel, raised, token_metadata
+from jurybox.client.remote.grpc_channel import CORE, open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_door import Gateway, GrpcDoor
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
@@ -56,7 +56,8 @@ class GrpcLink:
     def close(self) -> None:
         """As Link.close."""
         self.closed = True
-        self._channel.close()
+        if not CORE.forked:
+            self._channel.close()
 
     def models(self, timeout: float) -> list[str]:
         """As Link.models."""
@@ -103,6 +104,7 @@ class GrpcLink:
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> RemotePublisher:
         """As Link.publisher."""
+        CORE.check()
         return RemotePublisher(
             self._channel,
             name,
@@ -114,6 +116,7 @@ class GrpcLink:
 
     def weights(self, name: str, timeout: float) -> RemoteWeightsReader:
         """As Link.weights."""
+        CORE.check()
         return RemoteWeightsReader(self._channel, name, metadata=tuple(self._metadata), timeout=timeout)
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
@@ -135,6 +138,7 @@ class GrpcLink:
         return self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
 
     def _call(self, method: str, request: Any, timeout: float) -> Any:
+        CORE.check()
         try:
             return getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:

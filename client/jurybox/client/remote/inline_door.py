@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, CalledRow, Outgoing, Watching, read_reply, still
+from jurybox.client.doors.door import Answer, InFlight, Watching, read_reply
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol.errors import Code, ProtocolMismatch
@@ -21,6 +21,10 @@ from jurybox.protocol.wire import PACK_TICKET, PREFIX
 class InlineDoor:
     """As Door, to the relay of a tcp:// server.
 
+    A message has several frames, each sent and taken in by a call of its own. So whatever breaks off in the midst of
+    one, such as a KeyboardInterrupt, costs the connection: the lane sends its tickets again over the next, and the
+    relay, which knows them by their numbers, computes none twice.
+
     Args:
         rows: where tickets find their inputs and answers leave their outputs.
         lease: the relay's name for the lane.
@@ -28,67 +32,112 @@ class InlineDoor:
 
     def __init__(self, connection: Connection, rows: RowsHere, lease: int) -> None:
         self._connection = connection
-        self._socket = connection.socket
         self._rows = rows
         self._lease = lease
         self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this epoch
         self._epoch = connection.epoch
         self._watching: Watching | None = None
+        self._watched = -1  # descriptor that the loop reads
 
-    def send(self, ticket: Outgoing) -> None:
+    def send(self, ticket: InFlight) -> None:
         """As Door.send."""
-        sequence, _, epoch, first, rows, now, deadline, version = ticket
-        if epoch != self._epoch:  # what was sent over the broken connection may be answered, to rows that others hold
+        self._mend()
+        if ticket.epoch != self._epoch:  # what was sent over the broken connection may be answered, to others' rows
             self._in_flight.clear()
-            self._epoch = epoch
-        left = max(1, deadline - now)  # the clock of another host says nothing here
-        record = PACK_TICKET.pack(sequence, self._lease, left, 0, 0, first, rows, 0, version, epoch)
+            self._epoch = ticket.epoch
+        if ticket.epoch != self._connection.epoch:
+            return  # it broke just now: the lane's next look finds that
+        first, rows = ticket.first, ticket.rows
+        left = max(1, ticket.deadline - time.monotonic_ns())  # the clock of another host says nothing here
+        record = PACK_TICKET.pack(
+            ticket.sequence, self._lease, left, 0, 0, first, rows, 0, ticket.version, ticket.epoch
+        )
         parts: list[Any] = [PREFIX + record]
         parts += [np.ascontiguousarray(array[first : first + rows]) for array in self._rows.inputs.values()]
-        self._in_flight[sequence] = (first, rows)
+        self._connection.torn = True
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            self._connection.socket.send_multipart(parts, zmq.NOBLOCK)
+            self._in_flight[ticket.sequence] = (first, rows)
         except zmq.Again:
-            del self._in_flight[sequence]  # nothing moves any more: the lane's next look finds the connection broken
-        if (watching := still(self._watching)) is not None:
+            pass  # nothing moves any more: the lane's next look finds the connection broken
+        self._connection.torn = False
+        if (watching := self._watching) is not None and watching.on:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
-            watching[0].call_soon(watching[1])
+            watching.tell()
 
-    def exchange(self, ticket: Outgoing, timeout: float) -> Answer | None:
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Door.exchange."""
         self.send(ticket)
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
-            if answers := self.receive(left):
-                return answers[0]  # nothing else is in flight
+            for answer in self.receive(left):
+                if answer.sequence in (ticket.sequence, 0):
+                    return answer  # nothing else is waited for
         return None
 
-    def caller(self, row: CalledRow, engine: NDArray[Any], epoch: int) -> None:
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
         """As Door.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
-        if timeout and not self._socket.poll(int(timeout * 1000 + 0.999)):
+        self._mend()
+        socket = self._connection.socket
+        if timeout and not socket.poll(int(timeout * 1000 + 0.999)):
             return ()
         answers: list[Answer] = []
-        try:
-            while True:
-                if (answer := self._read(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))) is not None:
-                    answers.append(answer)
-        except zmq.Again:
-            return answers
+        while True:
+            self._connection.torn = True
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._connection.torn = False
+                return answers
+            try:
+                answer = self._read(frames)
+            except ProtocolMismatch:
+                self._connection.torn = False
+                raise
+            self._connection.torn = False
+            if answer is not None:
+                answers.append(answer)
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As Door.holds."""
+        return ticket.epoch == self._epoch and ticket.sequence in self._in_flight
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch."""
-        if self._watching is None or self._watching[0] is not loop:
-            self._watching = (loop, arrived)
-            loop.add_reader(int(self._socket.getsockopt(zmq.FD)), arrived)
+        earlier = self._watching
+        if earlier is None or earlier.loop is not loop:
+            if earlier is not None:
+                earlier.unread(self._watched)
+            self._watching = Watching(loop, arrived)
+            self._watch_socket()
 
     def close(self) -> None:
         """As Door.close."""
-        if (watching := still(self._watching)) is not None:
-            watching[0].remove_reader(int(self._socket.getsockopt(zmq.FD)))
+        if self._watching is not None:
+            self._watching.unread(self._watched)
         self._connection.close()
+
+    def forked(self) -> None:
+        """As Door.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
+        self._watching = None
+
+    def _mend(self) -> None:
+        """Begin anew where an earlier message was broken off."""
+        if not self._connection.torn:
+            return
+        if self._watching is not None:
+            self._watching.unread(self._watched)
+        self._connection.renew()
+        if self._watching is not None:
+            self._watch_socket()
+
+    def _watch_socket(self) -> None:
+        assert self._watching is not None
+        self._watched = int(self._connection.socket.getsockopt(zmq.FD))
+        self._watching.read(self._watched)
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
         """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""

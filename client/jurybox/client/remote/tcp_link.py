@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-from typing import NoReturn
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-import zmq
-
-from jurybox.client.control import Control
+from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, Transfer, spec_of
 from jurybox.client.remote.connection import Connection, new_identity, open_socket
 from jurybox.client.remote.curve import Keys
 from jurybox.client.remote.inline_door import InlineDoor
 from jurybox.client.remote.rows_here import RowsHere, out_of_reach
-from jurybox.protocol.control_pb2 import ReleaseRequest
-from jurybox.protocol.descriptors import require
+from jurybox.protocol.control_pb2 import ControlReply, ReleaseRequest
 from jurybox.protocol.errors import Error, ServerGone
 from jurybox.protocol.spec import ModelSpec
 
-_FILES_OF_A_LINK = 16  # libzmq's threads and sockets; some at once only
 _ATTEMPT = 3.0  # seconds for one connection of those tried until the first answer
 
 
@@ -38,28 +34,20 @@ class TcpLink(ControlLink):
     def __init__(self, address: str, keys: Keys | None, timeout: float) -> None:
         self._address = address
         self._keys = keys
-        self._lock = threading.Lock()
-        require(_FILES_OF_A_LINK, "connecting to a server")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        identity = new_identity()  # one for all its sockets: leases are the client's that bears it
+        super().__init__(self._control_anew())
+        self._left: deque[ReleaseRequest] = deque()  # leases of lanes that were lost without a word
         try:
-            super().__init__(
-                Control(self._context, address, lambda: open_socket(self._context, address, keys, identity)),
-                os.getpid(),
-            )
             self._greet(timeout)
         except BaseException:
-            self._context.destroy(linger=0)
+            self.close()
             raise
-
-    @property
-    def closed(self) -> bool:
-        return self._context.closed
 
     def close(self) -> None:
         """As Link.close."""
-        self._control.close()
-        self._context.destroy(linger=0)
+        if self._wires is not None:
+            self._control.close()
+        self._unwire()
+        self._closed = True
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> NoReturn:
         """As Link.publisher: there is none over tcp://."""
@@ -74,18 +62,54 @@ class TcpLink(ControlLink):
         deadline = time.monotonic() + timeout
         with self._lock:
             lease = self._grant(name, rows, deadline, timeout)
-            spec = spec_of(lease.model)
-            memory = RowsHere(spec, lease.rows)
-            connection = Connection(self._context, self._address, self._keys)
-
-        def give_back() -> None:
-            # Unanswered, the server still notices when the connection ends.
-            with contextlib.suppress(Error):
-                self._call(1.0, release=ReleaseRequest(lane=lease.lane, lease=lease.lease))
-
-        door = InlineDoor(connection, memory, lease.lease)
-        lane = Lane(name, connection, memory, door, lease.lease, 0, lease.rows, give_back, far=True)
+            request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
+            left = self._left
+            try:
+                spec = spec_of(lease.model)
+                memory = RowsHere(spec, lease.rows)
+                assert self._wires is not None
+                connection = Connection(self._wires.context, self._address, self._keys)
+                door = InlineDoor(connection, memory, lease.lease)
+                lane = Lane(
+                    name,
+                    connection,
+                    memory,
+                    door,
+                    lease.lease,
+                    0,
+                    lease.rows,
+                    lambda: self._release(request),
+                    leave=lambda: left.append(request),
+                    far=True,
+                )
+            except BaseException:
+                left.append(request)
+                raise
         return lane, spec, lease.model.max_batch
+
+    def _after_fork_in_child(self) -> None:
+        super()._after_fork_in_child()
+        self._left = deque()
+        self._open_control = self._control_anew()
+
+    def _control_anew(self) -> Callable[[Wires], Control]:
+        """One identity for all its sockets, since leases are the client's that bears it; another in a forked child."""
+        address, keys, identity = self._address, self._keys, new_identity()
+        return lambda wires: Control(
+            wires.context, address, lambda: open_socket(wires.context, address, keys, identity)
+        )
+
+    def _release(self, request: ReleaseRequest) -> None:
+        # Unanswered, the server still notices when the connection ends.
+        with contextlib.suppress(Error):
+            if not self._closed:
+                self._control.call(1.0, release=request)
+
+    def _call(self, timeout: float, **request: Any) -> ControlReply:
+        while self._left:
+            self._release(self._left[0])
+            self._left.popleft()
+        return super()._call(timeout, **request)
 
     def _greet(self, timeout: float) -> None:
         until = time.monotonic() + timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from jurybox.client.lane import Lane, Ticket
+from jurybox.client.doors.door import InFlight
+from jurybox.client.lane import Lane
 from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 
@@ -42,7 +44,7 @@ class HeldLane:
         self.owner = owner
         self._first = first
         self._rows = rows
-        self._in_flight: dict[int, tuple[InlineTicket, Ticket]] = {}
+        self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
         self._busy = np.zeros(rows, np.bool_)
 
     @property
@@ -88,7 +90,7 @@ class HeldLane:
         self._busy[first:end] = True
         self._in_flight[ticket.sequence] = (
             ticket,
-            self.lane.submit(start, ticket.rows, deadline, ticket.version),
+            self.lane.submit(start, ticket.rows, deadline, ticket.version, weakref.ref(self)),
         )
 
     def answers(self) -> list[list[Any]]:
@@ -106,7 +108,7 @@ class HeldLane:
         self._in_flight.clear()
         self.lane.close()
 
-    def _reply(self, came: InlineTicket, sent: Ticket) -> list[Any]:
+    def _reply(self, came: InlineTicket, sent: InFlight) -> list[Any]:
         del self._in_flight[came.sequence]
         self._busy[came.first : came.first + came.rows] = False
         answer = sent.answer

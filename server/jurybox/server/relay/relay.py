@@ -82,7 +82,7 @@ class Relay:
         self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
         for number, held in list(self._lanes.items()):
             if self._missing.get(held.owner, 0) >= _MISSED:
-                self._report("remote client gone, rows given back", rows=held.lane.free.total)
+                self._report("remote client gone, rows given back", rows=held.lane.rows)
                 self._drop(number)
         long_ago = time.monotonic() - _CALL_TIMEOUT
         self._calls = {number: call for number, call in self._calls.items() if call[0] > long_ago}

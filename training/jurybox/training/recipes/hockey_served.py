@@ -276,13 +276,13 @@ class ServedPolicies:
         asked = self._asked[half]
         for (players, shown), ticket in zip(asked.past, asked.theirs, strict=True):
             try:
-                found: Rows = self._past[half].result(ticket, _ANSWER).outputs
+                found: Rows = ticket.result(_ANSWER).outputs
             except Refused:  # not held: the server is another than the one that had it
                 found = self._pool.actor(f"pool:{players[0].version}")(shown)
             for player, action in zip(players, found, strict=True):
                 player.action = action
         assert asked.ticket is not None
-        reply = self._model.result(asked.ticket, _ANSWER)
+        reply = asked.ticket.result(_ANSWER)
         if self._late(reply):
             self.held_back += 1
             until = time.monotonic() + _ADOPTED

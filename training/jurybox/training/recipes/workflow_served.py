@@ -69,7 +69,7 @@ class ServedPolicy:
         assert self._published is not None
         until = time.monotonic() + self._patience
         while True:
-            reply = self._model.result(self._model.submit(observations), timeout=30.0)
+            reply = self._model.submit(observations).result(timeout=30.0)
             if self._adopted or reply.version >= self._published[1]:
                 self._adopted = True
                 return reply.outputs

@@ -191,7 +191,7 @@ class Together:
         else:
             inputs = {name: np.concatenate([asked.inputs[name] for asked in taken]) for name in first.inputs}
         seconds = max(asked.until for asked in taken) - time.monotonic()
-        reply = await self._model.infer_async(inputs, timeout=seconds, version=first.version)
+        reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
         outputs = reply.outputs if len(self._outputs) > 1 else {self._outputs[0]: reply.outputs}
         at = 0
         for asked in taken:
