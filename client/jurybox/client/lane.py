@@ -430,6 +430,7 @@ class Lane:
         self._let_go.detach()
         self._door.forked()
         self._arena.close()
+        del self._board, self._states, self._epochs, self._waits  # and with them the mapping
 
 
 def _let_go(pid: int, door: Door, arena: RowMemory, leave: Callable[[], None]) -> None:

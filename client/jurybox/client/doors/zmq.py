@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from zmq.backend import Socket as Bare  # its methods without what zmq.Socket ad
 from jurybox.client.control import new_socket
 from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, InFlight, Watching, read_reply
 from jurybox.protocol.board import EngineState
-from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -26,6 +27,7 @@ _HEAD = len(PREFIX) + PACK_REPLY.size
 _SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
 _OK = bytes(4)
 _WAITING = (0,)  # flags of one receive that waits
+_COMPUTED = (Code.OK, Code.MODEL_FAILED)
 
 
 class ZmqDoor:
@@ -48,19 +50,8 @@ class ZmqDoor:
 
     def send(self, ticket: InFlight) -> None:
         """As Door.send."""
-        record = PACK_TICKET.pack(
-            ticket.sequence,
-            self._lease,
-            ticket.deadline,
-            ticket.submitted,
-            self._lane,
-            ticket.first,
-            ticket.rows,
-            0,
-            ticket.version,
-            ticket.epoch,
-        )
-        self._attached(ticket.engine, ticket.epoch).send(ticket.sequence, PREFIX + record)
+        t = ticket
+        self._attached(t.engine, t.epoch).send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
         if (watching := self._watching) is not None and watching.on:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
             watching.tell()
@@ -81,7 +72,7 @@ class ZmqDoor:
         """As Door.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._attached(0, epoch), self._lane, self._lease, first, place, outputs, engine)
+        return _Caller(self._attached(0, epoch), first, place, outputs, engine)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Door.receive."""
@@ -101,7 +92,7 @@ class ZmqDoor:
     def holds(self, ticket: InFlight) -> bool:
         """As Door.holds."""
         engine = self._engines.get(ticket.engine)
-        return engine is not None and engine.epoch == ticket.epoch and ticket.sequence in engine.unanswered
+        return engine is not None and engine.epoch == ticket.epoch and engine.has(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Door.watch."""
@@ -137,7 +128,7 @@ class ZmqDoor:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.connect(self._addresses[engine])
         self._poller.register(socket, zmq.POLLIN)
-        self._engines[engine] = attached = _Attached(socket, epoch)
+        self._engines[engine] = attached = _Attached(socket, self._lane, self._lease, epoch)
         if self._watching is not None:
             self._watching.read(attached.descriptor)
         return attached
@@ -155,38 +146,64 @@ class ZmqDoor:
 class _Attached:
     """The socket to one engine in one of its lives.
 
-    Sending and taking in are each one call of C that notes what it did, so that no KeyboardInterrupt falls between a
-    message and the note of it.
+    pyzmq looks for signals at the end of each call, so a KeyboardInterrupt can take a frame with it that was received,
+    or hide that one was sent. `torn` is set while that may happen. Who finds it set does not know of any unanswered
+    ticket whether the engine still has it; those whose answers do not come are sent once more, under another number.
+    An engine answers the tickets of a lane for the same weights in the order in which they came. So when the second is
+    answered, the first is done with as well, and nothing writes to its rows any more.
 
     Attributes:
         unanswered: sequence numbers of what was sent and is not answered.
         arrived: frames that were taken in and not read.
+        torn: whether sending or receiving was broken off.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, epoch: int) -> None:
         self.socket = socket
         self.epoch = epoch
         self.descriptor = int(socket.getsockopt(zmq.FD))
-        self.unanswered: dict[int, object] = {}
+        self.unanswered: dict[int, None] = {}
         self.arrived: deque[bytes] = deque()
+        self.torn = False
+        self._lane = lane
+        self._lease = lease
+        self._doubtful: set[int] = set()  # of the unanswered, those that may be answered, or were never sent
+        self._again: dict[int, int] = {}  # second numbers -> sequence
+        self._settled_again: set[int] = set()  # sequences that were sent again: the second answer counts
+        self._numbers = itertools.count((((lease & 0xFFFFFFFF) ^ 0x80000000) << 32) + 1)
         self._send = partial(Bare.send, socket)
         self._receive = partial(Bare.recv, socket)
         self._receive_now = partial(Bare.recv, socket, _NOBLOCK)
 
-    def send(self, sequence: int, frame: bytes) -> None:
-        """Send a ticket's frame."""
-        self.unanswered.update(zip((sequence,), map(self._send, (frame,)), strict=False))
+    def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
+        """Send a ticket."""
+        lane, lease = self._lane, self._lease
+        record = PACK_TICKET.pack(sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.epoch)
+        if self.torn:
+            self.doubt()
+        self.torn = True
+        self.unanswered[sequence] = None
+        self._send(PREFIX + record)
+        self.torn = False
 
     def receive_one(self) -> None:
         """Wait LOOK_AFTER at most for a frame."""
+        if self.torn:
+            self.doubt()
+        self.torn = True
         with contextlib.suppress(zmq.Again):
             # The socket's own time-out: one call where polling first would be two.
             self.arrived.extend(map(self._receive, _WAITING))
+        self.torn = False
 
     def receive(self) -> None:
         """Take in every frame that is there."""
+        if self.torn:
+            self.doubt()
+        self.torn = True
         with contextlib.suppress(zmq.Again):
             self.arrived.extend(iter(self._receive_now, None))
+        self.torn = False
 
     def answers(self) -> list[Answer]:
         """What the frames say that were taken in."""
@@ -197,10 +214,45 @@ class _Attached:
             except ProtocolMismatch:
                 self.arrived.popleft()
                 raise
-            answers.append(answer)
-            self.unanswered.pop(answer.sequence, None)
+            sequence = self._again.get(answer.sequence)
+            if sequence is not None:
+                if answer.code in _COMPUTED:
+                    answers.append(answer._replace(sequence=sequence))
+                    self._forget(sequence)
+                self._again.pop(answer.sequence, None)  # refused, it is sent again when looked after
+            elif answer.sequence not in self._settled_again:
+                answers.append(answer)
+                self._forget(answer.sequence)
             self.arrived.popleft()
         return answers
+
+    def has(self, ticket: InFlight) -> bool:
+        """Whether the engine may have the ticket, or its answer be on its way."""
+        if self.torn:
+            self.doubt()
+        sequence = ticket.sequence
+        if sequence not in self.unanswered:
+            return False
+        if sequence in self._doubtful and sequence not in self._again.values():
+            self._settled_again.add(sequence)
+            number = next(self._numbers)
+            self._again[number] = sequence
+            self.send(number, ticket.first, ticket.rows, time.monotonic_ns(), 0, ticket.version)
+            self.unanswered.pop(number, None)
+        return True
+
+    def doubt(self) -> None:
+        """An earlier call was broken off."""
+        for number in list(self._again):
+            self.unanswered.pop(number, None)
+        self._doubtful.update(self.unanswered)
+        self._again.clear()
+        self.torn = False
+
+    def _forget(self, sequence: int) -> None:
+        self._doubtful.discard(sequence)
+        self._settled_again.discard(sequence)
+        self.unanswered.pop(sequence, None)
 
 
 class _Caller:
@@ -209,8 +261,6 @@ class _Caller:
     def __init__(
         self,
         engine: _Attached,
-        lane: int,
-        lease: int,
         first: int,
         place: NDArray[Any],
         outputs: Any,
@@ -218,8 +268,6 @@ class _Caller:
     ) -> None:
         self._engine = engine
         self._socket = engine.socket
-        self._lane = lane
-        self._lease = lease
         self._first = first
         self._place = place
         self._outputs = outputs
@@ -235,9 +283,7 @@ class _Caller:
             return NOT_SENT
         self._place[...] = row
         now = time.monotonic_ns()
-        deadline = now + int(seconds * 1e9)
-        record = PACK_TICKET.pack(sequence, self._lease, deadline, now, self._lane, self._first, 1, 0, 0, epoch)
-        engine.send(sequence, PREFIX + record)
+        engine.send(sequence, self._first, 1, now, now + int(seconds * 1e9), 0)
         if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
             return NOT_ANSWERED
         engine.receive_one()
@@ -247,7 +293,7 @@ class _Caller:
             (answer,) = engine.answers()
             self._message = answer.message
             return answer.code
-        del engine.unanswered[sequence]
+        engine.unanswered.pop(sequence, None)
         arrived.clear()
         outputs = self._outputs
         if type(outputs) is dict:

@@ -1,0 +1,230 @@
+"""Ctrl-C in the midst of a call, wherever it falls: the client goes on, its rows come back, and answers are right."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dis
+import functools
+import itertools
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+import jurybox.client
+from jurybox.client import Busy, connect
+
+ROWS = 20
+MODELS = {
+    "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
+    "moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
+}
+CLIENT = str(Path(jurybox.client.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture(params=["native", "zmq", "tcp", "grpc"])
+def client(request, server):
+    local = request.param in ("native", "zmq")
+    where = server.address if local else f"{request.param}://{server.listening(request.param)}"
+    with connect(where, door=request.param if local else "auto", timeout=60) as connection:
+        yield connection
+
+
+class Asker:
+    """Asks in every way there is, for other rows each time, and checks what comes back."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.rng = np.random.default_rng(1)
+        self.ways = [self.call, self.infer, self.pieces, self.submit, self.rows]
+
+    def rows_of(self, n):
+        return self.rng.standard_normal((n, 4)).astype(np.float32)
+
+    def call(self):
+        x = self.rows_of(1)[0]
+        np.testing.assert_array_equal(self.model(x), 2 * x + 1)
+
+    def infer(self):
+        x = self.rows_of(3)
+        np.testing.assert_array_equal(self.model.infer(x), 2 * x + 1)
+
+    def pieces(self):
+        x = self.rows_of(45)
+        np.testing.assert_array_equal(self.model.infer(x), 2 * x + 1)
+
+    def submit(self):
+        xs = [self.rows_of(n) for n in (1, 2)]
+        tickets = [self.model.submit(x) for x in xs]
+        for x, ticket in zip(xs, tickets, strict=True):
+            np.testing.assert_array_equal(ticket.result().outputs, 2 * x + 1)
+
+    def rows(self):
+        x = self.rows_of(2)
+        with self.model.rows(2) as rows:
+            rows.inputs["observation"][:] = x
+            rows.infer()
+            np.testing.assert_array_equal(rows.outputs["action"], 2 * x + 1)
+
+
+def all_rows_come_back(model):
+    def back():
+        model._row = None  # the one that is kept for calls
+        with model.lock:
+            model._usable().look_after()
+            return model._lane.free == ROWS
+
+    wait_until(back, 30, "every row comes back")
+    for ask in Asker(model).ways:
+        ask()
+
+
+def interrupted(work, seconds: float) -> bool:
+    """Whether a KeyboardInterrupt after so many seconds fell into the work."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            work()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.fixture
+def alarms():
+    def raises(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raises)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("times", [400, pytest.param(5000, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments_leaves_a_client_that_answers_rightly(client, alarms, times):
+    model = client.model("affine", rows=ROWS)
+    asker, chance = Asker(model), random.Random(2)
+    hits = 0
+    for turn in range(times):
+        try:
+            hits += interrupted(asker.ways[turn % len(asker.ways)], 10 ** chance.uniform(-4.7, -2.3))
+        except Busy:
+            model.infer(asker.rows_of(1))  # waits for rows that are on their way back
+    assert hits > times / 20
+    all_rows_come_back(model)
+
+
+class Moments:
+    """Raises KeyboardInterrupt where the interpreter would, at the n-th such place in the client's own code.
+
+    It looks for signals after calls, at the beginning of functions and when it jumps back.
+    """
+
+    def __init__(self, moment: int) -> None:
+        self.left = moment
+        self.fell = False
+
+    def __enter__(self):
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _called(self, frame, event, _):
+        if frame.f_code.co_filename.startswith(CLIENT):
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return self._moved
+        return None
+
+    def _moved(self, frame, event, _):
+        if event == "opcode" and frame.f_lasti in moments_of(frame.f_code):
+            self.left -= 1
+            if self.left < 0:
+                self.fell = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._moved
+
+
+@functools.cache
+def moments_of(code) -> frozenset[int]:
+    """Offsets of instructions that follow one after which signals are looked for, in the same ``try``."""
+    tries = dis.Bytecode(code).exception_entries
+
+    def around(offset):
+        return next((i for i, entry in enumerate(tries) if entry.start <= offset < entry.end), None)
+
+    steps = list(dis.get_instructions(code))
+    return frozenset(
+        after.offset
+        for step, after in itertools.pairwise(steps)
+        if step.opname.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and around(step.offset) == around(after.offset)
+    )
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["call", "infer", "pieces", "submit", "rows"])
+def test_ctrl_c_in_every_place_leaves_a_client_that_answers_rightly(client, way, stride):
+    model = client.model("affine", rows=ROWS)
+    asker = Asker(model)
+    ask = getattr(asker, way)
+    ask()
+    moment = 0
+    while True:
+        with Moments(moment) as moments:
+            with contextlib.suppress(KeyboardInterrupt):
+                ask()
+        if not moments.fell:
+            break
+        if moment % (stride * 10) == 0:
+            ask()
+        moment += stride
+    assert moment > 2 * stride
+    all_rows_come_back(model)
+
+
+def test_ctrl_c_while_the_model_computes_loses_no_rows(client, alarms):
+    """As a user presses it: the call is waiting."""
+    model = client.model("moody", rows=2)
+    slow = np.full((2, 4), 50_000, np.float32)
+    for work in (lambda: model(slow[0]), lambda: model.infer(slow), lambda: model.submit(slow).result()) * 4:
+        while True:
+            try:
+                assert interrupted(work, 0.02)
+                break
+            except Busy:
+                pass  # submit does not wait for rows
+    x = np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(model(x[0]), x[0] + 1)
+    np.testing.assert_array_equal(model.infer(x), x + 1)
+
+
+async def test_cancelled_tasks_give_their_rows_back(client):
+    model, chance = client.model("affine", rows=ROWS), random.Random(3)
+    x = np.ones((5, 4), np.float32)
+
+    async def ask():
+        np.testing.assert_array_equal(await model.infer_async(x), 2 * x + 1)
+
+    for _ in range(60):
+        tasks = [asyncio.ensure_future(ask()) for _ in range(6)]
+        await asyncio.sleep(chance.uniform(0, 0.003))
+        for task in tasks[::2]:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError | None) for end in done), done
+    await asyncio.to_thread(all_rows_come_back, model)
