@@ -54,6 +54,15 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 
 
+def test_a_training_over_grpc_ends_with_its_report(tmp_path):
+    out = tmp_path / "run"
+    options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
+    with serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
+        done = command(*options, "--steps", 16, "--address", f"grpc://{server.listening('grpc')}")
+    assert done.returncode == 0, done.stderr
+    assert "pictures in a batch" in (out / "report.html").read_text(), "the server's part"
+
+
 def test_without_a_server_it_is_told_how_to_start_one(tmp_path, monkeypatch):
     for take in ("take_over", "ignore_from_now_on"):  # the signals of this process are pytest's
         monkeypatch.setattr(interrupts, take, lambda *_: None)

@@ -31,5 +31,6 @@ DESCRIPTOR = define(
     b'\n\x06server\x18\x02 \x01(\x0b2\x1f.jurybox.protocol.ServerMessageH\x00\x12('
     b'\n\x05lease\x18\x03 \x01(\x0b2\x17.jurybox.protocol.LeaseH\x00\x121\n\x06status\x18\x04 \x01(\x0b2\x1f.jurybox.protocol.StatusMessageH\x00\x12/'
     b'\n\x05model\x18\x05 \x01(\x0b2\x1e.jurybox.protocol.ModelMessageH\x00\x12&\n\x04done\x18\x06 \x01(\x0b2\x16.jurybox.protocol.DoneH\x00B\x07'
-    b'\n\x05replyb\x06proto3',
+    b'\n\x05reply2W\n\x0cServerStatus\x12G\n\x03Get\x12\x1f.jurybox.protocol.StatusRequest\x1a\x1f.jurybox.protocol.StatusMessageb\x06pr'
+    b'oto3',
 )

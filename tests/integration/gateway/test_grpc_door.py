@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.serving import wait_until
 
-from jurybox.client import connect
+from jurybox.client import ServerGone, Timeout, connect
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -49,6 +52,7 @@ def test_reflection_tells_the_services_and_their_messages(channel):
     database = ProtoReflectionDescriptorDatabase(channel)
     services = set(database.get_services())
     assert {"inference.GRPCInferenceService", "jurybox.RemoteWeights", "grpc.health.v1.Health"} <= services
+    assert "jurybox.protocol.ServerStatus" in services
     file = database.FindFileContainingSymbol("inference.GRPCInferenceService")
     assert "ModelInferRequest" in {message.name for message in file.message_type}
 
@@ -195,3 +199,28 @@ def test_a_learner_elsewhere_publishes_on_the_same_port(gateway, transfer):
         publisher.publish({"scale": np.array(2, np.float32), "offset": np.array(1, np.float32)})  # as it was loaded
         state, version, _ = elsewhere.weights("policy").read()
         assert version == publisher.version and state["scale"] == 2
+
+
+def test_a_client_of_a_grpc_address_has_the_status_document(gateway):
+    with connect(f"grpc://{gateway.grpc}", timeout=30) as far, gateway.server.connect() as near:
+        asked, told = far.status(), near.status()
+    assert asked.keys() == told.keys() and asked["server"]["grpc"] == gateway.grpc
+    assert [model["name"] for model in asked["models"]] == [model["name"] for model in told["models"]]
+
+
+def test_a_status_that_the_supervisor_does_not_give_is_told_in_time(gateway):
+    with connect(f"grpc://{gateway.grpc}", timeout=30) as far:
+        far.status()
+        os.kill(gateway.server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises((Timeout, ServerGone)):
+                while True:  # what was asked a moment ago is remembered for as long
+                    far.status()
+        finally:
+            os.kill(gateway.server.process.pid, signal.SIGCONT)
+
+        def answered():
+            with contextlib.suppress(Timeout, ServerGone):
+                return far.status()["server"]["state"] == "serving"
+
+        wait_until(answered)

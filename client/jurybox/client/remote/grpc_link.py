@@ -14,7 +14,8 @@ from jurybox.client.remote.grpc_door import Gateway, GrpcDoor
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
-from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
+from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
+from jurybox.protocol.control_pb2_grpc import ServerStatusStub
 from jurybox.protocol.errors import Code, ModelFailed, ModelNotFound, Refused, ServerGone, Timeout
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec
@@ -39,6 +40,7 @@ class GrpcLink:
         self._metadata = token_metadata(address, token)
         self._channel = open_channel(address, tls_ca)
         self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._status_stub: Any = ServerStatusStub(self._channel)  # type: ignore[no-untyped-call]
         self.closed = False
         try:
             try:
@@ -83,11 +85,8 @@ class GrpcLink:
         return message
 
     def status(self, timeout: float) -> str:
-        """As Link.status: not part of the protocol."""
-        raise Refused(
-            "the status document is not part of the Open Inference Protocol: ask the gateway's HTTP for /status, or "
-            "connect over tcp:// or ipc://"
-        )
+        """As Link.status; it is no part of the Open Inference Protocol, but the gateway offers it beside."""
+        return str(self._asked(self._status_stub.Get, StatusRequest(), timeout).json)
 
     def load(self, name: str, settings_json: str, timeout: float) -> None:
         """As Link.load, of a model of the server's configuration; returns when it has loaded."""
@@ -138,9 +137,12 @@ class GrpcLink:
         return self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
 
     def _call(self, method: str, request: Any, timeout: float) -> Any:
+        return self._asked(getattr(self._stub, method), request, timeout)
+
+    def _asked(self, method: Any, request: Any, timeout: float) -> Any:
         CORE.check()
         try:
-            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata)
+            return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             failed = raised(error, self._address)
             if failed.code == Code.TIMEOUT:

@@ -1,19 +1,28 @@
-"""grpc.health.v1: what load balancers and orchestrators ask (github.com/grpc/grpc/blob/master/doc/health-checking.md).
+"""What gRPC tells of the server: its health, and its status document.
 
-Readiness is asked for when somebody asks here, and while somebody watches; nobody asking, nothing runs.
+Health is grpc.health.v1, what load balancers and orchestrators ask
+(github.com/grpc/grpc/blob/master/doc/health-checking.md). Readiness is asked for when somebody asks here, and while
+somebody watches; nobody asking, nothing runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
+from jurybox.protocol.errors import TABLE, Error
+from jurybox.server.gateway.source import StatusSource
+
 Readiness = Callable[[], Awaitable[list[str]]]
 
+CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
+_STATUSES = {status.value[0]: status for status in grpc.StatusCode}
 _EVERY = 0.5  # seconds between two looks for somebody who watches
 
 
@@ -63,3 +72,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-he
 
     def _unknown(self, service: str) -> str:
         return f"no service {service!r} is offered here; there are: {', '.join(sorted(self._known - {''})) or 'none'}"
+
+
+class Status:
+    """Answers with the document that ``jurybox status --json`` prints and HTTP's /status gives."""
+
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
+
+    async def Get(self, _request: StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> StatusMessage:
+        """The document; UNAVAILABLE or DEADLINE_EXCEEDED where the supervisor does not answer."""
+        try:
+            return StatusMessage(json=json.dumps(await self._source.status()))
+        except Error as error:
+            context.set_trailing_metadata(((CODE, str(int(error.code))),))
+            await context.abort(_STATUSES[TABLE[error.code].grpc], str(error))
+            raise

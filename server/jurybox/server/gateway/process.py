@@ -15,7 +15,7 @@ from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_routes
 from jurybox.server.gateway.inference.door import OpenInference
-from jurybox.server.gateway.source import ClientSource
+from jurybox.server.gateway.source import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
 from jurybox.server.signs_of_life import signs_of_life
@@ -39,7 +39,7 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     try:
         app = create_app(source, door.reasons, [http_routes.router(door, most=access.max_message)])
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
-        rpc = _grpc_server(orders, door, access) if orders["grpc"] else None
+        rpc = _grpc_server(orders, door, source, access) if orders["grpc"] else None
     except (OSError, ValueError) as error:
         lifeline.send("failed", reason=str(error))
         return COULD_NOT_START
@@ -63,13 +63,17 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     return STOPPED if served else FAILED
 
 
-def _grpc_server(orders: dict[str, Any], door: OpenInference, access: Access) -> GrpcServer:
+def _grpc_server(orders: dict[str, Any], door: OpenInference, source: StatusSource, access: Access) -> GrpcServer:
     # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
+    from jurybox.protocol import control_pb2, control_pb2_grpc
     from jurybox.server.gateway import remote_weights
-    from jurybox.server.gateway.grpc_server import GrpcServer
+    from jurybox.server.gateway.grpc_health import Status
+    from jurybox.server.gateway.grpc_server import GrpcServer, Service
     from jurybox.server.gateway.inference import grpc_service
 
-    services = [grpc_service.service(door, access.room()), remote_weights.service(orders["address"])]
+    add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
+    status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
+    services = [grpc_service.service(door, access.room()), remote_weights.service(orders["address"]), status]
     return GrpcServer(orders["grpc"], services, door.reasons, access)
 
 

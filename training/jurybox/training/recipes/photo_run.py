@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -22,6 +23,7 @@ from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.report.verdict import Verdict, judge
 from jurybox.training.runlog import RunLog, Tracker, write_atomically
 
+_log = logging.getLogger(__name__)
 # What may be different when a run is resumed; all else would make it another run.
 _MAY_CHANGE = (
     "steps",
@@ -116,7 +118,8 @@ def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
     try:
         with connect(settings.environment.address, timeout=settings.environment.timeout) as server:
             return server.status()
-    except Error:
+    except Error as error:  # a trained policy and its report are worth more than this page of it
+        _log.warning("the report is made without the server's figures: %s", error)
         return None
 
 
