@@ -89,9 +89,13 @@ def launch(
     env: dict[str, str] | None = None,
     python: str = sys.executable,
     under: Sequence[object] = (),
+    flags: Sequence[str] = (),
     **server: object,
-):
-    """Start a server and don't wait for it; `under` is a command that ends by executing the rest of its arguments."""
+) -> RunningServer:
+    """Start a server and don't wait for it.
+
+    `under` is a command that ends by executing the rest of its arguments; `flags`: more of the command line.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     address = f"ipc://{folder}/engine"
     file = folder / "server.toml"
@@ -99,7 +103,7 @@ def launch(
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
     with log.open("a") as sink:
         process = subprocess.Popen(
-            [*map(str, under), python, "-m", "jurybox.server.cli", "serve", str(file)],
+            [*map(str, under), python, "-m", "jurybox.server.cli", "serve", str(file), *flags],
             stdout=sink,
             stderr=sink,
             text=True,

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.conftest import leaving_nothing
 from tests.serving import serving, wait_until
 
-from jurybox.client import Error, ModelFailed, ModelNotFound, connect
+from jurybox.client import Error, ModelFailed, ModelNotFound, Refused, connect
 from jurybox.server.gateway.health import not_ready
 
 X = np.ones((2, 4), np.float32)
@@ -159,17 +159,22 @@ def test_a_reload_to_another_spec_that_fails_late_computes_for_nobody_in_the_wro
         client.unload("spec")
 
 
-def test_new_settings_that_say_nothing_of_publications_keep_them(server):
+def test_new_settings_end_publications_only_where_they_say_so(server):
     with server.connect() as client:
         client.load("policy", {"factory": "tests.models:affine", "publish": "double_buffer"})
         with client.publisher("policy") as publisher:
             state = {"scale": np.float32(3), "offset": np.float32(0)}
             version = publisher.publish({key: np.array(value) for key, value in state.items()})
         wait_until(lambda: client.model("policy").infer_reply(X).version == version, 20, "the published weights")
-        client.load("policy", {"factory": "tests.models:affine", "max_batch": 8})
+        new = {"factory": "tests.models:affine", "max_batch": 8}
+        with pytest.raises(Refused, match=r"'policy' has publish = 'double_buffer' \(weights version 1\).*null"):
+            client.load("policy", new)
+        client.load("policy", {**new, "publish": "double_buffer"})
         reply = client.model("policy").infer_reply(X)
         assert reply.version == version
         np.testing.assert_array_equal(reply.outputs, 3 * X)
+        client.load("policy", {**new, "publish": None})
+        assert client.model("policy").infer_reply(X).version == 0
         client.unload("policy")
 
 

@@ -89,3 +89,22 @@ def test_start_and_stop_one_hundred_times_leaves_nothing(tmp_path, nothing_left)
             with server.connect() as client:
                 client.model("affine")(np.ones(4, np.float32))
             assert server.stop() == 0
+
+
+def test_a_dry_run_says_what_it_tried_and_not_that_it_serves(tmp_path, nothing_left):
+    def tried(models):
+        running = launch(tmp_path, models, flags=["--dry-run"])
+        return ended(running, 90)
+
+    code, text = tried({"affine": {"factory": "tests.models:affine"}})
+    assert (code, "tried, all is well" in text, "supervisor serving" in text) == (0, True, False)
+    code, text = tried({"affine": MODELS["affine"], "broken": {"factory": "tests.models:broken"}})
+    assert (code, "supervisor serving" in text) == (3, False)
+    assert "tried, with models that failed" in text and "failed=broken" in text and "broken (" not in text
+
+
+def test_a_server_that_serves_without_some_models_says_so(tmp_path, nothing_left):
+    with serving(tmp_path, {"affine": MODELS["affine"], "broken": {"factory": "tests.models:broken"}}) as server:
+        line = next(line for line in server.text().splitlines() if "supervisor serving" in line)
+    assert " warning supervisor serving, without models that failed " in line
+    assert "affine (ready)" in line and "failed=broken" in line and "broken (" not in line

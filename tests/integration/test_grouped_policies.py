@@ -79,7 +79,7 @@ def test_models_come_and_go_while_the_group_serves(server):
         with pytest.raises(ModelFailed, match="cannot be in group 'moods'.*branches on values"):
             client.load("policy/other", {"factory": "tests.models:moody", "group": "moods"})
         client.load(
-            "policy/agent2", {"factory": "tests.models:affine", "args": {"scale": 5.0}}
+            "policy/agent2", {"factory": "tests.models:affine", "args": {"scale": 5.0}, "publish": None}
         )  # by itself from now on
         np.testing.assert_array_equal(client.model("policy/agent2").infer(X), 5 * X + 1)
         assert client.model("policy/agent3").infer(X).shape == X.shape

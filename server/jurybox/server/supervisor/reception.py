@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +32,6 @@ from jurybox.server.supervisor.leases import LeasedLane, Leases
 from jurybox.server.supervisor.models import HeldModel, Models
 
 _ORDERS = 256  # that may wait for an engine
-_OF_THE_CHANNEL = ("publish", "keep_versions", "max_lag", "save_dir", "save_every", "save_keep")
 
 
 class Reception:
@@ -132,7 +132,8 @@ class Reception:
     def _load(self, request: LoadRequest) -> ModelMessage:
         """Load a model, or load it again; the client follows its state with model requests."""
         if request.settings_json:
-            settings = model_settings_from_json(request.model, self._inherited(request))
+            settings = model_settings_from_json(request.model, request.settings_json)
+            self._require_said(request)
             require_loadable(self._settings, request.model, settings)
         else:
             settings = self._known_settings(request.model)
@@ -144,22 +145,21 @@ class Reception:
         self._fleet.load(held)
         return held.message()
 
-    def _inherited(self, request: LoadRequest) -> str:
-        """Settings for a model that is held: what they do not say of its weights channel stays as it is.
-
-        Otherwise whoever changes a model's arguments would end its publications and their version without a word.
-        """
-        held = self._models.get(request.model)
-        try:
+    def _require_said(self, request: LoadRequest) -> None:
+        """Refuse settings that would end a model's publications, or their saving, without a word about it."""
+        held, given = self._models.get(request.model), None
+        with contextlib.suppress(ValueError, RecursionError):  # which was told where settings are checked
             given = json.loads(request.settings_json)
-        except (ValueError, RecursionError):
-            return request.settings_json  # which is told where settings are checked
         if held is None or not isinstance(given, dict):
-            return request.settings_json
-        if given.get("publish", held.settings.publish) is None:
-            return request.settings_json
-        kept = held.settings.model_dump(mode="json", include=set(_OF_THE_CHANNEL), exclude_defaults=True)
-        return json.dumps({**kept, **given})
+            return
+        version = held.channel.newest if held.channel else 0
+        for name in ("publish", "save_dir"):
+            value = getattr(held.settings, name)
+            if value is not None and name not in given:
+                raise Refused(
+                    f"model {held.name!r} has {name} = {value!r} (weights version {version}) and these settings do "
+                    f"not name it: expected {name!r}: {value!r}, which keeps it, or {name!r}: null, which ends it"
+                )
 
     def _known_settings(self, name: str) -> ModelSettings:
         """Of a model that is held, or else was configured at the start and has been unloaded."""
