@@ -73,3 +73,14 @@ def test_why_a_clients_model_failed_is_remembered_of_the_last_few(models):
         models.described("m0")
     models.add("m99", GOOD)
     assert models.described("m99").reason == ""
+
+
+def test_a_model_that_leaves_quarantine_has_not_settled_before_an_engine_has_loaded_it():
+    held = HeldModel(0, "m", GOOD)
+    held.quarantined, held.engines = "why", {0: "quarantined"}
+    assert (held.state, held.reason) == ("quarantined", "why")
+    held.leave_quarantine()  # while the engine is being started again
+    assert (held.state, held.settled) == ("loading", False)
+    held.begin_load(0, 1)
+    held.ready(0, 0)
+    assert (held.state, held.settled, held.reason) == ("ready", True, "")

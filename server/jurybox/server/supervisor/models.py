@@ -101,6 +101,13 @@ class HeldModel:
         if self.served:
             self.asked = self.settings  # a restarted engine shall load what is known to work
 
+    def leave_quarantine(self) -> None:
+        """It is to be served again: by engines that start just now, too, so it has not settled before they have."""
+        self.quarantined, self.deaths = "", 0
+        for engine, state in self.engines.items():
+            if state == "quarantined":
+                self.engines[engine] = "loading"
+
     def engine_died(self, engine: int) -> None:
         """What an engine held is gone with it."""
         self.arenas.pop(engine, None)

@@ -141,7 +141,7 @@ class Reception:
             if self._fleet.engines[index].orders_waiting > _ORDERS:
                 raise Busy(f"engine {index} is behind with its orders: ask again later")
         held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
-        held.quarantined, held.deaths = "", 0
+        held.leave_quarantine()
         self._fleet.load(held)
         return held.message()
 
