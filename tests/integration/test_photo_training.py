@@ -49,7 +49,7 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     assert [row["env_steps"] for row in read_metrics(out / "metrics.csv")] == [16, 32, 48]
     assert list((out / "tensorboard").iterdir()) and list((out / "checkpoints").iterdir())
     report = (out / "report.html").read_text()
-    assert "pictures in a batch" in report and "level" in report  # the server's part, the juror's second output
+    assert "rows in a batch" in report and "level" in report  # the server's part, the juror's second output
     assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + 2 * 2 * 4 * 2
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 

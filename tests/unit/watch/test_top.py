@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from jurybox.protocol.board import EngineState
-from jurybox.server.commands.top import _bars, screen
+from jurybox.server import commands
+from jurybox.server.commands.top import _bars, _engines, _models, screen
 from jurybox.server.watch.sample import sample
 
 SECOND = 10**9
@@ -58,6 +60,13 @@ def test_a_narrow_terminal_shows_fewer_columns_and_breaks_no_word(scene, width):
     heads = tables.splitlines()[0].split()
     assert {"model", "state", "rows/s", "p99", "batch", "lag", "errors"} <= set(heads)
     assert ("sizes" in heads) == (width == 160)
+
+
+def test_page_and_terminal_have_the_same_columns_under_the_same_words():
+    page = (Path(commands.__file__).parents[1] / "gateway/page/index.html").read_text()
+    tables = [re.findall(r"<th [^>]*>([^<]+)</th>", head) for head in re.findall(r"<thead>.*?</thead>", page, re.S)]
+    heads = [[head for head in table._heads if head != "sizes"] for table in (_models([]), _engines([]))]
+    assert tables == heads
 
 
 def test_the_distribution_is_drawn_from_one_row_on():
