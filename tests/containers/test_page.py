@@ -34,8 +34,7 @@ def test_the_single_container_serves_as_it_is_documented(images):
         wait_until(lambda: "serving" in docker("logs", name), 150, f"serving; {name}")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
             assert answer.status == 200
-            assert answer.read().startswith(b'{"status":"ok"'), "the page shows this answer"
-        assert '{"status":"ok",...}' in PAGE
+            assert answer.read().decode() in PAGE, "the page shows this answer"
     finally:
         docker("rm", "--force", "--volumes", name, check=False)
         docker("network", "rm", "--force", name, check=False)
