@@ -54,12 +54,20 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 
 
-def test_a_training_over_grpc_ends_with_its_report(tmp_path):
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("door", ["grpc", "tcp"])
+def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, door):
     out = tmp_path / "run"
-    options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
-    with serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
-        done = command(*options, "--steps", 16, "--address", f"grpc://{server.listening('grpc')}")
+    options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--steps", 32, "--out", out]
+    with serving(tmp_path / "server", MODEL, **{door: "127.0.0.1:0"}) as server:
+        address = f"{door}://{server.listening(door)}"
+        done = subprocess.run(
+            [*CLI, *map(str, options), "--address", address], capture_output=True, text=True, timeout=150
+        )
     assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["env_steps"] == 32 and summary["verdict"] in ("yes", "no", "undecided")
+    assert "held-out photos" in (out / "report.html").read_text()
     assert "pictures in a batch" in (out / "report.html").read_text(), "the server's part"
 
 

@@ -1,7 +1,9 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from functools import partial
 
 import numpy as np
@@ -9,8 +11,9 @@ import psutil
 import pytest
 from tests.serving import wait_until
 from tests.unit.recipes.worker_environments import Counting, WithOpenCV, broken
+from tests.unit.vector.vector_environments import Counter
 
-from jurybox.training.recipes.worker_process import WorkerFailed
+from jurybox.training.recipes.worker_process import WorkerFailed, bound
 from jurybox.training.recipes.workers import WorkerVecEnv
 
 
@@ -123,3 +126,20 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_environment_that_hangs_is_told_and_not_waited_for_for_ever() -> None:
+    env = WorkerVecEnv([partial(Counter, slow=30.0), Counter], timeout=60.0)
+    pids = [process.pid for process in env.processes]
+    try:
+        env.reset()
+        for remote in env.remotes:
+            with socket.socket(fileno=os.dup(remote._connection.fileno())) as end:
+                bound(end, 1.5)
+        began = time.monotonic()
+        with pytest.raises(WorkerFailed, match=rf"worker 0 \(process {pids[0]}\) has not answered for 60 s"):
+            env.step([0, 0])
+        assert time.monotonic() - began < 25
+    finally:
+        env.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)

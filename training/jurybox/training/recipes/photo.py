@@ -95,7 +95,9 @@ def make_environments(settings: PhotoTraining, spread: Spread | None = None, far
     if spread is not None:
         return _on_cluster(settings, spread, far)
     make = [environment_maker(settings.environment, i, settings.patience) for i in range(settings.workers)]
-    return DummyVecEnv(list(make)) if settings.single_process else WorkerVecEnv(make)
+    # A step may wait for a server that is restarted, and then for its score.
+    timeout = 120.0 + settings.patience + 2 * settings.environment.timeout
+    return DummyVecEnv(list(make)) if settings.single_process else WorkerVecEnv(make, timeout)
 
 
 def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> VecEnv:

@@ -9,6 +9,8 @@ import ctypes
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -22,6 +24,13 @@ _PR_SET_PDEATHSIG = 1
 
 class WorkerFailed(RuntimeError):
     """An environment raised in its worker; the message holds the worker's traceback."""
+
+
+def bound(end: socket.socket, seconds: float) -> None:
+    """Let no send or receive at this end of a pipe take longer: it then raises BlockingIOError."""
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        whole, part = divmod(seconds, 1.0)
+        end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(whole), int(part * 1e6)))
 
 
 def main() -> None:

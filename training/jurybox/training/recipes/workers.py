@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training.recipes import interrupts
-from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed
+from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed, bound
 
 # Not -m: what a module run as __main__ defines cannot be unpickled here.
 _RUN = "from jurybox.training.recipes.worker_process import main; main()"
@@ -26,8 +26,8 @@ _STOP = 2.0  # seconds that workers get to close their environments
 class Remote:
     """The learner's end of the pipe to one worker."""
 
-    def __init__(self, index: int, connection: Connection, process: subprocess.Popen[bytes]) -> None:
-        self._index = index
+    def __init__(self, index: int, connection: Connection, process: subprocess.Popen[bytes], timeout: float) -> None:
+        self._index, self._timeout = index, timeout
         self._connection = connection
         self._process = process
         self._pid = os.getpid()
@@ -40,12 +40,18 @@ class Remote:
             )
         try:
             self._connection.send(message)
-        except (BrokenPipeError, ConnectionResetError) as error:
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError) as error:
             raise self._ended() from error
 
     def recv(self) -> Any:
         try:
             answer = self._connection.recv()
+        except BlockingIOError as error:
+            raise WorkerFailed(
+                f"worker {self._index} (process {self._process.pid}) has not answered for {self._timeout:g} s: its "
+                "environment hangs; py-spy dump --pid shows where. Give WorkerVecEnv a longer timeout if it takes that "
+                "long"
+            ) from error
         except (EOFError, ConnectionResetError) as error:
             raise self._ended() from error
         if isinstance(answer, WorkerFailed):
@@ -70,13 +76,15 @@ class WorkerVecEnv(SubprocVecEnv):
 
     Args:
         make: one picklable function for each environment; it is called in the worker.
+        timeout: seconds that one answer may take, the making of an environment among them.
 
     Raises:
         WorkerFailed: an environment could not be made, with the worker's traceback. Every method raises it for
-            whatever an environment raises, and for a worker that died.
+            whatever an environment raises, and for a worker that died or hangs.
     """
 
-    def __init__(self, make: Sequence[Callable[[], Any]]) -> None:
+    def __init__(self, make: Sequence[Callable[[], Any]], timeout: float = 300.0) -> None:
+        self._timeout = timeout
         self.waiting = False
         self.closed = False
         self._pid = os.getpid()
@@ -114,6 +122,7 @@ class WorkerVecEnv(SubprocVecEnv):
 
     def _start(self, index: int, make: bytes) -> None:
         ours, theirs = socket.socketpair()
+        bound(ours, self._timeout)
         with theirs, interrupts.blocked_for_children():
             command = [sys.executable, "-P", "-c", _RUN]
             process = subprocess.Popen(
@@ -124,6 +133,6 @@ class WorkerVecEnv(SubprocVecEnv):
             )
             connection = Connection(ours.detach())
             self.processes.append(process)
-            self.remotes.append(Remote(index, connection, process))
+            self.remotes.append(Remote(index, connection, process, self._timeout))
         connection.send(sys.path)
         connection.send_bytes(make)

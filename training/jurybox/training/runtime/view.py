@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -52,8 +53,9 @@ class View:
     def say(self, text: str) -> None:
         """One line about what happened."""
         if self._log is not None:
-            self._log.write(f"{datetime.now().isoformat(timespec='milliseconds')} {text}\n")
-            self._log.flush()
+            with suppress(OSError):  # a full disk, of which this line may tell
+                self._log.write(f"{datetime.now().isoformat(timespec='milliseconds')} {text}\n")
+                self._log.flush()
         if self._console is not None:
             self._console.print(text, highlight=False, markup=False)
 
@@ -115,7 +117,8 @@ class View:
             self._live.stop()
             self._live = None
         if self._log is not None:
-            self._log.close()
+            with suppress(OSError):
+                self._log.close()
             self._log = None
 
     def __enter__(self) -> View:

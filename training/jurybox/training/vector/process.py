@@ -13,12 +13,14 @@ from typing import Any
 from jurybox.protocol.errors import Timeout
 from jurybox.protocol.segment import Segment
 from jurybox.training.recipes import interrupts
-from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed
+from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed, bound
 from jurybox.training.vector.layout import InfoFields
 from jurybox.training.vector.worker import Orders
 
 # Not -m: what a module run as __main__ defines cannot be unpickled here.
 _RUN = "from jurybox.training.vector.worker import main; main()"
+
+_STUCK = 60.0  # seconds that one message may take, once it has begun; a worker that was stopped in its midst is gone
 
 
 class WorkerProcess:
@@ -39,6 +41,7 @@ class WorkerProcess:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
+        bound(ours, _STUCK)
         with theirs, interrupts.blocked_for_children():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, str(theirs.fileno()), str(os.getpid())],
