@@ -7,7 +7,7 @@ STAMP := $(VENV)/.jurybox-setup
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel format bench monitoring proto sbom clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench monitoring proto sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -53,6 +53,10 @@ test-native: setup  ## the C++ tests, plain and under the thread, address and un
 	  $(BIN)/cmake --build build/native-$${s:-plain} && $(BIN)/ctest --test-dir build/native-$${s:-plain} --output-on-failure --no-tests=error || exit 1; \
 	done
 
+test-native-aarch64: setup  ## the C++ tests for aarch64, cross-compiled and under qemu's user emulation
+	$(BIN)/cmake -S . -B build/native-aarch64 --toolchain $(CURDIR)/native/aarch64.cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DJURYBOX_NATIVE_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(BIN)/cmake --build build/native-aarch64 && $(BIN)/ctest --test-dir build/native-aarch64 --output-on-failure --no-tests=error --timeout 600
+
 lint: setup  ## ruff, mypy --strict, import directions, a licence for every file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,8 +70,19 @@ licences: setup  ## may what an install brings along be shipped with Apache-2.0?
 audit: setup  ## asks the vulnerability service about every pinned dependency; needs the network
 	$(BIN)/python .ci/audit.py
 
-wheel: setup  ## a source distribution, and the wheel made of it, in dist/
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
+wheel: setup  ## what is published, in dist/: a source distribution and wheels, looked at by auditwheel, abi3audit and twine
+	$(BIN)/python .ci/wheels.py
+
+matrix: setup  ## the wheel beside others' packages and in the Pythons that are here; minutes, and the package index
+	$(BIN)/python -m pytest -m matrix --timeout 900 tests/wheel
+
+release-check: setup  ## may this commit be released? Version, changelog, tag, what is shipped, twice the same bytes
+	$(BIN)/python .ci/release.py
+
+lock: setup  ## .ci/development.lock: every package of a development environment but torch, with hashes
+	echo "torch; python_version < '3'" > build/no-torch.txt
+	$(BIN)/uv pip compile --quiet --no-config pyproject.toml --extra server --extra training --extra dev -c constraints.txt \
+	  --override build/no-torch.txt --generate-hashes --universal --python-version 3.11 --no-header --no-annotate -o .ci/development.lock
 
 format: setup  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
@@ -79,8 +94,9 @@ bench: setup  ## the serving benchmark; results land in benchmarks/results/
 monitoring: setup  ## generate docs/metrics.md, the Grafana dashboard and Prometheus's rules
 	$(BIN)/python docker/monitoring/generate.py
 
-sbom:  ## what is in the images, as CycloneDX in sbom/; needs a container engine
-	docker build -f docker/Dockerfile --target sbom --output sbom .
+sbom: setup  ## what installs of each kind bring along, as CycloneDX in sbom/; with an engine, of the images too
+	$(BIN)/python .ci/sbom.py
+	if command -v docker >/dev/null && docker info >/dev/null 2>&1; then docker build -f docker/Dockerfile --target sbom --output sbom .; fi
 
 proto: setup  ## generate the protobuf and gRPC code from protos/
 	$(BIN)/python protos/generate.py

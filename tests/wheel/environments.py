@@ -85,6 +85,7 @@ class Wheels:
         """The wheel for a version of Python: from 3.12 on the same one, unless it is free-threaded."""
         own = f"cp{version.replace('.', '')}"
         tag = f"{own.rstrip('t')}-{own}" if version.endswith("t") or version < "3.12" else "cp312-abi3"
+        needed_interpreter(version)
         pattern = f"jurybox-*-{tag}-*{os.uname().machine}.whl"
         if not list(self._folder.glob(pattern)) and not self._given:
             maker = needed_interpreter("3.12" if tag == "cp312-abi3" and interpreter("3.12") else version)
