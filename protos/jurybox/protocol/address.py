@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 from jurybox.protocol.errors import Refused
 
 _IPC = "ipc://"
+NOT_LINUX = "servers run on Linux; give connect() a tcp:// or grpc:// address, or set JURYBOX_ADDRESS to one"
 _ELSEWHERE = "or set server.address (JURYBOX_ADDRESS) to ipc:// and a path in a folder of your own"
 
 
 def default_address() -> str:
-    """JURYBOX_ADDRESS, or an ipc address in $XDG_RUNTIME_DIR/jurybox, or in /tmp/jurybox-<uid>."""
+    """JURYBOX_ADDRESS, or an ipc address in $XDG_RUNTIME_DIR/jurybox, or in /tmp/jurybox-<uid>.
+
+    Raises:
+        Refused: not Linux, where a server could be, and no address in JURYBOX_ADDRESS.
+    """
+    if sys.platform != "linux" and "JURYBOX_ADDRESS" not in os.environ:
+        raise Refused(f"no server is named, and none runs here: {NOT_LINUX}")
     return os.environ.get("JURYBOX_ADDRESS") or local_address("engine")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 
 from jurybox.protocol.errors import TooManyFiles
 
@@ -16,6 +15,10 @@ def exhausted(error: OSError) -> bool:
 
 def remedy() -> str:
     """How many files this process may have open, and what to do about it."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # on Windows
+        return "this process has too many files open: close some"
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"this process may have {soft} files open: close some, or raise the limit (ulimit -n 65536; "
@@ -29,6 +32,8 @@ def require(count: int, purpose: str) -> None:
     Raises:
         TooManyFiles: fewer are left.
     """
+    if not hasattr(os, "eventfd"):
+        return  # not Linux, where nothing is as cheap to try with
     taken: list[int] = []
     try:
         for _ in range(count):
@@ -44,6 +49,8 @@ def require(count: int, purpose: str) -> None:
 
 def raise_limit() -> int:
     """Let this process, and those it starts, have as many files open as the hard limit allows; gives how many."""
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -40,4 +40,5 @@ def _tell() -> None:
             sys.excepthook(*sys.exc_info())
 
 
-os.register_at_fork(after_in_child=_tell)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_tell)

@@ -8,8 +8,12 @@ conflict as two processes would.
 from __future__ import annotations
 
 import errno
-import fcntl
 import struct
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows: a client there connects over networks, and locks nothing
+    fcntl = None  # type: ignore[assignment]
 
 # struct flock of 64-bit Linux: l_type, l_whence, (pad) l_start, l_len, l_pid, (pad to 32 bytes).
 _FLOCK = struct.Struct("hhqqi4x")

@@ -16,7 +16,6 @@ need (cpython#82300).
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import socket
@@ -245,6 +244,8 @@ class Segment:
         self.owned = False
         if self._fd < 0:
             return
+        import fcntl  # which Windows lacks; a client there imports this module and makes no segment
+
         access = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_ACCMODE
         own = os.open(f"/proc/self/fd/{self._fd}", access | os.O_CLOEXEC)
         try:

@@ -8,7 +8,6 @@ it PACK_REPLY with the message, UTF-8, of a failure. docs/protocol.md has both a
 from __future__ import annotations
 
 import struct
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
@@ -42,6 +41,8 @@ def require_control_size(body: bytes) -> None:
 
 def build_version() -> str:
     """The installed distribution's version."""
+    from importlib.metadata import PackageNotFoundError, version  # half of what importing the client would cost
+
     try:
         return version("jurybox")
     except PackageNotFoundError:  # run from a source tree that was never installed

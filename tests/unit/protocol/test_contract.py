@@ -1,5 +1,6 @@
 """The contract itself: errors, specs, records, generated code, import weight."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -94,6 +95,15 @@ def test_a_client_asks_for_no_newest_protobuf_and_bounds_nothing_above():
     for path in PROTOS.glob("*_pb2*.py"):
         assert "ValidateProtobufRuntimeVersion" not in path.read_text()  # refuses whatever is older than protoc
         assert "GRPC_GENERATED_VERSION" not in path.read_text()
+
+
+def test_the_clients_time_outs_are_caught_in_python_310_too():
+    """There asyncio's TimeoutError, and that of concurrent.futures, are not Python's own yet."""
+    for path in [*(ROOT / "client").rglob("*.py"), *PROTOS.rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Try) and "wait_for(" in "".join(map(ast.unparse, node.body)):
+                caught = " ".join(ast.unparse(handler.type) for handler in node.handlers if handler.type is not None)
+                assert "TimeoutError" not in caught or "asyncio.TimeoutError" in caught, f"{path}:{node.lineno}"
 
 
 def test_the_native_core_says_in_the_clients_numbers_why_there_is_no_answer():

@@ -16,11 +16,15 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.native import WeightsClaim, WeightsSlots
 from jurybox.protocol import forks
 from jurybox.protocol.errors import ProtocolMismatch, Refused, SharedMemoryError
 from jurybox.protocol.segment import OWNER_LOCK, Maker, Segment
 from jurybox.protocol.weights.layout import ALIGNMENT, WeightsLayout
+
+try:
+    from jurybox.native import WeightsClaim, WeightsSlots
+except ModuleNotFoundError:  # on macOS and Windows: weights come and go over gRPC there, and no channel is made
+    WeightsClaim = WeightsSlots = None  # type: ignore[misc, assignment]
 
 Mode = Literal["double_buffer", "snapshot"]
 SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
