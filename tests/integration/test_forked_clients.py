@@ -136,7 +136,7 @@ def test_gymnasiums_async_vector_env_forks_and_every_reward_is_right(forkable, c
 def test_stable_baselines_subprocesses_fork_and_every_reward_is_right(forkable, client):
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    global _model
+    global _model  # noqa: PLW0603
     _model = client.model("affine", rows=4)  # a module's, as in a script: what is forked finds it there
     rng = np.random.default_rng(4)
     envs = SubprocVecEnv([lambda: Asking(_model)] * 3, start_method="fork")

@@ -22,11 +22,16 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
-    """A DEALER that reconnects by itself, under the same identity, and notices a host that has vanished."""
+    """A DEALER that reconnects by itself and notices a host that has vanished.
+
+    Args:
+        identity: its name, which it keeps; empty: every connection gets a new one, and waits for the end of no other.
+    """
     socket = control.new_socket(context)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
-    socket.setsockopt(zmq.IDENTITY, identity)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -77,7 +82,9 @@ class Connection:
         require(_FILES, f"a connection to {self._address}")
         # It does not stand yet. Of a server that ends before it ever does, libzmq tells nothing.
         self._broken_at: float | None = time.monotonic()
-        self.socket = new_socket(self._context, self._keys, new_identity())
+        # A lane's tickets name the lease, so its connection needs no name: a new one is heard at once, whatever became
+        # of the one before it.
+        self.socket = new_socket(self._context, self._keys, b"")
         self._events = self.socket.get_monitor_socket(_EVENTS)
         self.socket.connect(self._address)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from jurybox.protocol.wire import PREFIX
 from jurybox.server.security.curve import public_keys, read_pair
 
+_TRACKED = 4 << 10  # bytes from which on a message is followed until it has left
+_CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
 _SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages a client may leave unread, and send ahead
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
 _HANDSHAKE_MS = 5000
@@ -26,7 +30,7 @@ class Front:
         where: "host:port"; port 0 takes a free one.
         curve_key: the server's .key_secret; None: whoever connects comes in.
         curve_clients: a folder of .key files of those who may come in; None: any key may.
-        max_message: bytes of the largest frame.
+        max_message: bytes of the largest frame, and of what one client may leave unread.
 
     Attributes:
         bound: "host:port" where it really listens.
@@ -44,8 +48,13 @@ class Front:
         max_message: int,
     ) -> None:
         self._guard: ThreadAuthenticator | None = None
+        self._most_unsent = max_message
+        self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
+        self._unsent_to: dict[bytes, int] = {}
+        self._unsent_bytes = 0
         self.socket = context.socket(zmq.ROUTER)
         set_option = self.socket.setsockopt
+        self.socket.copy_threshold = 1024  # of what is sent without a copy: smaller frames are copied all the same
         set_option(zmq.LINGER, 0)
         set_option(zmq.IPV6, 1 if "[" in where else 0)
         set_option(zmq.SNDHWM, _SEND_HIGH_WATER)
@@ -54,7 +63,9 @@ class Front:
         set_option(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         set_option(zmq.HEARTBEAT_IVL, _BEAT_MS)
         set_option(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-        set_option(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its unguessable name along
+        # A second connection of a name is not heard while the first stands. Handing the name over to it leaves the
+        # first one half closed, and a ping on that ends the process (libzmq 4.3.5: "Assertion failed: !_io_error").
+        set_option(zmq.ROUTER_HANDOVER, 0)
         set_option(zmq.ROUTER_MANDATORY, 1)  # says when a client is gone
         try:
             if curve_key is not None:
@@ -65,10 +76,35 @@ class Front:
             raise
         self.bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
 
-    def send(self, frames: Any) -> bool:
+    def has_room(self, client: bytes, size: int) -> bool:
+        """Whether a message of so many bytes may be sent to a client now.
+
+        ZeroMQ bounds the messages that a client leaves unread, not their bytes. One message may always be on its way.
+        """
+        waiting = self._unsent.get(client)
+        while waiting and waiting[0][0].done:
+            _, sent = waiting.popleft()
+            self._unsent_to[client] -= sent
+            self._unsent_bytes -= sent
+        if not waiting:
+            self._unsent.pop(client, None)
+            self._unsent_to.pop(client, None)
+            return True
+        unsent = self._unsent_to[client] + size
+        return unsent <= self._most_unsent and self._unsent_bytes + size <= _CLIENTS * self._most_unsent
+
+    def send(self, frames: Sequence[Any]) -> bool:
         """Send to the client that the first frame names; False when it is gone. One that does not read loses it."""
+        size = sum(map(len, frames))
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            if size < _TRACKED:
+                self.socket.send_multipart(frames, zmq.NOBLOCK)
+            elif self.has_room(frames[0], size):
+                tracker = self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+                assert tracker is not None
+                self._unsent.setdefault(frames[0], deque()).append((tracker, size))
+                self._unsent_to[frames[0]] = self._unsent_to.get(frames[0], 0) + size
+                self._unsent_bytes += size
         except zmq.Again:
             return True
         except zmq.ZMQError as error:
@@ -76,6 +112,11 @@ class Front:
                 raise
             return False
         return True
+
+    def forget_sent(self) -> None:
+        """Stop following what has left."""
+        for client in list(self._unsent):
+            self.has_room(client, 0)
 
     def is_there(self, client: bytes) -> bool:
         """Whether a client's connection stands."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class HeldLane:
         self._rows = rows
         self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
         self._busy = np.zeros(rows, np.bool_)
+        self._row_bytes = sum(array[:1].nbytes for array in lane.outputs.values())
 
     @property
     def waits(self) -> bool:
@@ -93,11 +94,21 @@ class HeldLane:
             self.lane.submit(start, ticket.rows, deadline, ticket.version, weakref.ref(self)),
         )
 
-    def answers(self) -> list[list[Any]]:
-        """What has been answered since, as frames to send."""
+    def answers(self, has_room: Callable[[bytes, int], bool]) -> Iterator[list[Any]]:
+        """What has been answered since, as frames to send.
+
+        An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
+        """
         self.lane.receive_now()
         answered = [(came, sent) for came, sent in self._in_flight.values() if sent.answer is not None]
-        return [self._reply(came, sent) for came, sent in answered]
+        for came, sent in answered:
+            if has_room(came.sender, sent.rows * self._row_bytes):
+                yield self._reply(came, sent)
+
+    @property
+    def owes(self) -> bool:
+        """Whether an answer is there that has not been sent."""
+        return any(sent.answer is not None for _, sent in self._in_flight.values())
 
     def look_after(self) -> None:
         """See whether engines and server live; raises ServerGone. What has been answered is in `answers` then."""

@@ -19,6 +19,7 @@ from jurybox.server.signs_of_life import signs_of_life
 
 _CONFIGURED = 30.0  # seconds to wait for the first message
 _CONNECT = 10.0  # seconds for the server's own door
+_MOST_REPLY = 64 << 20  # bytes of what the supervisor says, whatever clients may send: a status document grows
 _LOOK_AFTER = 0.1  # seconds between two looks at engines
 _RECLAIM = 1.0  # seconds between two looks whether clients are there
 _FIRST_TO_DIE = 500  # of -1000..1000: where memory runs out, the kernel ends this process before an engine
@@ -36,7 +37,7 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     link = await asyncio.to_thread(LocalLink, orders["address"], "zmq", _CONNECT)
     back = context.socket(zmq.DEALER)
     back.setsockopt(zmq.LINGER, 0)
-    back.setsockopt(zmq.MAXMSGSIZE, orders["max_message"])
+    back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning)
     stop = _stop_event(lifeline, log)

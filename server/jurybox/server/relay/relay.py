@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -20,15 +21,24 @@ from jurybox.protocol.control_pb2 import (
     ReleaseRequest,
     ServerMessage,
 )
-from jurybox.protocol.errors import Code, Error, plain
-from jurybox.protocol.wire import PACK_TICKET, PREFIX, TICKET_FRAME, prefix_error
+from jurybox.protocol.errors import Code, Error, plain, said
+from jurybox.protocol.wire import (
+    PACK_TICKET,
+    PREFIX,
+    TICKET_FRAME,
+    prefix_error,
+    require_control_size,
+    require_name,
+)
 from jurybox.server.relay.front import Front
 from jurybox.server.relay.held_lane import HeldLane, InlineTicket, head
 
 _MOST_LANES = 1024  # half of all there are: clients of this host must find some, too
 _MOST_CALLS = 4096  # passed on and not answered yet
+_MOST_CALLS_EACH = 64  # of them one client's, who asks one at a time: nobody shall take them all
 _CALL_TIMEOUT = 30.0  # seconds after which a call's answer is expected no longer
 _TURN = 64  # messages handled before others get a turn
+_SOON = 0.01  # seconds until an answer is tried again that its client had left no room for
 _MISSED = 2  # looks at a client in a row that found no connection
 
 Answer = Callable[[ControlReply], ControlReply]
@@ -53,9 +63,11 @@ class Relay:
         self._lanes: dict[int, HeldLane] = {}  # by the number its client knows, which nobody can guess
         self._missing: dict[bytes, int] = {}
         self._calls: dict[bytes, tuple[float, bytes, bytes, Answer]] = {}
+        self._calls_of: Counter[bytes] = Counter()
         self._number = 0
         self._pumping = self._closed = False
         self._bad_messages, self._complained_at = 0, 0.0
+        self._owing = False
         self._loop.add_reader(int(front.socket.getsockopt(zmq.FD)), self.pump)
         self._loop.add_reader(int(back.getsockopt(zmq.FD)), self.pump)
 
@@ -86,6 +98,8 @@ class Relay:
                 self._drop(number)
         long_ago = time.monotonic() - _CALL_TIMEOUT
         self._calls = {number: call for number, call in self._calls.items() if call[0] > long_ago}
+        self._calls_of = Counter(sender for _, sender, _, _ in self._calls.values())
+        self._front.forget_sent()
         self._again()
 
     def close(self) -> None:
@@ -111,7 +125,10 @@ class Relay:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
-            handle(frames)
+            try:
+                handle(frames)
+            except Exception as error:  # noqa: BLE001  one message must not stop the others
+                self._complain(f"a message could not be handled: {said(error, 200)}")
         return True
 
     def _from_client(self, frames: list[zmq.Frame]) -> None:
@@ -155,8 +172,19 @@ class Relay:
             self._send([sender, head(ticket, error.code, str(error))])
 
     def _answered(self, held: HeldLane) -> None:
-        for frames in held.answers():
+        for frames in held.answers(self._front.has_room):
             self._send(frames)
+        if held.owes and not self._owing:
+            self._owing = True
+            self._loop.call_later(_SOON, self._pay)
+
+    def _pay(self) -> None:
+        """Send what clients that read slowly had left no room for, as far as they have now."""
+        self._owing = False
+        if not self._closed:
+            for held in list(self._lanes.values()):
+                if held.waits:
+                    self._answered(held)
 
     # ---- control
 
@@ -166,6 +194,7 @@ class Relay:
             if len(frames) != 2 or len(number) != 8:
                 came = len(frames) + 1
                 raise Error(f"a control message is 3 frames (prefix, 8 bytes, body), {came} came", Code.MALFORMED)
+            require_control_size(frames[1])
             try:
                 request = ControlRequest.FromString(frames[1])
             except DecodeError as error:
@@ -175,7 +204,10 @@ class Relay:
             self._reply(sender, number, _failed(error))
 
     def _carry_out(self, sender: bytes, number: bytes, request: ControlRequest) -> None:
-        match request.WhichOneof("request"):
+        kind = request.WhichOneof("request")
+        if kind is not None:
+            require_name(getattr(getattr(request, kind), "model", ""))
+        match kind:
             case "release":
                 self._release(sender, request.release)
                 self._reply(sender, number, ControlReply(done=Done()))
@@ -193,16 +225,22 @@ class Relay:
                 )
             case "status" | "model" | "load" | "unload":
                 self._pass_on(sender, number, request, lambda reply: reply)
-            case kind:
+            case _:
                 raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
 
     def _pass_on(self, sender: bytes, number: bytes, request: ControlRequest, answer: Answer) -> None:
-        if len(self._calls) >= _MOST_CALLS:
-            raise Error("too many calls wait for the server's answer: try again later", Code.BUSY)
+        body = request.SerializeToString()
+        require_control_size(body)  # once more: the supervisor cuts the connection of who sends more, and all its calls
         self._number += 1
         ours = self._number.to_bytes(8, "little")
+        try:
+            if len(self._calls) >= _MOST_CALLS or self._calls_of[sender] >= _MOST_CALLS_EACH:
+                raise zmq.Again
+            self._back.send_multipart((PREFIX, ours, body), zmq.NOBLOCK)
+        except zmq.Again:
+            raise Error("too many calls wait for the server's answer: try again later", Code.BUSY) from None
         self._calls[ours] = (time.monotonic(), sender, number, answer)
-        self._back.send_multipart((PREFIX, ours, request.SerializeToString()), zmq.NOBLOCK)
+        self._calls_of[sender] += 1
         self._again()
 
     def _from_server(self, frames: list[zmq.Frame]) -> None:
@@ -210,6 +248,7 @@ class Relay:
         if call is None:
             return  # it took so long that it was forgotten
         _, sender, number, answer = call
+        self._calls_of[sender] -= 1
         reply = ControlReply.FromString(frames[2].bytes)
         try:
             reply = answer(reply)
