@@ -33,7 +33,7 @@ class HeldModel:
         engines: engine -> loading, ready, reloading, failed or quarantined.
         loads: engine -> number of the load that counts there; what is told of another is over.
         arenas: engine -> number of the arena that it computes in.
-        deaths: of engines in a row that are charged to it.
+        deaths: engine -> its deaths in a row that are charged to this model.
         quarantined: why it is served no longer, until it is loaded again; empty: it is not.
     """
 
@@ -54,7 +54,7 @@ class HeldModel:
     loads: dict[int, int] = field(default_factory=dict)
     arenas: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
-    deaths: int = 0
+    deaths: dict[int, int] = field(default_factory=dict)
     quarantined: str = ""
 
     def __post_init__(self) -> None:
@@ -103,7 +103,8 @@ class HeldModel:
 
     def leave_quarantine(self) -> None:
         """It is to be served again: by engines that start just now, too, so it has not settled before they have."""
-        self.quarantined, self.deaths = "", 0
+        self.quarantined = ""
+        self.deaths.clear()
         for engine, state in self.engines.items():
             if state == "quarantined":
                 self.engines[engine] = "loading"

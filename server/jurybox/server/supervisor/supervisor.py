@@ -237,7 +237,7 @@ class Supervisor:
         self._log.error("child died", role=child.role, status=status, failures=child.failures, **why)
         if charged is not None:
             child.failures -= 1  # it is the model's
-            if charged.deaths > self._settings.max_restarts:
+            if charged.deaths[index] > self._settings.max_restarts:
                 self._quarantine(charged)
         elif child.failures > self._settings.max_restarts:
             self._log.error("gave up on a child", role=child.role, failures=child.failures)
@@ -252,18 +252,19 @@ class Supervisor:
         held = self._models.numbered(model)
         if held is None or (load and held.loads.get(index) != load):
             return None
-        held.deaths = 1 if settled else held.deaths + 1
+        held.deaths[index] = 1 if settled else held.deaths.get(index, 0) + 1
         return held
 
     def _quarantine(self, held: HeldModel) -> None:
         """Serve a model no longer that ends engine after engine, so that the others are served."""
+        deaths = sum(held.deaths.values())
         held.quarantined = (
-            f"model {held.name!r} is in quarantine: {held.deaths} engines died in a row while they computed or loaded "
+            f"model {held.name!r} is in quarantine: {deaths} engines died in a row while they computed or loaded "
             f"it. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
         )
         held.engines = dict.fromkeys(range(len(self._fleet.engines)), "quarantined")
         self._fleet.order("refuse", model=held.index, reason=held.quarantined)
-        self._log.error("model in quarantine", model=held.name, deaths=held.deaths)
+        self._log.error("model in quarantine", model=held.name, deaths=deaths)
 
     def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
         child.heard_at = time.monotonic()
