@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import wire
 
-NAMES = st.sampled_from(["affine", "two", "nobody", "", "a" * 300, "../x", "affine\0", "ä"])
+NAMES = st.sampled_from(["affine", "two", "nobody", "", "a" * 128, "a" * 129, "a" * 30_000, "../x", "affine\0", "ä"])
 EDGES = st.sampled_from([0, 1, 2, 7, 2**31 - 1, 2**31, 2**32 - 1])
 U32 = st.one_of(EDGES, st.integers(0, 2**32 - 1))
 U64 = st.one_of(EDGES, st.sampled_from([2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
@@ -92,6 +92,19 @@ def engine_messages(lane, lease, first, epoch):
     )
 
 
+def large_requests():
+    """Control requests around and beyond what the supervisor takes."""
+    return st.builds(
+        lambda size, kind: {
+            "hello": pb.ControlRequest(hello=pb.Hello(client="x" * size)),
+            "load": pb.ControlRequest(load=pb.LoadRequest(model="nobody", settings_json="x" * size)),
+            "lease": pb.ControlRequest(lease=pb.LeaseRequest(model="x" * size)),
+        }[kind].SerializeToString(),
+        st.sampled_from([2**20 - 40, 2**20 - 8, 2**20, 2**20 + 1, 2**21]),
+        st.sampled_from(["hello", "load", "lease"]),
+    )
+
+
 def inline_messages(lease):
     """For a relay's door: tickets with the rows of model affine behind them, or nearly; control messages."""
     record = tickets(0, lease, 0, 1).map(lambda ticket: wire.PREFIX + ticket)
@@ -99,5 +112,6 @@ def inline_messages(lease):
     return st.one_of(
         st.tuples(record, tensor),
         st.tuples(record, st.lists(tensor, max_size=4)).map(lambda parts: (parts[0], *parts[1])),
-        CONTROL,
+        *([CONTROL] * 6),
+        st.tuples(st.just(wire.PREFIX), st.binary(min_size=8, max_size=8), large_requests()),
     )
