@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import struct
 import threading
@@ -19,6 +21,7 @@ from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, re
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
+_CLOSE = 2.0  # seconds that closing all sockets may take
 _MOST_BYTES = 64 << 20  # of an answer; a status document has some ten thousand
 
 
@@ -32,6 +35,13 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the s
         raise TooManyFiles(f"no socket {purpose}: {remedy()}") from error
 
 
+def _destroy(context: zmq.Context[zmq.Socket[bytes]], linger: int, done: _thread.LockType) -> None:
+    try:
+        context.destroy(linger=linger)
+    finally:
+        done.release()
+
+
 class Wires:
     """The ZeroMQ context of a link, and with it all its sockets. They are closed with the link, or when it is lost.
 
@@ -43,9 +53,19 @@ class Wires:
         self._pid = os.getpid()
 
     def close(self, linger: int = 0) -> None:
-        """Close every socket; what is not sent within `linger` ms is dropped. In a forked child this does nothing."""
-        if os.getpid() == self._pid:
-            self.context.destroy(linger=linger)
+        """Close every socket; what is not sent within `linger` ms is dropped. In a forked child this does nothing.
+
+        libzmq waits for sockets that pyzmq has lost sight of, as it can where a KeyboardInterrupt meets a destructor.
+        So it waits in a thread, and this for that at most _CLOSE seconds. The thread is a bare one: a garbage collector
+        may call this in the midst of anything, the module threading included.
+        """
+        if os.getpid() != self._pid or self.context.closed:
+            return
+        done = _thread.allocate_lock()
+        done.acquire()
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and with it everything
+            _thread.start_new_thread(_destroy, (self.context, linger, done))
+            done.acquire(timeout=_CLOSE + linger / 1000)
 
 
 class Control:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -81,6 +84,32 @@ class _Core:
 
 
 CORE = _Core()
+
+
+class Asker:
+    """Starts calls in a thread of its own.
+
+    gRPC takes locks in Python code, and a KeyboardInterrupt, which only ever comes to the main thread, can leave one
+    taken for ever: every later call would hang.
+    """
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[Any, Any, float, Any, Callable[[Any], None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, args=(self._asked,), name="jurybox-grpc", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
+
+    def ask(self, method: Any, request: Any, timeout: float, metadata: Any, done: Callable[[Any], None]) -> None:
+        """Start a call; `done` is called in a thread of gRPC's with it, or with None where it could not be started."""
+        self._asked.put((method, request, timeout, metadata, done))
+
+    @staticmethod
+    def _run(asked: SimpleQueue[Any]) -> None:
+        while (what := asked.get()) is not None:
+            method, request, timeout, metadata, done = what
+            try:
+                method.future(request, timeout=timeout, metadata=metadata).add_done_callback(done)
+            except Exception:  # noqa: BLE001  the channel was closed just now
+                done(None)
 
 
 def open_channel(address: str, tls_ca: str | bytes | None = None) -> grpc.Channel:

@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.doors.door import Answer, InFlight, Watching
-from jurybox.client.remote.grpc_channel import failure
+from jurybox.client.remote.grpc_channel import Asker, failure
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.board import ENGINE, EngineState
@@ -41,18 +40,22 @@ class GrpcDoor:
     """As Door.
 
     Args:
-        ask: the stub's ModelInfer.
+        asker: starts calls.
+        method: the stub's ModelInfer.
         metadata: of every call.
         rows: where tickets find their inputs and answers leave their outputs.
     """
 
-    def __init__(self, ask: Any, metadata: list[tuple[str, str]], spec: ModelSpec, rows: RowsHere) -> None:
-        self._ask = ask
+    def __init__(
+        self, asker: Asker, method: Any, metadata: list[tuple[str, str]], spec: ModelSpec, rows: RowsHere
+    ) -> None:
+        self._asker = asker
+        self._method = method
         self._metadata = metadata
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, grpc.Future] = {}  # by sequence: what is answered by any other is not wanted any more
-        self._done: deque[tuple[InFlight, grpc.Future]] = deque()  # filled by gRPC's threads
+        self._calls: dict[int, object] = {}  # by sequence; what is answered by any other is not wanted any more
+        self._done: deque[tuple[object, InFlight, Any]] = deque()  # filled by gRPC's threads
         self._news = threading.Lock()  # released when something was put there; not an event, whose own lock a
         self._news.acquire()  # KeyboardInterrupt can leave taken
         self._watching: Watching | None = None
@@ -67,9 +70,9 @@ class GrpcDoor:
             request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
             request.raw_input_contents.append(rows.tobytes())
         seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
-        call = self._ask.future(request, timeout=seconds, metadata=self._metadata)
-        self._calls[ticket.sequence] = call
-        call.add_done_callback(lambda done: self._arrived(ticket, done))
+        asked = object()
+        self._asker.ask(self._method, request, seconds, self._metadata, lambda call: self._arrived(asked, ticket, call))
+        self._calls[ticket.sequence] = asked
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Door.exchange."""
@@ -91,8 +94,8 @@ class GrpcDoor:
             self._news.acquire(timeout=left)
         answers: list[Answer] = []
         while self._done:
-            ticket, call = self._done[0]
-            if self._calls.get(ticket.sequence) is call:
+            asked, ticket, call = self._done[0]
+            if self._calls.get(ticket.sequence) is asked:
                 answers.append(self._read(ticket, call))
                 del self._calls[ticket.sequence]
             self._done.popleft()
@@ -114,12 +117,12 @@ class GrpcDoor:
 
     def forked(self) -> None:
         """As Door.forked: gRPC's calls are the parent's."""
-        _parents.append((self._ask, self._calls, self._done))
+        _parents.append((self._method, self._calls, self._done))
         self._watching, self._calls, self._done = None, {}, deque()
 
-    def _arrived(self, ticket: InFlight, call: grpc.Future) -> None:
+    def _arrived(self, asked: object, ticket: InFlight, call: Any) -> None:
         """In one of gRPC's threads."""
-        self._done.append((ticket, call))
+        self._done.append((asked, ticket, call))
         with contextlib.suppress(RuntimeError):  # it is released
             self._news.release()
         if (watching := self._watching) is not None and watching.on:
@@ -130,7 +133,7 @@ class GrpcDoor:
         def answer(code: int, message: str, version: int = 0) -> Answer:
             return Answer(ticket.sequence, code, message, version, ticket.epoch)
 
-        if call.cancelled():
+        if call is None or call.cancelled():
             return answer(Code.SERVER_GONE, "the connection was closed")
         if (error := call.exception()) is not None:
             code, message = failure(error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Transfer, spec_of
-from jurybox.client.remote.grpc_channel import CORE, open_channel, raised, token_metadata
+from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_door import Gateway, GrpcDoor
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
@@ -22,6 +23,7 @@ from jurybox.protocol.spec import OIP_NAMES, ModelSpec
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
+_LATE = 5.0  # seconds that gRPC may need to notice a time-out of its own
 _LOAD = 120.0  # seconds: the gateway answers when the model has loaded
 
 
@@ -41,6 +43,7 @@ class GrpcLink:
         self._channel = open_channel(address, tls_ca)
         self._stub: Any = GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._status_stub: Any = ServerStatusStub(self._channel)  # type: ignore[no-untyped-call]
+        self._asker = Asker()
         self.closed = False
         try:
             try:
@@ -129,7 +132,7 @@ class GrpcLink:
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
-        door = GrpcDoor(self._stub.ModelInfer, self._metadata, spec, memory)
+        door = GrpcDoor(self._asker, self._stub.ModelInfer, self._metadata, spec, memory)
         lane = Lane(name, Gateway(), memory, door, 0, 0, memory.rows, lambda: None, far=True)
         return lane, spec, message.max_batch
 
@@ -141,8 +144,14 @@ class GrpcLink:
 
     def _asked(self, method: Any, request: Any, timeout: float) -> Any:
         CORE.check()
+        done: SimpleQueue[Any] = SimpleQueue()
+        self._asker.ask(method, request, timeout, self._metadata, done.put)
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            if (call := done.get(timeout=timeout + _LATE)) is None:
+                raise Refused("this connection was closed: connect again")
+            return call.result()
+        except Empty:
+            raise ServerGone(f"no answer from {self._address} within {timeout:.1f} s") from None
         except grpc.RpcError as error:
             failed = raised(error, self._address)
             if failed.code == Code.TIMEOUT:
