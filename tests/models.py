@@ -57,6 +57,8 @@ class Moody(torch.nn.Module):
             return observation[:-1] if len(observation) > 1 else observation.repeat(2, 1)
         if mood == 668.0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if 700.0 <= mood < 704.0:
+            raise RuntimeError("x" * int(mood - 700.0) + "\u20ac" * 200)  # of three bytes each: cut anywhere
         if mood > 1000.0:
             time.sleep(mood / 1e6)  # 1_000_000 is a second
         return observation + 1

@@ -79,8 +79,8 @@ class Asker:
 
 def rows_come_back(model):
     def back():
-        model._row = None  # the one that is kept for calls
         with model.lock:
+            model._give_up_row()
             model._usable().look_after()
             return model._lane.free == ROWS
 

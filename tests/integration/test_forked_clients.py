@@ -113,6 +113,13 @@ class Asking(gymnasium.Env):
         return x, float(self.model(x).sum()), False, False, {}
 
 
+_of_the_module = []
+
+
+def asking_the_modules():
+    return Asking(_of_the_module[0])
+
+
 def rewards_of(actions):
     return (2 * actions + 1).sum(axis=1)
 
@@ -136,20 +143,19 @@ def test_gymnasiums_async_vector_env_forks_and_every_reward_is_right(forkable, c
 def test_stable_baselines_subprocesses_fork_and_every_reward_is_right(forkable, client):
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    global _model  # noqa: PLW0603
-    _model = client.model("affine", rows=4)  # a module's, as in a script: what is forked finds it there
+    _of_the_module.append(client.model("affine", rows=4))  # as in a script: what is forked finds it there
     rng = np.random.default_rng(4)
-    envs = SubprocVecEnv([lambda: Asking(_model)] * 3, start_method="fork")
+    envs = SubprocVecEnv([asking_the_modules] * 3, start_method="fork")
     try:
         envs.reset()
         for _ in range(20):
             actions = rng.uniform(-1, 1, (3, 4)).astype(np.float32)
             envs.step_async(actions)
-            np.testing.assert_array_equal(_model(ROW), 2 * ROW + 1)
+            np.testing.assert_array_equal(_of_the_module[0](ROW), 2 * ROW + 1)
             np.testing.assert_allclose(envs.step_wait()[1], rewards_of(actions), rtol=1e-5)
     finally:
         envs.close()
-        del _model
+        _of_the_module.clear()
 
 
 def test_what_was_in_flight_at_the_fork_is_the_parents(forkable, client):

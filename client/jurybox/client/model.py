@@ -246,7 +246,7 @@ class Model:
             raise Refused(f"model {self.name!r} was closed: get it again from the server")
         if self._lane.gone is not None:
             self._lane.close()
-            self._row = None
+            self._give_up_row()
             self._adopt(*self._lease(self._rows, True))
         return self._lane
 
@@ -263,7 +263,7 @@ class Model:
         lane = self._usable()
         if n <= lane.rows or not self._may_grow:
             return lane
-        self._row = None
+        self._give_up_row()
         if lane.free < lane.rows:
             return lane  # something is in flight on it
         try:
@@ -281,17 +281,23 @@ class Model:
     def _keep_row(self) -> CallRow | None:
         """A row kept for calls of one row, until rows run out; None where none is free."""
         lane = self._usable()
-        self._row = None
+        self._give_up_row()
         first = lane.find(1)
         if first is not None:
             self._row = CallRow(lane, first)
         return self._row
 
+    def _give_up_row(self) -> None:
+        # By name: a traceback somewhere may refer to it.
+        row, self._row = self._row, None
+        if row is not None:
+            row.close()
+
     def _found(self, lane: Lane, n: int) -> int:
         """The first of n neighbouring free rows."""
         first = lane.find(n)
         if first is None:
-            self._row = None
+            self._give_up_row()
             lane.look_after()
             first = lane.find(n)
         if first is None:
@@ -407,7 +413,7 @@ class Model:
             wanted = min(n - sent, self.max_batch)
             first, piece = lane.find(wanted), wanted
             if first is None and (self._row is not None or not (piece := lane.largest)):
-                self._row = None
+                self._give_up_row()
                 lane.receive_now()
                 piece = min(wanted, lane.largest)
             if first is None and (not piece or (first := lane.find(piece)) is None):

@@ -150,6 +150,10 @@ class CallRow:
             return result
         return self._failed(result, ticket, row, seconds)
 
+    def close(self) -> None:
+        """Give the row back; one that is in flight goes free when the engine has answered."""
+        self._lane.release(self)
+
     def _ask(self, row: NDArray[Any], seconds: float) -> Any:
         """As `ask`, by way of the lane."""
         np.copyto(self._place, row)
@@ -175,10 +179,10 @@ class CallRow:
             outputs = self._ask(row, seconds)
             self._prepare()
             return outputs
-        error = error_for(code, call.message())
+        message = call.message()
         if code == Code.STALE_LEASE:
-            lane.gone = error
-        raise error
+            lane.gone = error_for(code, message)
+        raise error_for(code, message)
 
     def _copied(self) -> Any:
         if type(self._outputs) is dict:

@@ -1,0 +1,346 @@
+"""Connections, models, tickets and rows that are lost, refused or overtaken: nothing hangs or answers wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+from jurybox.client import Busy, ModelFailed, Refused, ServerGone, SpecMismatch, Timeout, connect
+from jurybox.client.local_link import LocalLink
+from jurybox.protocol.errors import Error, TooManyFiles
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def lanes(server) -> int:
+    with server.connect() as client:
+        return client.status()["lanes"]["in_use"]
+
+
+# ---- tickets are futures
+
+
+def test_a_ticket_is_a_future(client):
+    ticket = client.model("affine", rows=4).submit(X)
+    wait_until(ticket.done)
+    reply = ticket.result()
+    np.testing.assert_array_equal(reply.outputs, 2 * X + 1)
+    assert ticket.result() is reply, "asked again it gives the same"
+    assert not ticket.cancel() and not ticket.cancelled()
+
+
+def test_a_ticket_that_timed_out_still_owns_its_rows_and_gives_its_own_answer_later(client):
+    model = client.model("moody", rows=4)
+    slow = np.full((2, 4), 400_000, np.float32)
+    ticket = model.submit(slow, timeout=30)
+    with pytest.raises(Timeout):
+        ticket.result(timeout=0.05)
+    other = model.submit(np.full((2, 4), 7, np.float32))
+    np.testing.assert_array_equal(other.result(timeout=30).outputs, np.full((2, 4), 8, np.float32))
+    with contextlib.suppress(Busy), model.rows(2) as rows:  # whatever else takes rows meanwhile
+        rows.inputs["observation"][:] = 99
+        rows.infer(timeout=30)
+    np.testing.assert_array_equal(ticket.result(timeout=30).outputs, slow + 1)
+
+
+def test_a_cancelled_ticket_gives_its_rows_back_when_the_engine_is_done_with_them(client):
+    model = client.model("moody", rows=2)
+    ticket = model.submit(np.full((2, 4), 200_000, np.float32), timeout=30)
+    assert ticket.cancel() and ticket.cancelled() and ticket.done()
+    with pytest.raises(CancelledError):
+        ticket.result()
+    with pytest.raises(Busy):
+        model.submit(X)
+    np.testing.assert_array_equal(model.infer(X, timeout=30), X + 1)  # this waits for them
+
+
+def test_a_ticket_that_nobody_refers_to_gives_its_rows_back_but_not_before_the_engine(client):
+    model = client.model("moody", rows=2)
+    model.submit(np.full((2, 4), 200_000, np.float32), timeout=30)
+    with pytest.raises(Busy):
+        model.submit(X)
+    wait_until(lambda: fits(model), 30, "its rows")
+    ticket = model.submit(X)
+    wait_until(ticket.done)
+    del ticket  # answered, and not collected
+    np.testing.assert_array_equal(model.submit(X).result(30).outputs, X + 1)
+
+
+def fits(model) -> bool:
+    try:
+        model.submit(X).result(30)
+    except Busy:
+        return False
+    return True
+
+
+async def test_a_ticket_can_be_awaited(client):
+    model = client.model("affine", rows=8)
+    tickets = [model.submit(X + i) for i in range(4)]
+    for i, reply in enumerate(await asyncio.gather(*tickets)):
+        np.testing.assert_array_equal(reply.outputs, 2 * (X + i) + 1)
+
+
+# ---- the same thing, in an event loop
+
+
+async def test_infer_async_gives_what_infer_gives(leased, client):
+    model = client.model("affine")
+    x = np.random.default_rng(1).standard_normal((100, 4)).astype(np.float32)
+    np.testing.assert_array_equal(await model.infer_async(x[:3]), 2 * x[:3] + 1)  # more than a fresh lane has
+    np.testing.assert_array_equal(await model.infer_async(x), 2 * x + 1)  # more than a batch
+    assert (await model.infer_async(x[:0])).shape == (0, 4)
+
+
+async def test_an_event_loop_goes_on_while_another_thread_uses_the_model(client):
+    model = client.model("moody", rows=4)
+    slow = threading.Thread(target=model.infer, args=(np.full((2, 4), 400_000, np.float32),))
+    slow.start()
+    await asyncio.sleep(0.1)
+    began, steps = time.monotonic(), 0
+    asking = asyncio.ensure_future(model.infer_async(X, timeout=30))
+    while not asking.done():
+        await asyncio.sleep(0.005)
+        steps += 1
+    np.testing.assert_array_equal(asking.result(), X + 1)
+    assert steps > (time.monotonic() - began) / 0.1, "the loop stood still"
+    slow.join()
+
+
+def test_threads_with_and_without_event_loops_share_a_model(client):
+    model, wrong = client.model("affine", rows=16), []
+
+    async def ask_async(i):
+        for turn in range(20):
+            x = np.full((2, 4), 100 * i + turn, np.float32)
+            if not np.array_equal(await model.infer_async(x, timeout=60), 2 * x + 1):
+                wrong.append(x)
+
+    def ask(i):
+        for turn in range(20):
+            x = np.full((3, 4), 100 * i + turn, np.float32)
+            if not np.array_equal(model.infer(x), 2 * x + 1) or not np.array_equal(model(x[0]), 2 * x[0] + 1):
+                wrong.append(x)
+
+    works = [lambda i=i: asyncio.run(ask_async(i)) for i in range(2)] + [lambda i=i: ask(i) for i in range(2, 4)]
+    failed = []
+
+    def run(work):
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  the test tells it
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and not wrong
+
+
+# ---- time-outs and what is passed
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300, 10**30])
+def test_a_time_out_without_end_is_one_of_years(client, timeout):
+    model = client.model("affine", rows=4)
+    np.testing.assert_array_equal(model.infer(X, timeout=timeout), 2 * X + 1)
+    np.testing.assert_array_equal(model(X[0], timeout=timeout), 2 * X[0] + 1)
+    np.testing.assert_array_equal(model.submit(X, timeout=timeout).result(timeout=timeout).outputs, 2 * X + 1)
+    np.testing.assert_array_equal(asyncio.run(model.infer_async(X, timeout=timeout)), 2 * X + 1)
+
+
+def test_a_time_out_that_is_no_number_is_refused_and_a_negative_one_is_over(client):
+    model = client.model("affine", rows=4)
+    with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
+        model.infer(X, timeout=float("nan"))
+    with pytest.raises(Timeout):
+        model.infer(X, timeout=-1)
+    np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
+    with pytest.raises(ValueError, match="timeout"):
+        connect(client.address, timeout=float("nan"))
+
+
+def test_a_batch_where_one_row_is_expected_is_told_so(client):
+    model = client.model("affine")
+    with pytest.raises(SpecMismatch, match=r"one row, float32 of shape \(4,\), came float32 of shape \(2, 4\).*infer"):
+        model(X)
+    with pytest.raises(SpecMismatch, match=r"came float64 of shape \(4,\).*astype"):
+        model(X[0].astype(np.float64))
+
+
+# ---- handles that are lost
+
+LOST = """
+import gc, os, sys, threading, numpy
+from jurybox.client import connect
+address, door, how = sys.argv[1:]
+x = numpy.ones((2, 4), "f4")
+def ask():
+    server = connect(address, door=door, timeout=60)
+    model = server.model("affine", rows=4)
+    model.infer(x)
+    return server, model, model.submit(x)
+if how == "dropped":
+    for _ in range(3):
+        held = ask()
+        held = None
+        gc.collect()
+elif how == "cycle":
+    for _ in range(3):
+        held = [ask()]
+        held.append(held)
+        held = None
+        gc.collect()
+elif how == "thread":
+    here = [ask()]
+    thread = threading.Thread(target=lambda: (here.clear(), gc.collect()))
+    thread.start()
+    thread.join()
+elif how == "exit":
+    held = ask()
+elif how == "exception":
+    try:
+        held = ask()
+        raise RuntimeError
+    except RuntimeError:
+        pass
+    del held
+elif how == "fork":
+    held = ask()
+    child = os.fork()
+    held = None
+    gc.collect()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["dropped", "cycle", "thread", "exit", "exception", "fork"])
+def test_a_connection_lost_without_close_hangs_nobody(server, gateway_server, door, how):
+    where = server.address
+    if door in ("tcp", "grpc"):
+        where = f"{door}://{(gateway_server if door == 'grpc' else server).listening(door)}"
+    if door == "grpc" and how == "fork":
+        pytest.skip("gRPC does not survive a fork")
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, where, door if door in ("native", "zmq") else "auto", how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout and not done.stderr
+
+
+def test_dropped_connections_and_models_leave_no_files_and_no_lanes(leased, connecting, server):
+    wait_until(lambda: lanes(server) == 0, 30, "an empty house")
+    connecting().model("affine").infer(X)
+    gc.collect()
+    before = files()
+    for _ in range(5):
+        connection = connecting()
+        for _ in range(4):
+            connection.model("affine", rows=2).infer(X)
+        assert not connection._models
+        del connection
+    gc.collect()
+    wait_until(lambda: files() <= before, 20, "no more files than before")
+    wait_until(lambda: lanes(server) == 0, 30, "every lane given back")
+
+
+def test_refused_models_keep_no_lane(server, monkeypatch):
+    def refuses(*_):
+        raise Refused("no")
+
+    with server.connect() as client:
+        before, had = lanes(server), files()
+        with monkeypatch.context() as broken:
+            broken.setattr(LocalLink, "_open_door", refuses)
+            for _ in range(5):
+                with pytest.raises(Refused):
+                    client.model("affine", rows=32)
+        assert lanes(server) == before and files() == had
+        np.testing.assert_array_equal(client.model("affine", rows=32).infer(X), 2 * X + 1)
+
+
+def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
+    with pytest.raises(ServerGone):
+        connect(f"ipc://{tmp_path}/nobody", timeout=0.1)
+    gc.collect()
+    before = files()
+    for _ in range(3):
+        for where in (f"ipc://{tmp_path}/nobody", "tcp://127.0.0.1:9"):
+            with pytest.raises(ServerGone):
+                connect(where, timeout=0.1)
+    assert files() == before
+
+
+@pytest.mark.parametrize("door", ["tcp"])
+def test_a_remote_client_out_of_files_is_told_what_to_do(connecting):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connecting() as connection:
+        connection.model("affine", rows=1).close()
+        held = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files() + 24, hard))
+            with pytest.raises(TooManyFiles, match="raise the limit"):
+                for _ in range(40):
+                    held.append(connection.model("affine", rows=1))
+            with pytest.raises(TooManyFiles, match="raise the limit"):
+                connecting()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for model in held:
+            np.testing.assert_array_equal(model(X[0]), 2 * X[0] + 1)
+        assert connection.model("affine", rows=1)
+
+
+def test_two_models_of_one_connection_both_find_the_next_server(tmp_path):
+    folder = tmp_path / "server"
+    models = {name: {"factory": "tests.models:affine"} for name in ("one", "two")}
+    with serving(folder, models) as server:
+        connection = server.connect()
+        pair = [connection.model(name, rows=4) for name in models]
+        tickets = [model.submit(X) for model in pair]
+        for model in pair:
+            model.infer(X)
+    with serving(folder, models):
+        for model, ticket in zip(pair, tickets, strict=True):
+            for ask in (model.infer, model):
+                with contextlib.suppress(ServerGone):
+                    ask(X if ask == model.infer else X[0], timeout=30)
+            np.testing.assert_array_equal(model.infer(X, timeout=30), 2 * X + 1)
+            with contextlib.suppress(Error):
+                np.testing.assert_array_equal(ticket.result(1).outputs, 2 * X + 1)
+        connection.close()
+
+
+def test_an_error_cut_inside_a_character_is_told_and_costs_no_rows(client):
+    model = client.model("moody", rows=2)
+    for shift in range(4):
+        with pytest.raises(ModelFailed, match="RuntimeError"):
+            model.infer(np.full((2, 4), 700 + shift, np.float32))
+        with pytest.raises(ModelFailed, match="RuntimeError"):
+            model(np.full(4, 700 + shift, np.float32))
+        with pytest.raises(ModelFailed, match="RuntimeError"):
+            model.submit(np.full((2, 4), 700 + shift, np.float32)).result()
+    np.testing.assert_array_equal(model.infer(X), X + 1)
