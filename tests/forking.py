@@ -15,12 +15,9 @@ DEADLINE = 30.0  # seconds: a child that hangs is killed then
 
 
 class Child:
-    """A forked child that runs `work`; `result` waits for what it returned, or raises what it raised.
+    """A forked child that runs `work` and ends; `result` waits for what it returned, or raises what it raised."""
 
-    The child goes through the interpreter's ordinary end where `leaves` says so, and else ends at once.
-    """
-
-    def __init__(self, work: Callable[[], Any], *, leaves: bool = False) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self._read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -35,8 +32,6 @@ class Child:
                     pickle.dump(answer, pipe)
                 status = 0
             finally:
-                if leaves:
-                    raise SystemExit(status)
                 os._exit(status)
         os.close(write)
 

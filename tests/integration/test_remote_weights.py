@@ -1,23 +1,30 @@
 """Learners and actors elsewhere: weights over gRPC end where a local learner's would, whole or not at all."""
 
+import gc
+import os
+import signal
+import struct
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.forking import in_a_child
 from tests.serving import serving, wait_until
 
-from jurybox.client import ModelNotFound, Refused, ServerGone, SpecMismatch, Timeout
-from jurybox.protocol.errors import Code, Error
+from jurybox.client import Busy, ModelNotFound, Refused, ServerGone, SpecMismatch, Timeout
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch
 
 grpc = pytest.importorskip("grpc")
 from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader  # noqa: E402
-from jurybox.protocol.remote_weights_pb2 import BeginPublication, PublishRequest  # noqa: E402
-from jurybox.protocol.weights.transfer import chunks  # noqa: E402
+from jurybox.protocol.remote_weights_pb2 import BeginPublication, PublishRequest, ReadReply, ReadRequest  # noqa: E402
+from jurybox.protocol.weights.transfer import READ, chunks  # noqa: E402
 
 X = np.ones((2, 4), np.float32)
+BACK_SOON = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
 
 
 def affine(version):
@@ -25,18 +32,22 @@ def affine(version):
 
 
 @contextmanager
-def gateway(address, most_bytes=1 << 30, stall=1.0):
-    script = str(Path(__file__).with_name("remote_weights_gateway.py"))
-    process = subprocess.Popen(
-        [sys.executable, script, address, str(most_bytes), str(stall)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
+def gateway(address, most_bytes=1 << 30, stall=1.0, most_streams=64):
+    process, port = start_gateway(address, most_bytes, stall, most_streams)
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{process.stdout.readline().strip()}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{port}", BACK_SOON) as channel:
             yield process, channel
     finally:
         process.kill()
         process.wait()
+
+
+def start_gateway(address, most_bytes=1 << 30, stall=1.0, most_streams=64, port=0):
+    script = str(Path(__file__).with_name("remote_weights_gateway.py"))
+    arguments = map(str, (address, most_bytes, stall, most_streams, port))
+    process = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +223,258 @@ def test_a_killed_gateway_or_server_is_told_and_the_publisher_goes_on_with_the_n
 def test_more_than_a_gateway_takes_is_refused_at_once(server):
     with gateway(server.address, most_bytes=1 << 20) as (_, channel), pytest.raises(Refused, match="at most 1048576"):
         RemotePublisher(channel, "big")
+
+
+def newest_of(client, name="policy"):
+    return client.weights(name).newest
+
+
+def published(client, name="policy"):
+    """Something is published; its version."""
+    with client.publisher(name) as publisher:
+        return publisher.publish(affine(publisher.version + 1))
+
+
+def test_a_reader_that_gave_up_waiting_is_never_an_answer_behind(server, client):
+    with gateway(server.address) as (process, channel), RemoteWeightsReader(channel, "policy", timeout=0.5) as reader:
+        version = published(client)
+        assert reader.read(timeout=30).version == version
+        for ask in (reader.read, lambda: reader.newest, lambda: reader.read(timeout=0.2)):
+            os.kill(process.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises((Timeout, ServerGone)):
+                    ask()
+            finally:
+                os.kill(process.pid, signal.SIGCONT)
+            version = published(client)
+            wait_until(lambda: reader.newest == version, what="the gateway")  # noqa: B023
+            state, seen, _ = reader.read(timeout=30)
+            assert (seen, float(state["scale"])) == (version, float(client.weights("policy").read().state["scale"]))
+
+
+def test_readers_and_publishers_go_on_with_a_gateway_that_was_restarted(server, client):
+    process, port = start_gateway(server.address)
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}", BACK_SOON)
+    try:
+        reader, publisher = RemoteWeightsReader(channel, "policy"), RemotePublisher(channel, "policy")
+        for _ in range(2):
+            version = publisher.publish(affine(publisher.version + 1))
+            assert reader.read().version == version and reader.newer_than(version - 1)
+            process.kill()
+            process.wait()
+            wait_until(lambda: not publisher._stream.alive and not reader._stream.alive, what="the streams' end")
+            process, _ = start_gateway(server.address, port=port)
+            assert reader.newest == version
+        assert publisher.publish(affine(version + 1)) == version + 1 == reader.read().version
+        reader.close()
+        with pytest.raises(Refused, match="closed"):
+            reader.read()
+        publisher.close()
+    finally:
+        channel.close()
+        process.kill()
+        process.wait()
+
+
+def test_a_read_waits_for_a_first_publication_as_long_as_it_is_told(tmp_path):
+    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
+    with serving(tmp_path, models) as server, server.connect() as client, gateway(server.address) as (_, channel):
+        reader = RemoteWeightsReader(channel, "policy")
+        for options in ({}, {"timeout": 0.3}):
+            with pytest.raises(Timeout, match="nothing has been published"):
+                reader.read(**options)
+        later = threading.Timer(0.5, published, (client,))
+        later.start()
+        assert reader.read(timeout=60).version == 1
+        later.join()
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(ServerGone):
+            reader.read(timeout=60)
+        reader.close()
+
+
+def test_a_closed_reader_frees_a_thread_that_waits(server, client):
+    published(client)
+    with gateway(server.address) as (process, channel):
+        reader, told = RemoteWeightsReader(channel, "policy"), []
+
+        def read():
+            try:
+                reader.read(timeout=60)
+            except Error as error:
+                told.append(error)
+
+        os.kill(process.pid, signal.SIGSTOP)
+        thread = threading.Thread(target=read)
+        thread.start()
+        wait_until(reader._turn.locked)
+        reader.close()
+        thread.join(30)
+        assert not thread.is_alive() and isinstance(told[0], Refused)
+
+
+def anonymous_mib(pid):
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("Anonymous:"))) / 1024
+
+
+def unread(port_channel, model, stop, count):
+    """So many streams that ask for weights and take none of them."""
+
+    def requests():
+        yield ReadRequest(model=model)
+        stop.wait(60)
+
+    call = port_channel.stream_stream(
+        READ, request_serializer=ReadRequest.SerializeToString, response_deserializer=ReadReply.FromString
+    )
+    return [call(requests()) for _ in range(count)]
+
+
+def test_streams_that_nobody_reads_cost_the_gateway_the_memory_of_a_few(server, client):
+    layout, stop, calls = client.weights("big").layout, threading.Event(), []
+    size = layout.nbytes / 2**20
+    with client.publisher("big") as publisher, gateway(server.address, stall=60.0) as (process, channel):
+        publisher.publish(layout.views(np.ones(layout.nbytes, np.uint8)))
+        with RemoteWeightsReader(channel, "big") as reader:
+            reader.read()
+        before = anonymous_mib(process.pid)
+        for _ in range(8):
+            calls += unread(channel, "big", stop, 6)
+            for call in calls[-6:]:
+                next(call)  # the head: its publication is on its way
+            publisher.publish(layout.views(np.full(layout.nbytes, len(calls), np.uint8)))
+        grown = anonymous_mib(process.pid) - before
+        with RemoteWeightsReader(channel, "big") as reader:
+            state, version, _ = reader.read()
+            assert 0 < version <= publisher.version
+            assert len(np.unique(np.concatenate([array.view(np.uint8).ravel() for array in state.values()]))) == 1
+        for call in calls:
+            call.cancel()
+        stop.set()
+        with RemoteWeightsReader(channel, "big") as reader:
+            wait_until(lambda: reader.read().version == publisher.version, what="room for the newest")
+        # 48 copies and 48 connections without sharing; with it five copies, and what is on the wire.
+        assert grown < 6 * size + 48 * 1.5, f"{grown:.0f} MiB for 48 streams of {size:.0f} MiB"
+
+
+def test_more_streams_than_there_may_be_are_told_and_a_reader_that_takes_nothing_makes_room(server, client):
+    published(client, "policy")
+    with client.publisher("big") as publisher:
+        publisher.publish(publisher.channel.layout.views(np.ones(publisher.channel.layout.nbytes, np.uint8)))
+    stop = threading.Event()
+    with gateway(server.address, stall=2.0, most_streams=3) as (_, channel):
+        kept = [RemoteWeightsReader(channel, "policy") for _ in range(2)]
+        (call,) = unread(channel, "big", stop, 1)
+        next(call)
+        with pytest.raises(Busy, match="3 readers of weights are connected"):
+            RemoteWeightsReader(channel, "policy")
+        assert published(client) == kept[0].read().version, "those that are there go on"
+        with RemotePublisher(channel, "policy") as learner:
+            learner.publish(affine(1))
+
+        def room():
+            try:
+                RemoteWeightsReader(channel, "policy").close()
+            except Busy:
+                return False
+            return True
+
+        wait_until(room, what="the reader that takes nothing to be given up")
+        stop.set()
+        for reader in kept:
+            reader.close()
+
+
+def test_a_forked_child_has_no_part_in_its_parents_streams(remote, client):
+    with RemotePublisher(remote, "policy") as publisher, RemoteWeightsReader(remote, "policy") as reader:
+        version = publisher.publish(affine(1))
+        for work in (lambda: publisher.publish(affine(2)), reader.read, lambda: reader.newer_than(0)):
+            with pytest.raises(Refused, match="fork"):
+                in_a_child(work)
+
+        def leave():
+            publisher.close()
+            reader.close()
+
+        in_a_child(leave)
+        assert newest_of(client) == version == reader.read().version
+        assert publisher.publish(affine(3)) == version + 1
+
+
+FORKED = """
+import os, signal, sys
+import grpc, numpy as np
+from jurybox.client import Refused
+from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
+
+signal.alarm(60)
+channel = grpc.insecure_channel(sys.argv[1])
+publisher, reader = RemotePublisher(channel, "policy"), RemoteWeightsReader(channel, "policy")
+state = {"scale": np.array(1, np.float32), "offset": np.array(1, np.float32)}
+publisher.publish(state)
+if (pid := os.fork()) == 0:
+    signal.alarm(30)
+    try:
+        publisher.publish(state)
+    except Refused:
+        sys.exit(7)  # through the interpreter's ordinary end
+    sys.exit(8)
+_, status = os.waitpid(pid, 0)
+version = publisher.publish(state)
+assert reader.read().version == version
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_ends_as_any_process_does(server, client):
+    process, port = start_gateway(server.address)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKED, f"127.0.0.1:{port}"], capture_output=True, text=True, timeout=90
+        )
+    finally:
+        process.kill()
+        process.wait()
+    assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
+
+
+def test_a_publisher_that_is_dropped_without_a_word_gives_its_place_back(remote, client):
+    RemotePublisher(remote, "policy").publish(affine(1))
+    RemoteWeightsReader(remote, "policy")
+    gc.collect()
+    wait_until(lambda: freed(client, "policy"), what="the place")
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "weights stream"], what="the threads")
+
+
+def test_a_publication_that_is_interrupted_leaves_a_publisher_that_can_be_used(remote, client, monkeypatch):
+    def interrupted(flat, base=None):
+        yield next(chunks(flat, base))
+        raise KeyboardInterrupt
+
+    with RemotePublisher(remote, "big") as publisher:
+        before, state = newest_of(client, "big"), publisher.layout.views(np.ones(publisher.layout.nbytes, np.uint8))
+        monkeypatch.setattr("jurybox.client.remote_weights.chunks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(state)
+        monkeypatch.undo()
+        assert newest_of(client, "big") == before
+        assert publisher.publish(state) == before + 1
+
+
+def test_a_version_or_an_extra_that_nobody_could_use_is_refused(remote, client):
+    hostile = [b"\xff" * 9, struct.pack("<I", 60_000) + b"[" * 60_000]
+    hostile += [struct.pack("<I", 44) + b'{"x": {"__array__": ["(((", [1], 0]}}'.ljust(44)]
+    with RemotePublisher(remote, "policy") as publisher:
+        before = publisher.publish(affine(1))
+        for version in (2**63, 2**64, -1):
+            with pytest.raises(Refused, match="version"):
+                publisher.publish(affine(1), version=version)
+        for extra in hostile:
+            with pytest.raises(Error) as caught, pytest.MonkeyPatch.context() as patch:
+                patch.setattr("jurybox.client.remote_weights.encode", lambda _: extra)  # noqa: B023
+                publisher.publish(affine(2))
+            assert isinstance(caught.value, ProtocolMismatch), caught.value
+        assert newest_of(client) == before
+        assert publisher.publish(affine(2)) == before + 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -13,7 +15,8 @@ import numpy as np
 from jurybox.client.publisher import layout_mismatch, tensors_of
 from jurybox.client.remote_stream import RemoteStream
 from jurybox.client.weights_reader import State, Weights
-from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch
+from jurybox.protocol import forks
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.remote_weights_pb2 import (
     BeginPublication,
     EndPublication,
@@ -30,13 +33,18 @@ from jurybox.protocol.weights.layout import TensorPlace, dtype_name
 from jurybox.protocol.weights.transfer import PUBLISH, READ, Assembly, Flat, chunks, narrow, transfer_layout
 
 Metadata = tuple[tuple[str, str], ...]
+_T = TypeVar("_T")
+_BACK = 5.0  # seconds: a gateway that was killed is back by then
+_AGAIN = 0.1  # seconds between two questions for what is not there yet
 
 
 class RemotePublisher:
     """`Publisher`, over gRPC. It holds the model's place of publisher while its stream lasts.
 
     Where the stream broke (the network, the gateway, the server), the publication in progress raises and did not happen
-    or is not known to have; the next `publish` opens a new one.
+    or is not known to have; the next `publish` opens a new one, and waits some seconds for a gateway that is being
+    restarted, or that has not noticed yet that this publisher's former stream is over. The place goes when the
+    publisher is closed or dropped. A forked child has no part in it: it refuses.
 
     Args:
         channel: to the gateway. It stays the caller's to close.
@@ -72,10 +80,12 @@ class RemotePublisher:
         self._timeout = timeout
         self._turn = threading.Lock()
         self._closed = False
+        self._forked = False
         self.sent_bytes = 0
         self._base: Flat | None = None
         self._stream, opened = self._open()
         self._adopt(opened)
+        forks.register(self)
 
     def publish(
         self,
@@ -91,11 +101,15 @@ class RemotePublisher:
             As `Publisher.publish`; ServerGone, Timeout: the stream broke, or the gateway is too slow.
         """
         tensors, packed = tensors_of(source), encode(extra)
+        if version is not None and not 0 < version < 2**63:
+            raise Refused(f"version {version} was to be published: expected 1 to 2**63 - 1")
         with self._turn:
+            if self._forked:
+                raise Refused(f"this publisher of {self._model!r} was made before a fork: make one in this process")
             if self._closed:
                 raise Refused(f"this publisher of {self._model!r} was closed; make another one")
             if not self._stream.alive:
-                self._stream, opened = self._open()
+                self._stream, opened = self._open_again()
                 self._adopt(opened)
             if len(packed) > self._extra_bytes:
                 raise SpecMismatch(
@@ -121,8 +135,8 @@ class RemotePublisher:
                     sent += len(chunk.data)
                 self._stream.send(PublishRequest(end=EndPublication(bytes=sent)))
                 self.version = int(self._stream.receive().published)
-            except Error as error:
-                if error.code not in (Code.REFUSED, Code.SPEC_MISMATCH):
+            except BaseException as error:
+                if not isinstance(error, Error) or error.code not in (Code.REFUSED, Code.SPEC_MISMATCH):
                     self._stream.close()  # what the other end has of this publication is not known
                 raise
             self.sent_bytes += sent
@@ -135,6 +149,19 @@ class RemotePublisher:
             if not self._closed:
                 self._closed = True
                 self._stream.close()
+
+    def _after_fork_in_child(self) -> None:
+        self._forked, self._turn = True, threading.Lock()
+
+    def _open_again(self) -> tuple[RemoteStream, Opened]:
+        until = time.monotonic() + min(_BACK, self._timeout)
+        while True:
+            try:
+                return self._open()
+            except (ServerGone, Refused) as error:
+                if time.monotonic() > until or error.code not in (Code.SERVER_GONE, Code.REFUSED):
+                    raise
+            time.sleep(_AGAIN)
 
     def _open(self) -> tuple[RemoteStream, Opened]:
         stream = RemoteStream(self._channel, PUBLISH, PublishReply.FromString, self._metadata, self._timeout)
@@ -175,62 +202,160 @@ class RemotePublisher:
 class RemoteWeightsReader:
     """`WeightsReader`, over gRPC: every question is a round trip, so ask between episodes rather than every step.
 
+    Where the stream broke, the next question opens a new one, and waits some seconds for a gateway that is being
+    restarted. Threads may share a reader; they take turns. A forked child's copy refuses.
+
     Args:
         channel: to the gateway. It stays the caller's to close.
         model: whose weights.
         metadata, timeout: as `RemotePublisher`.
 
     Attributes:
-        layout: of the weights.
+        layout: of the weights; another one where the server came back with another model of that name.
         max_lag: as the model's settings say.
         age_seconds: how old the last publication read was when it was read there.
 
     Raises:
-        ModelNotFound; Refused: the model takes no publications; ServerGone.
+        ModelNotFound; Refused: the model takes no publications; Busy: the gateway has as many streams as it takes;
+            ServerGone.
     """
 
+    layout: WeightsLayout
+    max_lag: int
+
     def __init__(self, channel: grpc.Channel, model: str, *, metadata: Metadata = (), timeout: float = 30.0) -> None:
-        self._stream = RemoteStream(channel, READ, ReadReply.FromString, metadata, timeout)
+        self._channel = channel
+        self._metadata = metadata
+        self._timeout = timeout
         self._model = model
         self._turn = threading.Lock()
+        self._closed = False
+        self._forked = False
+        self._stream: RemoteStream | None = None
         self.age_seconds = 0.0
         try:
-            head = self._ask(look=True)
+            self._asked(self._look, None, patient=False)
         except BaseException:
-            self._stream.close()
+            self.close()
             raise
-        self.layout = WeightsLayout.from_json(head.layout)
-        self.max_lag = int(head.max_lag)
+        forks.register(self)
 
     @property
     def newest(self) -> int:
-        """The newest version; 0 when nothing has been published yet."""
-        with self._turn:
-            return int(self._ask(look=True).newest)
+        """The newest version; 0 when nothing has been published yet. Raises as `read`."""
+        return self._asked(self._look, None)
 
     def newer_than(self, seen: int) -> bool:
-        """Whether there is a version newer than `seen` (0: any)."""
+        """Whether there is a version newer than `seen` (0: any). Raises as `read`."""
         return self.newest > seen
 
-    def read(self) -> Weights:
-        """As `WeightsReader.read`, into new arrays. Raises Timeout where nothing has been published yet."""
-        with self._turn:
-            head = self._ask()
-            flat = np.zeros(self.layout.nbytes, np.uint8)
-            assembly = Assembly(flat, gaps=False)
-            while assembly.received < self.layout.nbytes:
-                assembly.put(self._stream.receive().chunk)
+    def read(self, *, timeout: float | None = None) -> Weights:
+        """As `WeightsReader.read`, into new arrays.
+
+        Args:
+            timeout: seconds in all, also for a first publication to come. Without it every message has the reader's own
+                timeout, and what was never published is told at once.
+
+        Raises:
+            Timeout: nothing has been published yet, or the gateway is too slow.
+            ServerGone: it is not there; Refused: this reader was closed, or made before a fork.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return self._asked(self._read, until)
+            except Timeout:
+                if until is None or time.monotonic() + _AGAIN >= until:
+                    raise
+            time.sleep(_AGAIN)
+
+    def close(self) -> None:
+        """End the stream; a thread that waits for an answer is told."""
+        self._closed = True
+        if (stream := self._stream) is not None:
+            stream.close()
+
+    # ---- inside
+
+    def _asked(self, ask: Callable[[RemoteStream, float | None], _T], until: float | None, patient: bool = True) -> _T:
+        """The answer over the stream, a new one where there is none.
+
+        Args:
+            patient: wait for a gateway that is away.
+        """
+        back = time.monotonic() + min(_BACK, self._timeout)
+        if until is not None:
+            back = min(back, until)
+        while True:
+            try:
+                with self._turn_until(until):
+                    return self._exchanged(ask, until)
+            except ServerGone:  # nothing here changes anything there: it may be asked twice
+                if not patient or self._closed or time.monotonic() + _AGAIN >= back:
+                    raise
+            time.sleep(_AGAIN)
+
+    def _exchanged(self, ask: Callable[[RemoteStream, float | None], _T], until: float | None) -> _T:
+        self._require_open()
+        stream = self._stream
+        if stream is None or not stream.alive:
+            stream = RemoteStream(self._channel, READ, ReadReply.FromString, self._metadata, self._timeout)
+            self._stream = stream
+            if self._closed:  # by another thread, in this very moment
+                stream.close()
+        try:
+            return ask(stream, until)
+        except BaseException:
+            if not stream.refused:
+                # Of what was asked something may still be on its way, and would be taken for the next answer.
+                self._stream = None
+                stream.close()
+            self._require_open()
+            raise
+
+    def _look(self, stream: RemoteStream, until: float | None) -> int:
+        return int(self._head(stream, until, look=True).newest)
+
+    def _read(self, stream: RemoteStream, until: float | None) -> Weights:
+        head = self._head(stream, until)
+        if not head.version:
+            raise ProtocolMismatch(f"the gateway answered without weights of {self._model!r}")
+        flat = np.zeros(self.layout.nbytes, np.uint8)
+        assembly = Assembly(flat, gaps=False)
+        while assembly.received < self.layout.nbytes:
+            assembly.put(stream.receive(until).chunk)
         self.age_seconds = float(head.age)
         state: State = self.layout.views(flat)
         return Weights(state, int(head.version), decode(head.extra))
 
-    def close(self) -> None:
-        """End the stream."""
-        self._stream.close()
+    def _head(self, stream: RemoteStream, until: float | None, *, look: bool = False) -> Any:
+        stream.send(ReadRequest(model=self._model, look=look), until)
+        reply = stream.receive(until)
+        if reply.WhichOneof("part") != "head":
+            raise ProtocolMismatch(f"the gateway answered with {reply.WhichOneof('part')!r}, expected 'head'")
+        if reply.head.layout:  # with the first of a stream
+            self.layout = WeightsLayout.from_json(reply.head.layout)
+            self.max_lag = int(reply.head.max_lag)
+        return reply.head
 
-    def _ask(self, *, look: bool = False) -> Any:
-        self._stream.send(ReadRequest(model=self._model, look=look))
-        return self._stream.receive().head
+    @contextmanager
+    def _turn_until(self, until: float | None) -> Iterator[None]:
+        turn = self._turn
+        if not turn.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
+            raise Timeout(f"another thread reads the weights of {self._model!r}, and took all the time there was")
+        try:
+            yield
+        finally:
+            turn.release()
+
+    def _require_open(self) -> None:
+        if self._forked:
+            raise Refused(f"this reader of {self._model!r} was made before a fork: connect in this process")
+        if self._closed:
+            raise Refused(f"this reader of {self._model!r} was closed: take another one")
+
+    def _after_fork_in_child(self) -> None:
+        self._forked, self._turn = True, threading.Lock()
 
     def __enter__(self) -> RemoteWeightsReader:
         return self

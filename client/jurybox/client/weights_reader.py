@@ -83,7 +83,7 @@ class WeightsReader:
         if self.channel.newest > seen:
             return True
         if self._owner_lives is not None and time.monotonic() - self._looked > _SLICE_SECONDS:
-            self._require_owner()
+            self.require_owner()
         return False
 
     def wait_newer_than(self, seen: int, timeout: float = 10.0) -> bool:
@@ -94,7 +94,7 @@ class WeightsReader:
         """
         end = time.monotonic() + timeout
         while not self.channel.slots.wait_newer(seen, min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))):
-            self._require_owner()
+            self.require_owner()
             if time.monotonic() >= end:
                 return False
         return True
@@ -138,7 +138,7 @@ class WeightsReader:
         try:
             while (fresh := self.lag() <= most) is False and time.monotonic() - began < timeout:
                 if time.monotonic() - self._looked > _SLICE_SECONDS:
-                    self._require_owner()
+                    self.require_owner()
                 time.sleep(_LOOK_SECONDS)
         finally:
             self.held_back_seconds += time.monotonic() - began
@@ -218,7 +218,7 @@ class WeightsReader:
         self.close()
 
     def _read_parts(self, parts: npt.NDArray[np.uint64], timeout: float, verify: bool = True) -> tuple[int, bytes]:
-        self._require_owner()
+        self.require_owner()
         end, copies, buffer = time.monotonic() + timeout, 0, self._own.extra
         while True:
             slice_ = min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
@@ -233,11 +233,12 @@ class WeightsReader:
                     "publication, somebody else than a publisher has written there; publish again, or load the model "
                     "anew"
                 )
-            self._require_owner()
+            self.require_owner()
             if time.monotonic() >= end:
                 raise self._timeout(timeout, copies)
 
-    def _require_owner(self) -> None:
+    def require_owner(self) -> None:
+        """Raises ServerGone where nobody is left to publish, Refused where the channel was closed here."""
         self.channel.require_open()
         if self._owner_lives is None:
             return

@@ -1,15 +1,19 @@
 """The gRPC service by which learners and actors on other machines reach the weights channels of this host.
 
-A stream is a publisher, or a reader, of a model: it has a connection of its own to the server and goes through the
-ordinary client, so whoever publishes from elsewhere has the place of a local publisher, with the same rules. Work that
-copies or waits runs in threads; the gateway's event loop carries messages only.
+A stream is a publisher, or a reader, of a model, and goes through the ordinary client: whoever publishes from elsewhere
+has the place of a local publisher, with the same rules. The readers of one model share a connection and the
+publications that are on their way to them, so hundreds of them cost the memory of a few. Work that copies or waits runs
+in threads; the gateway's event loop carries messages only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -20,7 +24,7 @@ from jurybox.client import connect
 from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol import remote_weights_pb2
-from jurybox.protocol.errors import Code, Error, Refused, Timeout
+from jurybox.protocol.errors import TABLE, Code, Error, Refused, Timeout
 from jurybox.protocol.remote_weights_pb2 import (
     BeginPublication,
     Opened,
@@ -31,7 +35,7 @@ from jurybox.protocol.remote_weights_pb2 import (
     WeightsHead,
     WeightsRefusal,
 )
-from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.extra import decode
 from jurybox.protocol.weights.transfer import (
     CHUNK_BYTES,
     PUBLISH,
@@ -41,14 +45,22 @@ from jurybox.protocol.weights.transfer import (
     restored,
     transfer_layout,
 )
+from jurybox.server.gateway.grpc_health import CODE
 from jurybox.server.gateway.grpc_server import Service
 
 _CONNECT = 5.0  # seconds
-_STALL = 30.0  # seconds between two messages of one publication
+_STALL = 30.0  # seconds between two messages of one publication, in either direction
 _THREADS = 8
 _MOST_BYTES = 8 << 30  # of one model's weights
+_MOST_STREAMS = 256  # of publishers, and of readers
+_MOST_KEPT = 4  # publications of one model that are on their way to readers; slow ones share the last of them
+_PIECE_BYTES = 256 << 10  # of a publication, in one message to a reader: so much waits for each that does not read
+_MOST_NAME = 1024  # characters of a model's name
+_MOST_SAID = 1000  # characters of an error
+_STATUSES = {status.value[0]: status for status in grpc.StatusCode}
 _NAME = PUBLISH.rpartition("/")[0].lstrip("/")  # of the service
 _T = TypeVar("_T")
+_M = TypeVar("_M")
 
 
 def service(address: str) -> Service:
@@ -62,15 +74,28 @@ class RemoteWeights:
 
     Args:
         address: of the server.
-        stall: seconds after which a publication that stopped in the middle is given up.
+        stall: seconds after which a stream is given up that has not begun, stopped in the middle of a publication, or
+            takes nothing of one.
         most_bytes: larger weights are refused.
+        most_streams: of publishers, and of readers; more are refused with RESOURCE_EXHAUSTED.
     """
 
-    def __init__(self, address: str, *, stall: float = _STALL, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        stall: float = _STALL,
+        most_bytes: int = _MOST_BYTES,
+        most_streams: int = _MOST_STREAMS,
+    ) -> None:
         self._address = address
         self._stall = stall
         self._most_bytes = most_bytes
+        self._most_streams = most_streams
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="remote weights")
+        # These belong to the event loop.
+        self._streams = {"publishers": 0, "readers": 0}
+        self._sources: dict[str, _Shared] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offer the service on a server, before it starts."""
@@ -79,14 +104,15 @@ class RemoteWeights:
                 self.publish, PublishRequest.FromString, PublishReply.SerializeToString
             ),
             READ.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(
-                self.read, ReadRequest.FromString, ReadReply.SerializeToString
+                self.read, ReadRequest.FromString, _serialized
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, handlers),))
 
-    async def publish(self, requests: AsyncIterator[PublishRequest], _context: Any) -> AsyncIterator[PublishReply]:
+    async def publish(self, requests: AsyncIterator[PublishRequest], context: Any) -> AsyncIterator[PublishReply]:
         """One publisher, for as long as the stream lasts."""
         publisher: _Publisher | None = None
+        await self._come("publishers", context)
         try:
             while (request := await self._next(requests, publisher)) is not None:
                 try:
@@ -96,37 +122,64 @@ class RemoteWeights:
                     else:
                         reply = await self._in_thread(publisher.take, request)
                 except Error as error:
-                    yield PublishReply(refusal=WeightsRefusal(code=error.code, message=str(error)))
+                    yield PublishReply(refusal=_refusal(error))
                     if publisher is None or publisher.broken:
                         return
                 else:
                     if reply is not None:
                         yield reply
         finally:
+            self._streams["publishers"] -= 1
             if publisher is not None:
                 self._threads.submit(publisher.close)  # not awaited: a stream that is cancelled must not wait
 
-    async def read(self, requests: AsyncIterator[ReadRequest], _context: Any) -> AsyncIterator[ReadReply]:
+    async def read(self, requests: AsyncIterator[ReadRequest], context: Any) -> AsyncIterator[ReadReply | bytes]:
         """One reader, for as long as the stream lasts."""
-        reader: _Reader | None = None
+        shared: _Shared | None = None
+        source: _Source | None = None
+        told = False
+        await self._come("readers", context)
         try:
-            async for request in requests:
+            # Between questions an actor may take as long as it likes; HTTP/2's pings tell whether it is still there.
+            while (request := await self._message(requests, self._stall if shared is None else None)) is not None:
                 try:
-                    if reader is None:
-                        reader = await self._in_thread(_Reader, self._address, request.model)
-                    head = await self._in_thread(reader.head, request)
+                    if shared is None:
+                        shared = self._join(request.model)
+                    if source is None:
+                        source = await asyncio.shield(shared.opening)
+                    head, kept = await self._in_thread(source.answer, request)
                 except Error as error:
-                    yield ReadReply(refusal=WeightsRefusal(code=error.code, message=str(error)))
-                    if reader is None:
+                    yield ReadReply(refusal=_refusal(error))
+                    # Over a new stream there may be an answer: from the next server, or the model as it is now.
+                    if source is None or error.code == Code.SERVER_GONE:
+                        self._forget(shared)
                         return
                     continue
+                if not told:
+                    head.layout, told = source.layout, True
                 yield ReadReply(head=head)
-                if head.version:
-                    for chunk in chunks(reader.flat):
-                        yield ReadReply(chunk=chunk)
+                if kept is not None:
+                    for piece in kept.pieces:
+                        with self._stalling():
+                            yield piece
+                    kept, piece = None, b""  # or they would be held until the next question
         finally:
-            if reader is not None:
-                self._threads.submit(reader.close)
+            self._streams["readers"] -= 1
+            self._leave(shared)
+
+    # ---- streams
+
+    async def _come(self, kind: str, context: Any) -> None:
+        """Count a stream in, or end it where there are as many as there may be."""
+        if self._streams[kind] >= self._most_streams:
+            code = Code.BUSY
+            context.set_trailing_metadata(((CODE, str(int(code))),))
+            await context.abort(
+                _STATUSES[TABLE[code].grpc],
+                f"{self._most_streams} {kind} of weights are connected from elsewhere, as many as there may be: close "
+                "those that are done, or read once a host and share what was read",
+            )
+        self._streams[kind] += 1
 
     async def _next(
         self, requests: AsyncIterator[PublishRequest], publisher: _Publisher | None
@@ -136,13 +189,70 @@ class RemoteWeights:
         Between publications a learner may take as long as it likes; HTTP/2's pings tell whether it is still there.
         """
         waits_long = publisher is not None and not publisher.receiving
+        return await self._message(requests, None if waits_long else self._stall)
+
+    async def _message(self, requests: AsyncIterator[_M], seconds: float | None) -> _M | None:
         try:
-            return await asyncio.wait_for(anext(requests), None if waits_long else self._stall)
+            return await asyncio.wait_for(anext(requests), seconds)
         except (StopAsyncIteration, TimeoutError):
             return None
 
+    @contextlib.contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Around a message that goes out: its stream is cancelled where nobody takes it."""
+        task = asyncio.current_task()
+        assert task is not None
+        handle = asyncio.get_running_loop().call_later(self._stall, task.cancel)
+        try:
+            yield
+        finally:
+            handle.cancel()
+
     async def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    # ---- what the readers of a model share
+
+    def _join(self, model: str) -> _Shared:
+        """The model's source; it is being opened where this is the first reader."""
+        if len(model) > _MOST_NAME:
+            raise Refused(
+                f"a model's name of {len(model)} characters came, expected {_MOST_NAME} at most", Code.TOO_LARGE
+            )
+        shared = self._sources.get(model)
+        if shared is None:
+            opening = asyncio.ensure_future(self._in_thread(_Source, self._address, model))
+            shared = self._sources[model] = _Shared(model, opening)
+        shared.readers += 1
+        return shared
+
+    def _forget(self, shared: _Shared | None) -> None:
+        """The next reader opens the source anew."""
+        if shared is not None and self._sources.get(shared.model) is shared:
+            del self._sources[shared.model]
+
+    def _leave(self, shared: _Shared | None) -> None:
+        """One reader less; the last one closes the source."""
+        if shared is None:
+            return
+        shared.readers -= 1
+        if shared.readers == 0:
+            self._forget(shared)
+            shared.opening.add_done_callback(self._close)  # not awaited: a stream that is cancelled must not wait
+
+    def _close(self, opening: asyncio.Future[_Source]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._threads.submit(opening.result().close)
+
+
+def _serialized(reply: ReadReply | bytes) -> bytes:
+    return reply if isinstance(reply, bytes) else reply.SerializeToString()
+
+
+def _refusal(error: Error) -> WeightsRefusal:
+    """An error as it travels; its text may be anybody's."""
+    message = str(error)[:_MOST_SAID].encode("utf-8", "replace").decode()
+    return WeightsRefusal(code=error.code, message=message)
 
 
 class _Publisher:
@@ -156,6 +266,8 @@ class _Publisher:
     def __init__(self, address: str, request: PublishRequest, most_bytes: int) -> None:
         if request.WhichOneof("part") != "open":
             raise Error("expected 'open' as the first message of a publisher's stream", Code.MALFORMED)
+        if len(request.open.model) > _MOST_NAME:
+            raise Error(f"expected a model's name of {_MOST_NAME} characters at most", Code.TOO_LARGE)
         self._server = connect(address, timeout=_CONNECT)
         try:
             publisher = self._server.publisher(request.open.model)
@@ -213,6 +325,11 @@ class _Publisher:
                 f"({travelling.hash[:12]}): publish what the model was made with",
                 Code.MALFORMED,
             )
+        if len(begin.extra) > self._publisher.channel.extra_bytes:
+            raise Error(
+                f"extra takes {len(begin.extra)} bytes, there is room for {self._publisher.channel.extra_bytes}",
+                Code.TOO_LARGE,
+            )
         base = self._base.pop(begin.bfloat16, None)  # until the publication is whole, it is nobody's base
         if begin.changed_only and base is None:
             raise Error("changed chunks came before any whole publication of this stream", Code.MALFORMED)
@@ -239,34 +356,71 @@ class _Publisher:
             self._server.close()
 
 
-class _Reader:
-    """A local reader, and the bytes of the publication it read last."""
+class _Shared:
+    """A source, which may still be opening, and how many readers have it."""
+
+    def __init__(self, model: str, opening: asyncio.Future[_Source]) -> None:
+        self.model = model
+        self.opening = opening
+        self.readers = 0
+
+
+class _Kept:
+    """One publication, as the messages that bring it to any number of readers."""
+
+    def __init__(self, version: int, extra: bytes, published: float, flat: np.ndarray[Any, Any]) -> None:
+        self.version, self.extra, self.published = version, extra, published
+        self.pieces = [ReadReply(chunk=chunk).SerializeToString() for chunk in chunks(flat, size=_PIECE_BYTES)]
+
+
+class _Source:
+    """A local reader of one model's weights, and what of them is on its way to readers elsewhere."""
 
     def __init__(self, address: str, model: str) -> None:
         self._server = connect(address, timeout=_CONNECT)
         try:
             reader = self._server.weights(model)
-            assert isinstance(reader, WeightsReader)
+            assert isinstance(reader, WeightsReader)  # the gateway is on the server's host
             self._reader = reader
         except BaseException:
             self._server.close()
             raise
-        self._told = False
-        self.flat = np.zeros(self._reader.layout.nbytes, np.uint8)
+        self.layout = self._reader.layout.to_json()
+        self._turn = threading.Lock()
+        self._flat = np.zeros(self._reader.layout.nbytes, np.uint8)
+        self._newest: _Kept | None = None
+        self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
-    def head(self, request: ReadRequest) -> WeightsHead:
-        """What to answer; where it has a version, `flat` holds it. Raises Timeout."""
+    def answer(self, request: ReadRequest) -> tuple[WeightsHead, _Kept | None]:
+        """What to answer, and the publication that follows. Raises Timeout, ServerGone."""
         reader = self._reader
+        reader.require_owner()
+        newer = reader.newer_than(request.newer_than)
         head = WeightsHead(newest=reader.newest, max_lag=reader.max_lag)
-        if not self._told:
-            head.layout = reader.layout.to_json()
-            self._told = True
-        if not request.look and reader.newer_than(request.newer_than):
-            version, extra = reader.read_flat(self.flat, timeout=1.0)
-            head.version, head.extra, head.age = version, encode(extra), reader.age_seconds
-        elif not request.look and not reader.newest:
+        if request.look:
+            return head, None
+        if not head.newest:
             raise Timeout("nothing has been published yet: is the model's learner running?")
-        return head
+        if not newer or (kept := self._publication()).version <= request.newer_than:
+            return head, None
+        head.version, head.extra, head.age = kept.version, kept.extra, time.monotonic() - kept.published
+        return head, kept
+
+    def _publication(self) -> _Kept:
+        """The newest; one a little older where slow readers hold as many as there may be."""
+        with self._turn:
+            newest = self._newest
+            if newest is None or (self._reader.newer_than(newest.version) and len(self._alive) < _MOST_KEPT):
+                try:
+                    version, extra = self._reader.read_bytes(self._flat, timeout=1.0)
+                except Timeout:
+                    if newest is None:
+                        raise
+                    return newest  # a publisher in the middle of a snapshot: the last one is whole
+                published = time.monotonic() - self._reader.age_seconds
+                newest = self._newest = _Kept(version, extra, published, self._flat)
+                self._alive.add(newest)
+            return newest
 
     def close(self) -> None:
         with contextlib.suppress(Error):
