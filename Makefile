@@ -41,8 +41,8 @@ test-containers: setup  ## needs a container engine
 test-browser: setup  ## needs chromium
 	$(BIN)/python -m pytest -m browser --timeout 600
 
-fuzz: setup  ## the long fuzzing: 100,000 inputs at the ZeroMQ doors, 15,000 gRPC calls, HTTP by its description
-	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 1800
+fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ door, over gRPC and to HTTP's infer, HTTP by its description
+	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 3000
 
 soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anything grew; benchmarks/soak/results
 	$(BIN)/python -m benchmarks.soak

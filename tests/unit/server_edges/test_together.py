@@ -40,6 +40,9 @@ class Lane:
             await asyncio.Event().wait()
         return Reply(inputs["x"] * 2, 7)
 
+    async def infer_reply_async(self, inputs, *, timeout, version):
+        return await self.infer_async(inputs, timeout=timeout, version=version)
+
     def look(self):
         if self.looks is not None:
             raise self.looks

@@ -94,7 +94,7 @@ class HeldLane:
             self.lane.submit(start, ticket.rows, deadline, ticket.version, weakref.ref(self)),
         )
 
-    def answers(self, has_room: Callable[[bytes, int], bool]) -> Iterator[list[Any]]:
+    def answers(self, has_room: Callable[[bytes, int], bool] = lambda *_: True) -> Iterator[list[Any]]:
         """What has been answered since, as frames to send.
 
         An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
