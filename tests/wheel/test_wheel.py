@@ -32,7 +32,7 @@ def run(*command: object, **more) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built as `make wheel` does: the wheel from the source distribution, so nothing is missing in either."""
+    """The wheel from the source distribution, so nothing is missing in either; test_matrix.py tries all of them."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", out, ROOT, env=PIP)
     assert len(list(out.glob("jurybox-*.tar.gz"))) == 1
