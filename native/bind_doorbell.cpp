@@ -133,6 +133,10 @@ void bind_doorbell(nb::module_& m) {
                 return self.bell.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.")
+        .def("mend", [](Engine& self) { return self.bell.mend(); },
+             "Write the engine's positions anew where somebody else overwrote them; gives in how many lanes.")
+        .def("renew", [](Engine& self, std::uint64_t epoch) { self.bell.renew(epoch); }, nb::arg("epoch"),
+             "Drop tickets of the life before from now on.")
         .def(
             "pause",
             [](Engine& self, double timeout, std::uint32_t tickets) {
@@ -161,6 +165,7 @@ void bind_doorbell(nb::module_& m) {
             "exchange",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
                std::int64_t deadline, std::uint64_t version, std::uint64_t epoch, double timeout) -> nb::object {
+                // Full though nothing is in flight: answers got lost, and the ticket is asked for again by its deadline.
                 if (!self.bell.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {epoch}}))
                     return nb::none();
                 Answer answer;

@@ -80,13 +80,15 @@ void bind_tickets(nb::module_& m) {
         "Spread the rows of packed over the rows of table (rows, ...) that the tickets name.");
     m.def(
         "count_batch",
-        [](nb::handle record, nb::handle tickets, std::size_t rows, std::int64_t began, std::int64_t ended) {
-            const Write counters(record);
+        [](nb::handle record, nb::handle shown, nb::handle tickets, std::size_t rows, std::int64_t began,
+           std::int64_t ended) {
+            const Write counters(record), board(shown);
             const Read these(tickets);
             count_batch(*counters.records<Counters>(), these.records<const Ticket>(), these.rows(), rows, began, ended);
+            show(*counters.records<const Counters>(), *board.records<Counters>());
         },
-        nb::arg("record"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
-        "Count an answered batch into one record of board.COUNTERS; times are ns of CLOCK_MONOTONIC.");
+        nb::arg("record"), nb::arg("shown"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
+        "Count an answered batch into one record of board.COUNTERS and copy it to another; times are ns of CLOCK_MONOTONIC.");
 
     nb::class_<Admission>(m, "Admission", "The check of tickets on arrival, and the book of the rows let in, by lane.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))

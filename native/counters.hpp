@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "tickets.hpp"
 
@@ -31,6 +32,13 @@ inline std::uint64_t elapsed(std::int64_t since, std::int64_t until) {
     constexpr std::int64_t kMost = std::int64_t{1} << (kTimeBuckets - 1);
     if (since >= until) return 0;
     return static_cast<std::uint64_t>(since > until - kMost ? until - since : kMost);
+}
+
+// Show what an engine counted: its own record is out of others' reach, the board's is not. `waiting` is set there alone.
+inline void show(const Counters& own, Counters& shown) {
+    const std::uint64_t waiting = shown.waiting;
+    std::memcpy(&shown, &own, sizeof(Counters));
+    shown.waiting = waiting;
 }
 
 // `began` and `ended` are ns of CLOCK_MONOTONIC. The record has one writer, and readers take each word as it is.

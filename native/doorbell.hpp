@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -112,11 +113,38 @@ static_assert(sizeof(EngineRecord) == 64);
 constexpr int kNotSent = -1;
 constexpr int kNotAnswered = -2;
 
-// The engine's side.
+// Any process of the user can write to this memory. So each side goes by its own copy of the positions that it writes,
+// and takes from the other's only what can be: two positions are at most a ring apart.
+inline bool possible(std::uint32_t from, std::uint32_t to) { return to - from <= kRing; }
+
+// The engine's side, of a bell that is new: all positions are zero.
 class BellEngine {
   public:
     BellEngine(BellMemory* memory, std::uint64_t epoch, std::int64_t spin_ns)
-        : memory_(memory), epoch_(epoch), spin_(spin_ns) {}
+        : memory_(memory), epoch_(epoch), taken_(kBellLanes), answered_(kBellLanes), spin_(spin_ns) {}
+
+    // Write the engine's positions anew where they are not what it wrote, and ring for tickets whose bits got lost; gives
+    // how many lanes were overwritten. What was in their rings may be lost: `renew` has clients ask again.
+    std::size_t mend() {
+        std::size_t overwritten = 0;
+        for (std::uint32_t number = 0; number < kBellLanes; ++number) {
+            LaneRings& lane = memory_->lanes[number];
+            if (lane.taken.load(std::memory_order_relaxed) != taken_[number] ||
+                lane.answered.load(std::memory_order_relaxed) != answered_[number]) {
+                lane.taken.store(taken_[number], std::memory_order_relaxed);
+                lane.answered.store(answered_[number], std::memory_order_release);
+                ++overwritten;
+            }
+            const std::uint32_t submitted = lane.submitted.load(std::memory_order_acquire);
+            if (submitted == taken_[number] || !possible(taken_[number], submitted)) continue;
+            memory_->pending[number / 64].fetch_or(std::uint64_t{1} << number % 64, std::memory_order_seq_cst);
+            memory_->summary.fetch_or(std::uint64_t{1} << number / 64, std::memory_order_seq_cst);
+        }
+        return overwritten;
+    }
+
+    // Begin another life in the same memory: tickets for the one before are dropped.
+    void renew(std::uint64_t epoch) { epoch_ = epoch; }
 
     // Take tickets that were posted, at most `room`; what does not fit stays.
     std::size_t collect(Ticket* out, std::size_t room) {
@@ -153,8 +181,8 @@ class BellEngine {
         for (std::size_t i = 0; i < n; ++i) {
             if (tickets[i].lane >= kBellLanes) continue;
             LaneRings& lane = memory_->lanes[tickets[i].lane];
-            const std::uint32_t at = lane.answered.load(std::memory_order_relaxed);
-            if (at - lane.received.load(std::memory_order_acquire) >= kRing) {
+            const std::uint32_t at = answered_[tickets[i].lane];
+            if (at - lane.received.load(std::memory_order_acquire) == kRing) {
                 ++dropped;
                 continue;
             }
@@ -164,7 +192,7 @@ class BellEngine {
                 lane.message[bytes] = '\0';
             }
             lane.answers[at % kRing] = Answer{tickets[i].sequence, version, code, alone, tickets[i].lease};
-            lane.answered.store(at + 1, std::memory_order_seq_cst);
+            lane.answered.store(answered_[tickets[i].lane] = at + 1, std::memory_order_seq_cst);
         }
         // Tickets were collected in the order of their lanes, so that a word's stand together.
         std::uint32_t word = 0, sleepers = 0;
@@ -240,16 +268,16 @@ class BellEngine {
     // Move one lane's tickets to `out`; false when there was no room for all of them.
     bool drain(std::uint32_t number, Ticket* out, std::size_t room, std::size_t& n) {
         LaneRings& lane = memory_->lanes[number];
-        std::uint32_t at = lane.taken.load(std::memory_order_relaxed);
+        std::uint32_t at = taken_[number];
         const std::uint32_t end = lane.submitted.load(std::memory_order_acquire);
-        if (end - at > kRing) at = end - kRing;  // its client wrote nonsense; it is the only one to lose by it
+        if (!possible(at, end)) return true;  // nonsense; its client's next ticket writes the right one over it
         for (; at != end && n < room; ++at) {
             out[n] = lane.tickets[at % kRing];
             out[n].lane = number;  // a client answers for its own lane only
             // One meant for an engine that has died since is sent again by its client, who sees that on the board.
             n += out[n].epoch == epoch_;
         }
-        lane.taken.store(at, std::memory_order_release);
+        lane.taken.store(taken_[number] = at, std::memory_order_release);
         same_lane_ = number == last_lane_ ? same_lane_ + 1 : 0;
         last_lane_ = number;
         return at == end;
@@ -258,6 +286,7 @@ class BellEngine {
     static constexpr std::uint64_t kAlone = 16;  // visits to one lane, one after another
     BellMemory* memory_;
     std::uint64_t epoch_;
+    std::vector<std::uint32_t> taken_, answered_;
     Spin spin_;
     std::uint32_t last_lane_ = kBellLanes;
     std::uint64_t same_lane_ = 0;
@@ -270,17 +299,21 @@ class BellClient {
     // `wake` is the writing end of the engine's pipe. Answers to an earlier holder of the lane are skipped.
     BellClient(BellMemory* memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns)
         : memory_(memory), lane_(memory->lanes[lane]), number_(lane), lease_(lease), wake_(wake), spin_(spin_ns), lone_spin_(kLone * spin_ns) {
-        lane_.received.store(lane_.answered.load(std::memory_order_acquire), std::memory_order_release);
+        lane_.received.store(received_ = lane_.answered.load(std::memory_order_acquire), std::memory_order_release);
+        // What an earlier holder posted may still be there to be taken.
+        const std::uint32_t taken = lane_.taken.load(std::memory_order_acquire);
+        submitted_ = lane_.submitted.load(std::memory_order_relaxed);
+        if (!possible(taken, submitted_)) submitted_ = taken;
     }
 
     // Post a ticket; false when as many as a ring holds are in flight.
     bool submit(Ticket ticket) {
-        const std::uint32_t at = lane_.submitted.load(std::memory_order_relaxed);
-        if (in_flight_ >= kRing || at - lane_.taken.load(std::memory_order_acquire) >= kRing) return false;
+        const std::uint32_t at = submitted_;
+        if (in_flight_ >= kRing || at - lane_.taken.load(std::memory_order_acquire) == kRing) return false;
         ticket.lease = lease_;
         ticket.lane = number_;
         lane_.tickets[at % kRing] = ticket;
-        lane_.submitted.store(at + 1, std::memory_order_release);
+        lane_.submitted.store(submitted_ = at + 1, std::memory_order_release);
         unanswered_[in_flight_++] = ticket.sequence;
         memory_->pending[number_ / 64].fetch_or(std::uint64_t{1} << number_ % 64, std::memory_order_seq_cst);
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
@@ -294,7 +327,7 @@ class BellClient {
 
     // Wait at most `timeout_ns` for answers; true when there are some.
     bool wait(std::int64_t timeout_ns) {
-        const std::uint32_t seen = lane_.received.load(std::memory_order_relaxed);
+        const std::uint32_t seen = received_;
         const auto came = [&] { return lane_.answered.load(std::memory_order_acquire) != seen; };
         if (came()) return true;
         Spin& spin = alone_ ? lone_spin_ : spin_;
@@ -321,8 +354,9 @@ class BellClient {
 
     // Take answers of this lease that are there, at most `room`.
     std::size_t receive(Answer* out, std::size_t room) {
-        std::uint32_t at = lane_.received.load(std::memory_order_relaxed);
+        std::uint32_t at = received_;
         const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
+        if (!possible(at, end)) at = end - kRing;  // nonsense, or what was is over; answers met twice have known numbers
         std::size_t n = 0;
         for (; at != end && n < room; ++at) {
             const Answer& answer = lane_.answers[at % kRing];
@@ -335,7 +369,7 @@ class BellClient {
                 break;
             }
         }
-        lane_.received.store(at, std::memory_order_release);
+        lane_.received.store(received_ = at, std::memory_order_release);
         return n;
     }
 
@@ -368,6 +402,7 @@ class BellClient {
     // A batch of one takes longer than its share of a full one, and nobody else wants the core meanwhile.
     static constexpr std::int64_t kLone = 3;
     std::uint32_t in_flight_ = 0;
+    std::uint32_t submitted_, received_;
     std::uint64_t unanswered_[kRing];  // sequences of tickets in flight
     bool alone_ = false;
     Spin spin_;

@@ -242,6 +242,9 @@ public:
             // Overtaken means that there is a newer version to read at once. Only a single slot under its writer, or a
             // channel without a publication, leaves nothing to do but to wait for the bell.
             if (claim.version == 0 && (slots_ == 1 || newest() == 0)) wait_for_bell(bell, deadline_ns - now);
+            // So often it is overtaken by nobody: somebody wrote nonsense there, which the next publication corrects.
+            else if (tries % kOvertaken == 0)
+                wait_for_bell(bell, std::min<std::uint64_t>(deadline_ns - now, 50'000'000));
         }
     }
 
@@ -258,6 +261,7 @@ public:
 
 private:
     static constexpr std::size_t kBlock = std::size_t{1} << 15;  // fits the first cache
+    static constexpr std::uint64_t kOvertaken = 1000;
     static constexpr std::size_t kChunk = std::size_t{1} << 20;
 
     unsigned next_slot() const {

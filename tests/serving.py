@@ -119,10 +119,10 @@ def serving(
     models: dict[str, dict[str, object]],
     env: dict[str, str] | None = None,
     python: str = sys.executable,
-    **server: object,
+    **options: object,
 ) -> Iterator[RunningServer]:
     """A server that serves; stopped at the end, whatever the test did to it."""
-    running = launch(folder, models, env, python, **server)
+    running = launch(folder, models, env, python, **options)
     try:
         wait_until(lambda: "serving" in running.text() or running.process.poll() is not None, START)
         if running.process.poll() is not None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.doors.door import LOOK_AFTER, UNSENT, Answer, Caller, Door, InFlight
 from jurybox.protocol import forks
-from jurybox.protocol.board import EngineState
+from jurybox.protocol.board import EngineState, state_of
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
 
 _DEATHS = 3  # engines that die with a ticket in flight before the ticket is taken for the cause
@@ -330,7 +330,7 @@ class Lane:
         if not serving:
             return None
         waits = self._waits.tolist()
-        bound = 1.5 * min(waits[i] for i in serving)
+        bound = 1.5 * max(0, min(waits[i] for i in serving))  # below zero: another process wrote there
         return random.choice([i for i in serving if waits[i] <= bound])
 
     def _settle(self, answers: Iterable[Answer]) -> None:
@@ -411,7 +411,7 @@ class Lane:
                 f"model {self.model!r} did not answer in time ({ticket.rows} rows): its server is busy, or the network "
                 "to it is broken. Ask again: it is connected to again by itself"
             )
-        states = [EngineState(int(state)).name.lower() for state in self._states]
+        states = [state_of(state).name.lower() for state in self._states]
         unsent = f"was not sent: {self._unsent_because}"
         sent = unsent if ticket.engine == UNSENT else f"is at engine {ticket.engine}"
         return (

@@ -5,6 +5,9 @@ reads. Reading it costs the engine nothing, so status, metrics and the choice of
 
 Each record has one writer. Values are aligned words, so that a reader sees an old or a new one, never a mixture;
 a lane's lease is written last when granted and first when taken back.
+
+Any process of the user can write to these pages. So writers go by their own copies and write them anew several times a
+second, and readers take no value for granted: a state by `state_of`, an index within its bounds.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ class EngineState(IntEnum):
     SERVING = 2
     DRAINING = 3
     STOPPED = 4
+
+
+def state_of(value: Any) -> EngineState:
+    """A record's state as a state; one that is none counts as absent."""
+    number = int(value)
+    return EngineState(number) if number <= EngineState.STOPPED else EngineState.ABSENT
 
 
 _HEADER = np.dtype(
@@ -129,24 +138,82 @@ class Board:
         self.engines: NDArray[Any] = segment.array(ENGINE, (engines,), _ENGINES_AT)
         self.lanes: NDArray[Any] = segment.array(LANE, (MAX_LANES,), _LANES_AT)
         self.counters: NDArray[Any] = segment.array(COUNTERS, (engines, MAX_MODELS), _COUNTERS_AT)
+        # The supervisor's copies of what it writes; empty with everybody else.
+        self._header = self.header[:0].copy()
+        self._engines = self.engines[:0].copy()
+        self.own_lanes = self.lanes[:0].copy()  # written as `lanes` is, by jurybox.server.supervisor.leases
+        self._living = np.zeros(0, bool)
 
     @classmethod
     def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Board:
         """Make the board for a number of engines; `started` is in seconds since 1970."""
         board = cls(make(name, _size(engines)), engines)
         board.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
+        board._header, board.own_lanes, board._engines = board.header.copy(), board.lanes.copy(), board.engines.copy()
+        board._living = np.zeros(engines, bool)
         return board
+
+    # ---- the supervisor's part
+
+    @property
+    def started(self) -> float:
+        """When the server started, seconds since 1970; of its own board."""
+        return float(self._header["started"][0])
+
+    def begin_life(self, engine: int, bell: int) -> None:
+        """An engine is started; from now on it writes its record, all but `restarts` and `bell`."""
+        self._living[engine] = True
+        self._engines["bell"][engine] = bell
+        self.engines["bell"][engine] = bell
+
+    def end_life(self, engine: int) -> None:
+        """Count a death; the engine's record is this process's alone until its next life."""
+        self._living[engine] = False
+        self._engines["restarts"][engine] += 1
+        self.engines["restarts"][engine] = self._engines["restarts"][engine]
+
+    def restore(self) -> bool:
+        """Write the supervisor's part anew where somebody else has overwritten it; gives whether it was."""
+        damaged = self.header.tobytes() != self._header.tobytes()
+        if damaged:
+            self.header[:] = self._header
+        words = (len(self.lanes), LANE.itemsize // 8)
+        shown, own = self.lanes.view("<u8").reshape(words), self.own_lanes.view("<u8").reshape(words)
+        if len(lanes := np.flatnonzero((shown != own).any(axis=1))):
+            damaged = True
+            shown[lanes, 0] = 0  # nobody uses a lane of which half is wrong
+            shown[lanes, 1:] = own[lanes, 1:]
+            shown[lanes, 0] = own[lanes, 0]
+        for name in ("restarts", "bell"):
+            if (self.engines[name] != self._engines[name]).any():
+                damaged = True
+                self.engines[name] = self._engines[name]
+        for name in ("epoch", "state"):
+            self.engines[name][~self._living] = 0
+        return damaged
+
+    # ---- an engine's part
+
+    def engine_words(self, engine: int) -> memoryview:
+        """An engine's record as its eight words, to be written with little ado."""
+        at = _ENGINES_AT + engine * ENGINE.itemsize
+        return self.segment.buffer[at : at + ENGINE.itemsize].cast("Q")
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = True) -> Board:
         """Map the board of a running server; who only watches maps it with `writable` False."""
         segment = Segment.attach(name, writable=writable)
-        header = segment.array(_HEADER, (1,))[0]
-        if header["magic"] != _MAGIC.rstrip(b"\0") or header["protocol"] != PROTOCOL_VERSION:
-            raise ProtocolMismatch(
-                f"{name} is no board of protocol {PROTOCOL_VERSION}: install the same jurybox on both sides"
-            )
-        return cls(segment, int(header["engines"]))
+        if segment.size >= _size(1):
+            header = segment.array(_HEADER, (1,))[0].copy()
+            engines = int(header["engines"])
+            known = header["magic"] == _MAGIC.rstrip(b"\0") and header["protocol"] == PROTOCOL_VERSION
+            if known and 0 < engines <= MAX_ENGINES and segment.size == _size(engines):
+                return cls(segment, engines)
+        segment.close()
+        raise ProtocolMismatch(
+            f"{name} is no board of protocol {PROTOCOL_VERSION}: install the same jurybox on both sides (or another "
+            "process wrote to it just now: ask again)"
+        )
 
     def server_lives(self) -> bool:
         """Whether the supervisor that made this board still runs (the kernel drops its lock when it dies)."""

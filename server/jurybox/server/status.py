@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.board import MAX_LANES, Board, EngineState
+from jurybox.protocol.board import MAX_LANES, Board, EngineState, state_of
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def status_document(
     """
     now = time.time() if now is None else now
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
-    started = float(board.header["started"][0])
+    started = board.started
     engines = _engines(board.engines.copy(), devices, engine_timeout, monotonic_ns)
     counters = board.counters.copy()
     return {
@@ -108,11 +108,12 @@ def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
         return None
     rank = quantile * total
     upto = np.cumsum(counts)
-    bucket = int(np.searchsorted(upto, rank))
+    bucket = min(int(np.searchsorted(upto, rank)), len(counts) - 1)
     if bucket == 0:
         return 0.0
-    share = (rank - float(upto[bucket - 1])) / float(counts[bucket])
-    return float(2.0 ** (bucket - 1 + share))
+    # Counts that somebody scribbled may overflow their sum; an estimate is within its bucket all the same.
+    share = (rank - float(upto[bucket - 1])) / max(1.0, float(counts[bucket]))
+    return float(2.0 ** (bucket - 1 + min(max(share, 0.0), 1.0)))
 
 
 def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, monotonic_ns: int) -> list[dict[str, Any]]:
@@ -120,7 +121,7 @@ def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, mono
     for index, record in enumerate(records):
         beat = int(record["heartbeat"])
         age = max(0.0, (monotonic_ns - beat) / 1e9) if beat else None
-        state = EngineState(int(record["state"]))
+        state = state_of(record["state"])
         engines.append(
             {
                 "index": index,

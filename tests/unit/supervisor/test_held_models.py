@@ -4,7 +4,7 @@ import pytest
 
 from jurybox.protocol.board import Board
 from jurybox.protocol.errors import ModelNotFound
-from jurybox.protocol.segment import segment_name
+from jurybox.protocol.segment import Segment, segment_name
 from jurybox.server.config import ModelSettings
 from jurybox.server.supervisor.models import HeldModel, Models
 
@@ -15,7 +15,7 @@ BAD = ModelSettings.model_validate({"factory": "tests.models:broken"})
 @pytest.fixture
 def models():
     board = Board.create(segment_name("heldtest", "board"), 2, 0.0)
-    yield Models("heldtest", board)
+    yield Models("heldtest", board, Segment.create)
     board.close()
 
 

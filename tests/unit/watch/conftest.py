@@ -51,7 +51,8 @@ class Scene:
 
     def document(self) -> dict[str, Any]:
         return status_document(
-            self.board, self.models, [], server_id=self.id, address="ipc:///x/engine", now=5060.0, events=self.events,
+            self.board, self.models, [], segments={self.board.segment.name: self.board.segment.size},
+            server_id=self.id, address="ipc:///x/engine", now=5060.0, events=self.events,
             engine_timeout=1e9,
         )  # fmt: skip
 

@@ -222,3 +222,46 @@ def test_every_dtype_comes_through_and_bfloat16_widens_exactly(make):
         for name in set(DTYPES) - {"bfloat16"}:
             np.testing.assert_array_equal(state[name], arrays[name])
         np.testing.assert_array_equal(widen(state["bfloat16"]), np.array([1.5, -2.0, 3.25], np.float32))
+
+
+def spoil(channel, at, size=8):
+    channel.segment.array(np.uint8, (channel.segment.size,))[at : at + size] = 0xA5
+
+
+def test_an_overwritten_head_and_layout_are_written_anew(make):
+    channel = make()
+    before = bytes(channel.segment.buffer[:8192])
+    spoil(channel, 0, 64)
+    spoil(channel, 4100, 32)
+    with pytest.raises(ProtocolMismatch):
+        WeightsChannel.attach(channel.name)
+    assert channel.restore()
+    assert not channel.restore()
+    assert bytes(channel.segment.buffer[:8192]) == before
+
+
+@pytest.mark.parametrize("at", [256, 320, 328, 384, 392])  # what is newest; of each slot its sequence and its version
+def test_overwritten_words_are_readable_again_after_the_next_publication(make, arrays, at):
+    channel = make()
+    with Publisher(channel) as publisher:
+        for _ in range(4):
+            publisher.publish(arrays)
+    assert not any(channel.restore() for _ in range(10))
+    spoil(channel, at)
+    for _ in range(10):
+        channel.restore()
+    assert not channel.restore()
+    with Publisher(channel) as publisher:
+        version = publisher.publish(arrays)
+    assert WeightsReader(channel).read().version == version > 4
+    assert not any(channel.restore() for _ in range(10))
+
+
+def test_what_a_killed_publisher_left_is_no_damage(make, arrays):
+    channel = make()
+    with Publisher(channel) as publisher:
+        publisher.publish(arrays)
+    channel.slots.begin()  # and no more
+    assert not any(channel.restore() for _ in range(10))
+    with Publisher(channel) as publisher:
+        assert publisher.publish(arrays) == 2

@@ -36,7 +36,9 @@ _MAGIC = b"jbweight"
 _PROTOCOL = 2
 _CONTROL, _PUBLISHER, _LAYOUT, _PAGE = 256, 512, 4096, 4096
 _MIB = 2**20
-_MAPPED = ("slots", "publisher_pid", "_data", "_extra")  # attributes that keep the memory mapped
+_LOOKS = 4  # in a row at words that contradict each other, which a publisher never lets be seen so often
+_SKIPPED = 1000  # versions, more than may have been published since the last look
+_MAPPED = ("slots", "publisher_pid", "_data", "_extra", "_words")  # attributes that keep the memory mapped
 PUBLISHER_LOCK = OWNER_LOCK + 1
 
 __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", "mode_named"]
@@ -80,6 +82,9 @@ class WeightsChannel:
         self.publisher_pid = segment.array(np.uint64, (1,), _PUBLISHER)
         self.slots = WeightsSlots(memory, _CONTROL, first, stride, weights_bytes, slots)
         self.slots.prefault()
+        self._words = segment.array(np.uint64, (24,), _CONTROL)  # native/weights_slots.hpp: WeightsControl
+        self._kept: dict[int, bytes] = {}  # by place; the owner's copies
+        self._seen = self._unsound = 0
         self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]
         self._extra = [memory[first + i * stride + weights_bytes : first + (i + 1) * stride] for i in range(slots)]
         self._keep_alive = False
@@ -129,7 +134,9 @@ class WeightsChannel:
             _HEAD.pack_into(segment.buffer, 0, b"", *head)
             # The magic comes last: an attacher that is quicker than this sees no channel, and not a wrong one.
             segment.buffer[: len(_MAGIC)] = _MAGIC
-            return cls(segment)
+            channel = cls(segment)
+            channel._kept = {0: bytes(segment.buffer[: _HEAD.size]), _LAYOUT: text}
+            return channel
         except BaseException:
             segment.close()
             segment.unlink()
@@ -168,6 +175,33 @@ class WeightsChannel:
                 f"weights channel {self.name}: its head does not fit its {size} bytes; it is damaged"
             )
         return slots, layout_bytes, weights_bytes, extra, first, stride, digest
+
+    def restore(self) -> bool:
+        """For the owner, several times a second: write anew what another process has overwritten; gives whether it was.
+
+        Head and layout are as they were. Where the words that publisher and readers agree by cannot be theirs, nothing
+        can be read until the next publication, whose version is larger than any before: the slots may be spoiled.
+        """
+        damaged = False
+        for at, kept in self._kept.items():
+            if self.segment.buffer[at : at + len(kept)] != kept:
+                self.segment.buffer[at : at + len(kept)] = kept
+                damaged = True
+        slots = self._words[8:].reshape(-1, 8)[: SLOTS[self.mode]]
+        newest = int(self._words[0])
+        # Of two slots the newest is never written to. A single one may be as a publisher left it that was killed.
+        sequence, version = map(int, slots[newest % len(slots)][:2])
+        agree = newest == 0 or len(slots) == 1 or (version == newest // 2 and sequence % 2 == 0)
+        agree |= int(self._words[0]) != newest  # somebody publishes just now
+        self._unsound = 0 if agree else self._unsound + 1
+        if newest // 2 < self._seen or self._unsound >= _LOOKS:
+            self._seen, self._unsound = self._seen + _SKIPPED, 0
+            slots[:, 0], slots[:, 1] = 1, 0  # as if being written
+            self._words[0] = 2 * self._seen
+            return True
+        if agree:
+            self._seen = newest // 2
+        return damaged
 
     @property
     def newest(self) -> int:

@@ -36,6 +36,8 @@ class NativeDoor:
         self.collect = self._bell.collect  # as Door.collect
         self.wait = self._bell.wait  # seconds
         self.pause = self._bell.pause  # seconds, tickets
+        self.mend = self._bell.mend  # gives how many lanes were overwritten
+        self.renew = self._bell.renew  # epoch
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """As Door.reply. An answer to a client that never reads is dropped."""

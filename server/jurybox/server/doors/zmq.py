@@ -53,6 +53,10 @@ class ZmqDoor:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         bind_for_own_user(self._socket, address)
 
+    def renew(self, epoch: int) -> None:
+        """Begin another life: tickets for the one before are dropped."""
+        self._epoch = epoch
+
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 

@@ -65,6 +65,7 @@ class Engine:
         self._pause = pause
         self._report = report
         self._crowd = native.Crowd(len(board.lanes))
+        self._meters: dict[int, Meters] = {}
         self._admission = native.Admission(len(board.lanes))
         self._batches = Batches(self._answer, self._crowd, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
@@ -86,7 +87,20 @@ class Engine:
 
     def meters(self, model: int) -> Meters:
         """The counters of a model in this engine."""
-        return Meters(self.board.counters[self.index, model : model + 1])
+        if model not in self._meters:
+            self._meters[model] = Meters(self.board.counters[self.index, model : model + 1])
+        return self._meters[model]
+
+    def show_counters(self) -> None:
+        """Write all counters to the board anew, whatever has been written there."""
+        for meters in list(self._meters.values()):  # the workshop's thread asks for those of a new model
+            meters.show()
+
+    def forget_all(self) -> None:
+        """Drop every ticket: their senders see another epoch and ask again. Nothing is computed any more afterwards."""
+        self._batches.land_all()
+        for model, slot in self.slots.items():
+            slot.queue.withdraw(model)
 
     def install(self, model: int, served: Served, min_batch: int = 1, max_wait_ns: int = 0, arena: int = 0) -> None:
         """Serve a model from the next batch on; what waits for an earlier one of its number goes to this one.
@@ -138,6 +152,8 @@ class Engine:
             self._answer(waiting, code, 0, message or f"model {slot.name(waiting)!r} was unloaded")
         slot.release()
         self._hold(model, None)
+        self._meters.pop(model, None)
+        self.board.counters[self.index, model] = 0  # another model may come to this place
 
     def _hold(self, model: int, slot: Slot | None) -> None:
         if slot is None:

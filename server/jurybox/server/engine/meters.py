@@ -15,43 +15,57 @@ from jurybox.protocol.board import TIME_BUCKETS
 class Meters:
     """The counters of one model in one engine; the only writer of its record on the board.
 
+    What is counted is kept here and shown there: other processes can write to the board.
+
     Args:
-        record: one record of board.COUNTERS, shape (1,).
+        shown: one record of board.COUNTERS, shape (1,); counting goes on where it stands.
     """
 
-    def __init__(self, record: NDArray[Any]) -> None:
-        self._record = record
+    def __init__(self, shown: NDArray[Any]) -> None:
+        self._shown = shown
+        self._own = shown.copy()
+        self._waiting = 0
 
     def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
         """Count one answered batch; `began` and `ended` are ns of CLOCK_MONOTONIC."""
-        native.count_batch(self._record, tickets, rows, began, ended)
+        native.count_batch(self._own, self._shown, tickets, rows, began, ended)
 
     def failed(self, tickets: NDArray[Any]) -> None:
         """Count tickets that the model could not answer."""
-        self._record["failed"] += len(tickets)
+        self._add("failed", len(tickets))
 
     def expired(self, tickets: NDArray[Any]) -> None:
         """Count tickets whose deadline had passed."""
-        self._record["expired"] += len(tickets)
+        self._add("expired", len(tickets))
 
     def not_held(self, tickets: NDArray[Any]) -> None:
         """Count tickets that asked for a weights version that is not held."""
-        self._record["not_held"] += len(tickets)
+        self._add("not_held", len(tickets))
 
     def refused(self, n: int) -> None:
         """Count n tickets refused on arrival."""
-        self._record["refused"] += n
+        self._add("refused", n)
 
     def waiting(self, rows: int) -> None:
         """Tell how many rows wait for a batch."""
-        self._record["waiting"] = rows
+        self._shown["waiting"] = self._waiting = rows
 
     def adopted(self, version: int, seconds: float) -> None:
         """Count a change of weights: the version in use from now on, `seconds` after its publication."""
-        self._record["version"] = version
-        self._record["newest"] = np.maximum(self._record["newest"], version)
-        self._record["updates"] += 1
-        self._record["adopted"] = time.monotonic_ns()
+        self._own["version"] = version
+        self._own["newest"] = np.maximum(self._own["newest"], version)
+        self._own["updates"] += 1
+        self._own["adopted"] = time.monotonic_ns()
         nanoseconds = max(0, int(seconds * 1e9))
-        self._record["adopt_total_ns"] += nanoseconds
-        self._record["adopt_ns"][0, min(nanoseconds.bit_length(), TIME_BUCKETS - 1)] += 1
+        self._own["adopt_total_ns"] += nanoseconds
+        self._own["adopt_ns"][0, min(nanoseconds.bit_length(), TIME_BUCKETS - 1)] += 1
+        self.show()
+
+    def show(self) -> None:
+        """Write the whole record anew: somebody may have overwritten it."""
+        self._own["waiting"] = self._waiting
+        self._shown[:] = self._own
+
+    def _add(self, name: str, n: int) -> None:
+        self._own[name] += n
+        self._shown[name] = self._own[name]

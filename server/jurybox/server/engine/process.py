@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from typing import Any
@@ -31,6 +32,7 @@ from jurybox.server.engine.workshop import Workshop
 from jurybox.server.logs import Seldom, configure, traced
 
 _HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
+_MEND_NS = 250_000_000  # between two looks at what other processes may have overwritten
 _ORDERS_NS = 5_000_000  # a busy engine looks at the lifeline this often
 _ORDERS = 256  # carried out between two turns
 _MILD = ("weights version not held", "out of memory, batches halved")
@@ -65,10 +67,12 @@ class EngineProcess:
             self._log.warning,
             orders["factories"],
         )
+        # The record has one writer, which is this process. Others can write to it, so it is written anew all the time.
+        self._words = self._board.engine_words(index)
         self._record = self._board.engines[index : index + 1]
-        self._record["epoch"], self._record["pid"] = epoch, os.getpid()
+        self._epoch, self._state_and_pid = epoch, 0
         self._state(EngineState.LOADING)
-        show_device_memory(torch.device(orders["device"]), self._record)
+        show_device_memory(torch.device(orders["device"]), self._board.engines[index : index + 1])
         # Clients are sent here once every model of the configuration is ready, or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
@@ -106,14 +110,17 @@ class EngineProcess:
         self._context.term()
 
     def _loop(self) -> None:
-        engine, next_look = self._engine, 0
+        engine, next_look, next_mend = self._engine, 0, 0
         while not self._stopped:
             worked = engine.turn()
             now = time.monotonic_ns()
             if worked and now < next_look:
                 continue
             next_look = now + _ORDERS_NS
-            self._record["heartbeat"] = now
+            self._beat(now)
+            if now >= next_mend:
+                next_mend = now + _MEND_NS
+                self._mend()
             if not worked:
                 self._sleep()
             self._obey()
@@ -202,14 +209,35 @@ class EngineProcess:
                 self._serve()
 
     def _serve(self) -> None:
-        if self._record["state"][0] == EngineState.DRAINING:
+        if self._state_and_pid & 0xFFFFFFFF == EngineState.DRAINING:
             return
         self._state(EngineState.SERVING)
         self._lifeline.send("serving")
 
     def _state(self, state: EngineState) -> None:
-        self._record["heartbeat"] = time.monotonic_ns()
+        self._state_and_pid = state | os.getpid() << 32
+        self._words[0], self._words[1] = self._epoch, time.monotonic_ns()
+        self._record["pid"] = os.getpid()
         native.show_state(self._record, int(state))
+
+    def _beat(self, now: int) -> None:
+        """Epoch, heartbeat, state and process id; the expected wait between them is the core's to write."""
+        words = self._words
+        words[0], words[1], words[3] = self._epoch, now, self._state_and_pid
+
+    def _mend(self) -> None:
+        """Write anew what others can write to. Where tickets or answers may have got lost, begin another life."""
+        self._engine.show_counters()
+        if overwritten := self._native.mend():
+            self._log.error(
+                "another process wrote to the tickets' memory; all that are in flight are asked for again",
+                lanes=overwritten,
+            )
+            self._engine.forget_all()
+            self._epoch = secrets.randbits(62) | 1
+            self._native.renew(self._epoch)
+            self._zmq.renew(self._epoch)
+            self._beat(time.monotonic_ns())
 
 
 def run(lifeline: Lifeline) -> int:

@@ -86,7 +86,7 @@ class Fleet:
         record = self._board.engines[index : index + 1]
         native.show_state(record, int(EngineState.ABSENT))
         record["epoch"] = record["computing"] = 0
-        record["restarts"] += 1
+        self._board.end_life(index)
 
     def close(self) -> None:
         """Remove every bell, the timings and who is on standby; the children are stopped before."""
@@ -133,7 +133,7 @@ class Fleet:
         name = segment_name(self._server_id, "bell", self._bells_made)
         bell = Bell.create(self._segments, name, native.BELL_BYTES)
         self._bells[index] = bell
-        self._board.engines[index : index + 1]["bell"] = self._bells_made
+        self._board.begin_life(index, self._bells_made)
         return bell.segment.name
 
 

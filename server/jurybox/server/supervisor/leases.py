@@ -68,7 +68,8 @@ class Leases:
         leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock())
         self._next += 1
         self._lanes[lane] = leased_lane
-        native.grant_lane(self._board.lanes, lane, model, first, rows, arena, leased_lane.lease)
+        for lanes in (self._board.own_lanes, self._board.lanes):
+            native.grant_lane(lanes, lane, model, first, rows, arena, leased_lane.lease)
         return leased_lane
 
     def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:
@@ -121,7 +122,8 @@ class Leases:
         return list(self._lanes.values())
 
     def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:
-        native.take_back_lane(self._board.lanes, leased.lane)
+        for lanes in (self._board.own_lanes, self._board.lanes):
+            native.take_back_lane(lanes, leased.lane)
         leased.retiring = set(engines)
         if not leased.retiring:
             del self._lanes[leased.lane]

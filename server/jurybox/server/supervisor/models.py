@@ -254,11 +254,18 @@ class Models:
             held.channel = WeightsChannel.create(name, layout, mode_named(str(held.asked.publish)), make=self._make)
             held.published.look(0, time.monotonic())  # what is published before the first tick counts too
 
-    def look(self, now: float) -> None:
-        """Notice what has been published; `now` in seconds of a steady clock."""
+    def look(self, now: float) -> list[str]:
+        """Notice what has been published; `now` in seconds of a steady clock.
+
+        Gives the models whose channels another process has written nonsense to; they are restored.
+        """
+        damaged = []
         for held in self._by_name.values():
             if held.channel is not None:
+                if held.channel.restore():
+                    damaged.append(held.name)
                 held.published.look(held.channel.newest, now)
+        return damaged
 
     def replaced(self, held: HeldModel) -> None:
         """The model's arena is in use no longer, but for lanes that are being taken back."""

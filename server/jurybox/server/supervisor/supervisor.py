@@ -135,6 +135,8 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         self._tell_manager()
+        if self._board.restore():
+            self._log.warning("another process wrote to the server's board; what stood there is written anew")
         for child in self._children():
             child.send_waiting()
         if self._announced and self._drain_until is None:
@@ -151,7 +153,8 @@ class Supervisor:
             self._exit = _STOPPED
         if now > self._sweep_at:
             self._sweep_again()
-        self._models.look(now)
+        for name in self._models.look(now):
+            self._log.warning("another process wrote to a weights channel; what can be is written anew", model=name)
         for lane in self._leases.reclaim(self._fleet.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._reception.forget(lane)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from jurybox.protocol.board import Board
 from jurybox.server.supervisor.child import Child
 
+_AHEAD = 1.0  # seconds; `now` was read a moment before the beats are
 _AWAY = 2.0  # seconds between two looks from which on the supervisor was away
 
 
@@ -28,6 +29,7 @@ class Vigil:
         self._board = board
         self._silence = silence
         self._patience = patience
+        self._beats = [0.0] * len(board.engines)  # seconds of CLOCK_MONOTONIC
         self._looked = now
         self._since = now  # when the supervisor came back last
 
@@ -36,7 +38,11 @@ class Vigil:
         if now - self._looked > _AWAY:
             self._since = now
         self._looked = now
-        beats = [int(beat) / 1e9 for beat in self._board.engines["heartbeat"]]
+        # Other processes can write to the board: a beat goes neither back nor beyond now.
+        shown = [int(beat) / 1e9 for beat in self._board.engines["heartbeat"]]
+        self._beats = beats = [
+            beat if last <= beat <= now + _AHEAD else last for last, beat in zip(self._beats, shown, strict=True)
+        ]
         for child, heard in [*zip(engines, beats, strict=True), *((edge, edge.heard_at) for edge in edges)]:
             silent = now - max(heard, self._since)
             waited = now - max(child.started_at, self._since)
