@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-DEADLINE = 30.0  # seconds: a child that hangs is killed then
+DEADLINE = 60.0  # seconds: a child that hangs is killed then
 
 
 class Child:
