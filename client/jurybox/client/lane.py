@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -17,6 +16,9 @@ from jurybox.client.doors.door import LOOK_AFTER, UNSENT, Answer, Caller, Door, 
 from jurybox.protocol import forks
 from jurybox.protocol.board import EngineState, state_of
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
+
+if TYPE_CHECKING:
+    import asyncio
 
 _DEATHS = 3  # engines that die with a ticket in flight before the ticket is taken for the cause
 _SERVING = int(EngineState.SERVING)
@@ -266,6 +268,8 @@ class Lane:
 
     def row_waiter(self) -> asyncio.Future[None]:
         """A future of the running loop, done when rows may have become free."""
+        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._row_waiters.append((loop, future))
@@ -443,6 +447,8 @@ def _let_go(pid: int, door: Door, arena: RowMemory, leave: Callable[[], None]) -
 
 def _wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
     """Have futures done, whichever thread their loops run in."""
+    import asyncio  # its loops wait, so it is here already
+
     here = asyncio._get_running_loop()
     for loop, future in waiters:
         if loop is here:

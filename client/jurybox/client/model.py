@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,9 @@ from jurybox.client.ticket import Reply, Ticket
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout, error_for
 from jurybox.protocol.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import asyncio
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
@@ -197,6 +199,8 @@ class Model:
 
     async def alone(self, action: Callable[[], T], deadline: int) -> T:
         """Do something short while no other thread uses the lane; the event loop goes on until then."""
+        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+
         while True:
             locked: list[bool] = []
             try:
@@ -355,6 +359,8 @@ class Model:
     async def _answered_async(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
         lane = self._lane
         if lane.gone is not None or (n > lane.rows and self._may_grow):
+            import asyncio
+
             lane = await asyncio.to_thread(self._roomy_alone, n)
         outputs = self._room(n)
         in_flight: deque[tuple[int, Ticket]] = deque()
@@ -388,6 +394,8 @@ class Model:
         left = (deadline - time.monotonic_ns()) / 1e9
         if left <= 0:
             raise Busy(f"no rows of this lane's {lane.rows} became free in time: ask for a larger lane")
+        import asyncio
+
         loop = asyncio.get_running_loop()
         future = lane.row_waiter()
         await self.alone(lambda: self.watch(lane, loop), deadline)

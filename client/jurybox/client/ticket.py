@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import weakref
 from collections.abc import Generator
@@ -106,6 +105,8 @@ class Ticket:
 
     async def result_async(self, timeout: float | None = None) -> Reply:
         """As `result`, in an event loop; ``await ticket`` is this with the model's default time-out."""
+        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+
         model, lane, deadline = self._model, self._lane, self._model.deadline(timeout)
         loop = asyncio.get_running_loop()
         sent = self._in_flight() if self._reply is None else None

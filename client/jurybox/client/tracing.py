@@ -11,10 +11,9 @@ nothing and knows no span. Where the server leaves nothing (server.traces is fal
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 from opentelemetry import trace
@@ -25,6 +24,9 @@ from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
 from jurybox.protocol.wire import build_version
+
+if TYPE_CHECKING:
+    import asyncio
 
 _MOST_OPEN = 4096  # spans; the oldest is ended when there are more: nobody waits for its answer any more
 

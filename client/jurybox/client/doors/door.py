@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
+
+if TYPE_CHECKING:
+    import asyncio
 
 UNSENT = -1  # in place of an engine's number
 
@@ -60,7 +62,7 @@ class Answer(NamedTuple):
 
 
 # A future that is waited for, and its loop.
-Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 
 # What a Caller gives where there is no answer's code; the native core has the same.
 NOT_SENT = -1

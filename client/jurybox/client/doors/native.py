@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,9 @@ from jurybox.protocol.bell import Bell
 from jurybox.protocol.board import Board
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.segment import sibling
+
+if TYPE_CHECKING:
+    import asyncio
 
 _TURN = 0.002  # seconds to wait for one engine while others may answer as well
 _WATCH = 0.5  # seconds between two looks of the watching thread whether it is still wanted

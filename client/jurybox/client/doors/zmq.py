@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from numpy.typing import NDArray
@@ -20,6 +19,9 @@ from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer
 from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
+
+if TYPE_CHECKING:
+    import asyncio
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _SERVING = int(EngineState.SERVING)

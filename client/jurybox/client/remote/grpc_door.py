@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,9 @@ from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.board import ENGINE, EngineState
 from jurybox.protocol.errors import Code
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec
+
+if TYPE_CHECKING:
+    import asyncio
 
 _parents: list[Any] = []  # in a forked child: what gRPC would try to end in its parent's name, were it collected
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
@@ -16,6 +15,9 @@ from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class InlineDoor:
