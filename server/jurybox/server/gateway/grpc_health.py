@@ -16,13 +16,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
-from jurybox.protocol.errors import TABLE, Error
 from jurybox.server.gateway.source import StatusSource
 
 Readiness = Callable[[], Awaitable[list[str]]]
 
-CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
-_STATUSES = {status.value[0]: status for status in grpc.StatusCode}
 _EVERY = 0.5  # seconds between two looks for somebody who watches
 
 
@@ -80,11 +77,6 @@ class Status:
     def __init__(self, source: StatusSource) -> None:
         self._source = source
 
-    async def Get(self, _request: StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> StatusMessage:
+    async def Get(self, _request: StatusRequest, _context: grpc.aio.ServicerContext[Any, Any]) -> StatusMessage:
         """The document; UNAVAILABLE or DEADLINE_EXCEEDED where the supervisor does not answer."""
-        try:
-            return StatusMessage(json=json.dumps(await self._source.status()))
-        except Error as error:
-            context.set_trailing_metadata(((CODE, str(int(error.code))),))
-            await context.abort(_STATUSES[TABLE[error.code].grpc], str(error))
-            raise
+        return StatusMessage(json=json.dumps(await self._source.status()))

@@ -45,8 +45,8 @@ from jurybox.protocol.weights.transfer import (
     restored,
     transfer_layout,
 )
-from jurybox.server.gateway.grpc_health import CODE
 from jurybox.server.gateway.grpc_server import Service
+from jurybox.server.security.grpc import CODE
 
 _CONNECT = 5.0  # seconds
 _STALL = 30.0  # seconds between two messages of one publication, in either direction
