@@ -269,7 +269,11 @@ def test_readers_and_publishers_go_on_with_a_gateway_that_was_restarted(server, 
         reader.close()
         with pytest.raises(Refused, match="closed"):
             reader.read()
-        publisher.close()
+        late = RemoteWeightsReader(channel, "policy")
+        channel.close()
+        for ask in (late.read, lambda: publisher.publish(affine(1)), lambda: RemotePublisher(channel, "policy")):
+            with pytest.raises((Refused, ServerGone)):
+                ask()
     finally:
         channel.close()
         process.kill()

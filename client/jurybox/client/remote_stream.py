@@ -135,7 +135,10 @@ class _Exchange:
         self._call: Any = None
 
     def begin(self, call: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._call = call(self._outgoing(), metadata=metadata)
+        try:
+            self._call = call(self._outgoing(), metadata=metadata)
+        except ValueError as error:  # gRPC's word for a channel that was closed
+            raise Refused(f"this connection was closed: connect again ({error})", Code.NOT_READY) from error
         self.thread.start()
 
     def end(self) -> None:

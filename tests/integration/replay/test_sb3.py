@@ -11,6 +11,7 @@ from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
+from tests.forking import in_a_child
 
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.training.replay import Replay
@@ -36,6 +37,21 @@ def test_sac_learns_from_a_shared_buffer() -> None:
     gc.collect()
     with pytest.raises(SharedMemoryError):
         Replay.attach("sac-test")
+
+
+def test_a_forked_env_worker_that_ends_leaves_the_learners_buffer() -> None:
+    space = gym.spaces.Box(-1, 1, (3,))
+    made = [SharedReplayBuffer(8, space, space, device="cpu", name="sb3-forked")]
+
+    def end() -> None:
+        made.clear()
+        gc.collect()
+
+    in_a_child(end)
+    Replay.attach("sb3-forked").close()
+    end()
+    with pytest.raises(SharedMemoryError):
+        Replay.attach("sb3-forked")
 
 
 def test_dqn_and_normalisation_work_as_with_the_original() -> None:
