@@ -166,7 +166,7 @@ class Moments:
 @functools.cache
 def moments_of(code) -> frozenset[int]:
     """Offsets of instructions that follow one after which signals are looked for, in the same ``try``."""
-    tries = dis.Bytecode(code).exception_entries
+    tries = getattr(dis.Bytecode(code), "exception_entries", ())
 
     def around(offset):
         return next((i for i, entry in enumerate(tries) if entry.start <= offset < entry.end), None)

@@ -71,7 +71,7 @@ class Model:
             and row.flags.c_contiguous
         ):
             with self.lock:
-                if (kept := self._row) is None or not kept.usable:
+                if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
                     kept = self._keep_row()
                 if kept is not None:
                     return kept.ask(row, self._default_timeout if timeout is None else seconds(timeout))
@@ -285,6 +285,8 @@ class Model:
     def _keep_row(self) -> CallRow | None:
         """A row kept for calls of one row, until rows run out; None where none is free."""
         lane = self._usable()
+        if self._row is not None and self._row.usable:
+            return self._row
         self._give_up_row()
         first = lane.find(1)
         if first is not None:

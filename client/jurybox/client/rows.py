@@ -104,11 +104,11 @@ class Rows:
 class CallRow:
     """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
 
-    __slots__ = ("__weakref__", "_call", "_epoch", "_lane", "_outputs", "_place", "_ticket", "first", "rows")
+    __slots__ = ("__weakref__", "_call", "_epoch", "_outputs", "_place", "_ticket", "first", "lane", "rows")
 
     def __init__(self, lane: Lane, first: int) -> None:
         self.first, self.rows = first, 1
-        self._lane = lane
+        self.lane = lane
         lane.hold(self)
         # Reshaped, since indexing a row of scalars would give a copy.
         inputs, outputs = (
@@ -121,7 +121,7 @@ class CallRow:
 
     def _prepare(self) -> None:
         """For the engine that serves now."""
-        self._call, self._epoch = self._lane.caller(self.first, self._place, self._outputs)
+        self._call, self._epoch = self.lane.caller(self.first, self._place, self._outputs)
         self._renew()
 
     def _renew(self) -> None:
@@ -132,12 +132,12 @@ class CallRow:
     @property
     def usable(self) -> bool:
         """Whether the row is there and nothing on it in flight."""
-        lane = self._lane
+        lane = self.lane
         return lane.gone is None and not (lane.in_flight and lane.asked(self.first, 1))
 
     def ask(self, row: NDArray[Any], seconds: float) -> Any:
         """The outputs for one C-contiguous row of the input's dtype and shape: a copy, or a dict of copies."""
-        lane = self._lane
+        lane = self.lane
         if (call := self._call) is None or lane.in_flight:
             return self._ask(row, seconds)
         ticket = self._ticket
@@ -152,19 +152,19 @@ class CallRow:
 
     def close(self) -> None:
         """Give the row back; one that is in flight goes free when the engine has answered."""
-        self._lane.release(self)
+        self.lane.release(self)
 
     def _ask(self, row: NDArray[Any], seconds: float) -> Any:
         """As `ask`, by way of the lane."""
         np.copyto(self._place, row)
-        answer = self._lane.ask(self.first, 1, seconds)
+        answer = self.lane.ask(self.first, 1, seconds)
         if answer.code:
             raise error_for(answer.code, answer.message)
         return self._copied()
 
     def _failed(self, code: int, ticket: InFlight, row: NDArray[Any], seconds: float) -> Any:
         """The short way gave no outputs: go the long one, or raise."""
-        lane, call = self._lane, self._call
+        lane, call = self.lane, self._call
         assert call is not None
         if code == NOT_ANSWERED:
             self._renew()
