@@ -1,0 +1,280 @@
+"""The processes around the server in the thousand kills: a probe of health, a vandal, a publisher with its reader.
+
+python -m tests.faults.kills_roles ROLE ARGUMENTS...; each runs until its input ends, or until it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import zmq
+from tests.faults.asker import CALL
+
+from jurybox.client import Error, Model, Server, connect
+from jurybox.protocol import wire
+from jurybox.protocol.address import engine_address
+
+EVERY = 0.05  # seconds between two questions of the probe: is it well, and is a request answered
+TIMEOUT = 2.0  # seconds that its request brings, as much as health gives a model
+SILENT = 10.0  # seconds after which an HTTP answer is taken as lost
+RECORD = struct.Struct("5d")  # asked at, the request's end and outcome, health's end and outcome
+YES, NO, WRONG = 1.0, 0.0, -1.0
+ANSWER = [3.0, 5.0, 7.0, 9.0]
+ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+
+
+def told_to_end() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+# ---- the probe
+
+
+async def http(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
+    """Status and body of one request on a connection of its own; status 0 where there was no answer."""
+    with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
+        async with asyncio.timeout(SILENT):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(head + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                answer = await reader.read()
+                return int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
+            finally:
+                writer.close()
+    return 0, b""
+
+
+async def works(port: int) -> float:
+    body = json.dumps({"inputs": [ROW], "parameters": {"timeout": int(TIMEOUT * 1e6)}}).encode()
+    status, content = await http(port, b"POST /v2/models/affine/infer", body)
+    if status != 200:
+        return NO
+    return YES if json.loads(content)["outputs"][0]["data"] == ANSWER else WRONG
+
+
+async def well(port: int, reasons: Path) -> float:
+    status, content = await http(port, b"GET /health")
+    if status not in (0, 200):
+        with reasons.open("ab") as file:
+            file.write(b"%.3f %s\n" % (time.monotonic(), content))
+    return YES if status == 200 else NO
+
+
+async def probe(port: int, journal: Path) -> None:
+    """Ask both at the same moment, every EVERY seconds, whether or not the earlier ones are answered."""
+
+    async def timed(question: Awaitable[float]) -> tuple[float, float]:
+        outcome = await question
+        return time.monotonic(), outcome
+
+    async def both(at: float) -> None:
+        request, health = await asyncio.gather(timed(works(port)), timed(well(port, journal.with_suffix(".reasons"))))
+        file.write(RECORD.pack(at, *request, *health))
+        file.flush()
+
+    running: set[asyncio.Task[None]] = set()
+    with journal.open("ab") as file:
+        due = time.monotonic()
+        while not told_to_end():
+            task = asyncio.create_task(both(time.monotonic()))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            due = max(due + EVERY, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+        await asyncio.gather(*running)
+
+
+# ---- the publisher, and a client that checks what it publishes
+
+
+def publish(address: str) -> None:
+    """Every element of version v is v; a publisher that finds the place of its dead predecessor taken waits."""
+    with connect(address, timeout=60) as server:
+        while not told_to_end():
+            with contextlib.suppress(Error):
+                publisher = server.publisher("policy")
+                while not told_to_end():
+                    value = np.array(publisher.version + 1, np.float32)
+                    publisher.publish({"scale": value, "offset": value})
+                    time.sleep(0.01)
+            time.sleep(0.05)
+
+
+def follow(address: str, journal: Path) -> None:
+    """Ask the model that is published: an answer is wrong that is of no version, or not of the one it names."""
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    with connect(address, timeout=60) as server, journal.open("ab") as file:
+        model = server.model("policy", rows=2)
+        while not told_to_end():
+            began, outcome = time.monotonic(), NO
+            with contextlib.suppress(Error):
+                reply = model.infer_reply(x)
+                scale, offset = (reply.version, reply.version) if reply.version else (2, 1)
+                outcome = YES if np.array_equal(reply.outputs, scale * x + offset) else WRONG
+            file.write(CALL.pack(began, time.monotonic(), outcome))
+            time.sleep(0.01)
+
+
+# ---- the vandal
+
+
+class Vandal:
+    """Sends what nobody should, everywhere; what is not refused and should be, it says."""
+
+    def __init__(self, address: str, tcp: int, web: int, grpc: int, log: Path) -> None:
+        self.address, self.ports, self.web = address, {"tcp": tcp, "http": web, "grpc": grpc}, web
+        self.rng = random.Random()
+        self.context = zmq.Context()
+        self.log = log
+        self.server: Server | None = None
+        self.moody: Model | None = None
+
+    def run(self) -> None:
+        deeds: list[Callable[[], None]] = [
+            self.messages_to_an_engine,
+            self.messages_to_the_supervisor,
+            self.messages_to_the_relay,
+            self.bytes_to_a_port,
+            self.bad_http,
+            self.bad_names,
+            self.rows_that_raise,
+            self.truncated_memory,
+            self.scribbled_rows,
+            self.answers_unread,
+        ]
+        while not told_to_end():
+            deed = self.rng.choice(deeds)
+            with contextlib.suppress(Error, OSError, zmq.ZMQError):  # whoever is away, is
+                deed()
+                with self.log.open("a") as file:
+                    file.write(f"{deed.__name__}\n")
+            time.sleep(0.02)
+
+    def noise(self, most: int = 200) -> bytes:
+        return self.rng.randbytes(self.rng.randint(0, most))
+
+    def send(self, address: str) -> None:
+        socket = self.context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, 100)
+            socket.connect(address)
+            for _ in range(20):
+                first = self.rng.choice([wire.PREFIX, b"", self.noise(4)])
+                parts = [self.noise() for _ in range(self.rng.randint(0, 5))]
+                if self.rng.random() < 0.5:
+                    parts.insert(0, self.rng.randbytes(wire.PACK_TICKET.size))
+                socket.send_multipart([first + b"".join(parts[:1]), *parts[1:]])
+        finally:
+            socket.close()
+
+    def messages_to_an_engine(self) -> None:
+        self.send(engine_address(self.address, self.rng.randrange(2)))
+
+    def messages_to_the_supervisor(self) -> None:
+        self.send(self.address)
+
+    def messages_to_the_relay(self) -> None:
+        self.send(f"tcp://127.0.0.1:{self.ports['tcp']}")
+
+    def bytes_to_a_port(self) -> None:
+        first = self.rng.choice(
+            [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\xff\0\0\0\0\0\0\0\1\x7f", b"GET / HTTP/1.1"]
+        )
+        with socket.create_connection(("127.0.0.1", self.rng.choice(list(self.ports.values()))), 1) as connection:
+            connection.sendall(first + self.noise(4000))
+
+    def post(self, path: str, body: bytes) -> int:
+        with socket.create_connection(("127.0.0.1", self.web), 1) as connection:
+            connection.settimeout(5)
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + body)
+            answer = connection.recv(4000).split(b" ", 2)
+            return int(answer[1]) if len(answer) > 1 else 0
+
+    def bad_http(self) -> None:
+        bodies = [b"{", b'{"inputs": 3}', b'{"inputs":[{"name":"\\ud800"}]}', b"[" * 900, self.noise(4000)]
+        status = self.post("/v2/models/affine/infer", self.rng.choice(bodies))
+        self.expect(status in (0, 400, 422, 429, 503), f"bad HTTP got {status}")
+
+    def bad_names(self) -> None:
+        name = self.rng.choice(["nobody", "..%2F..", "a" * 5000, "%00", "affine%20"])
+        status = self.post(f"/v2/models/{name}/infer", json.dumps({"inputs": [ROW]}).encode())
+        self.expect(status in (0, 404, 503), f"a bad name got {status}")
+
+    def rows_that_raise(self) -> None:
+        mood = self.rng.choice([666, 667])
+        row = {**ROW, "data": [mood] * 4}
+        body = json.dumps({"inputs": [row], "parameters": {"timeout": 2_000_000}}).encode()
+        status = self.post("/v2/models/moody/infer", body)
+        self.expect(status in (0, 500, 503, 504), f"a row that raises got {status}")
+
+    def truncated_memory(self) -> None:
+        self.connected()
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # gone meanwhile, or it cannot be done, as it should be
+                name = str(entry.readlink())
+                if "memfd" in name and "jurybox" in name:
+                    os.ftruncate(int(entry.name), 0)
+                    self.expect(os.fstat(int(entry.name)).st_size > 0, f"{name} was truncated")
+
+    def scribbled_rows(self) -> None:
+        """Its own, while an engine may be reading them."""
+        model = self.connected()
+        with model.rows(2) as rows:
+            for arrays in (rows.inputs, rows.outputs):
+                for array in arrays.values():
+                    array[...] = np.frombuffer(self.rng.randbytes(array.nbytes), array.dtype).reshape(array.shape)
+            rows.inputs["observation"][:, 0] = 5  # no mood that would sleep
+            rows.infer(timeout=5)
+
+    def answers_unread(self) -> None:
+        model = self.connected()
+        for _ in range(3):
+            model.submit(np.ones((1, 4), np.float32), timeout=1)
+        with socket.create_connection(("127.0.0.1", self.web), 1) as connection:
+            connection.sendall(b"GET /status HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 50)
+            time.sleep(0.2)
+
+    def connected(self) -> Model:
+        if self.server is None or self.rng.random() < 0.1:
+            if self.server is not None:
+                self.server.close()
+                self.server = None
+            self.server = connect(self.address, timeout=5)
+            self.moody = self.server.model("moody", rows=4)
+        assert self.moody is not None
+        return self.moody
+
+    def expect(self, condition: bool, otherwise: str) -> None:
+        if not condition:
+            with self.log.open("a") as file:
+                file.write(f"! {otherwise}\n")
+
+
+if __name__ == "__main__":
+    print("here", flush=True)
+    match sys.argv[1:]:
+        case ["probe", port, journal]:
+            asyncio.run(probe(int(port), Path(journal)))
+        case ["publish", address]:
+            publish(address)
+        case ["follow", address, journal]:
+            follow(address, Path(journal))
+        case ["vandal", address, tcp, web, grpc, log]:
+            Vandal(address, int(tcp), int(web), int(grpc), Path(log)).run()

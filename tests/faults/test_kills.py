@@ -1,0 +1,386 @@
+"""Anyone killed at random under load, with wrong input mixed in: no wrong answer, nothing left, health true throughout.
+
+`make chaos` kills a thousand, in rounds with a server each; what it has done is kept in CHAOS_FOLDER (build/chaos), so
+that it can be broken off and goes on. CHAOS_KILLS and CHAOS_SECONDS bound it, and it ends with a table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.faults.asker import CALL, Asker
+from tests.faults.conftest import MODELS, leaving_nothing
+from tests.faults.kills_roles import RECORD
+from tests.serving import START, RunningServer, launch, wait_until
+
+ALL = {**MODELS, "policy": {"factory": "tests.models:affine", "publish": "double_buffer", "rows": 64}}
+WEIGHTS = {  # how often each is the one
+    "engine-0": 18,
+    "engine-1": 18,
+    "gateway": 15,
+    "relay": 12,
+    "client": 14,
+    "publisher": 10,
+    "vandal": 9,
+    "supervisor": 4,
+}
+READY = 3.0  # seconds from a kill to the next answer
+ROUND = 100  # kills
+FOLDER = Path(os.environ.get("CHAOS_FOLDER", "build/chaos"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Crowd:
+    """A server that is started again whenever its supervisor is killed, and everybody around it."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **settings: object) -> None:
+        self.folder, self.stack = folder, stack
+        self.ports = [str(free_port()) for _ in range(3)]
+        doors = dict(zip(("tcp", "http", "grpc"), (f"127.0.0.1:{port}" for port in self.ports), strict=True))
+        self.settings = {"replicas": 2, **doors, **settings}
+        self.server = self.serve()
+        self.wait_for_it()
+        self.kills: list[tuple[float, str]] = []
+        self.ever: set[int] = set()  # every process of any server
+        self.journals: dict[str, Path] = {}
+        self.ours: dict[str, subprocess.Popen[str]] = {}
+        remote = f"tcp://127.0.0.1:{self.ports[0]}"
+        self.askers = [
+            self.asker("native", self.server.address, "native"),
+            self.asker("zmq", self.server.address, "zmq"),
+            self.asker("tcp", remote, "auto"),
+        ]
+        self.probed = folder / "probe"
+        self.join("probe", "probe", self.ports[1], str(self.probed))
+        self.journals["policy"] = folder / "policy"
+        self.join("follower", "follow", self.server.address, str(self.journals["policy"]))
+        self.vandalised = folder / "vandalised"
+        for role in ("publisher", "vandal", "client"):
+            self.replace(role)
+        for asker in self.askers:
+            asker.ready()
+        self.settle()
+        self.files = {role: files_of(pid) for role, pid in self.server.pids().items()}
+
+    def serve(self) -> RunningServer:
+        server = launch(self.folder, ALL, **self.settings)
+        self.stack.callback(end, server.process)
+        return server
+
+    def wait_for_it(self) -> None:
+        server = self.server
+        wait_until(lambda: " serving" in server.text() or server.process.poll() is not None, START, "a server")
+        assert server.process.poll() is None, server.text()
+
+    def asker(self, name: str, address: str, door: str) -> Asker:
+        self.journals[name] = self.folder / name
+        asker = Asker(address, door, self.journals[name])
+        self.stack.callback(end, asker.process)
+        return asker
+
+    def join(self, name: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", "tests.faults.kills_roles", *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ours[name] = process
+        self.stack.callback(end, process)
+
+    def replace(self, role: str) -> None:
+        address = self.server.address
+        if role == "publisher":
+            self.join(role, "publish", address)
+        elif role == "vandal":
+            self.join(role, "vandal", address, *self.ports, str(self.vandalised))
+        else:
+            self.ours[role] = self.asker("client", address, random.choice(["native", "zmq"])).process
+
+    def kill(self, role: str) -> None:
+        """Kill one, and start anew what nobody else would."""
+        pids = self.server.pids()
+        self.ever |= set(pids.values())
+        pid = self.ours[role].pid if role in self.ours else pids.get(role)
+        if pid is None:
+            return  # it is being started
+        self.kills.append((time.monotonic(), role))
+        os.kill(pid, signal.SIGKILL)
+        if role in self.ours:
+            end(self.ours[role])
+            self.replace(role)
+        elif role == "supervisor":
+            self.server.process.wait(30)
+            self.server = self.serve()
+            self.wait_for_it()
+
+    def probes(self) -> np.ndarray:
+        return journal(self.probed, RECORD.size // 8)
+
+    def calls(self) -> dict[str, np.ndarray]:
+        return {name: journal(path, CALL.size // 8) for name, path in self.journals.items()}
+
+    def settle(self) -> None:
+        """Wait until everybody is answered again and no engine is missing, whatever was killed last."""
+        began = time.monotonic()
+
+        def answered() -> bool:
+            calls = {name: calls for name, calls in self.calls().items() if name != "client"}
+            return all((calls[calls[:, 0] > began, 2] > 0).any() for calls in calls.values()) and bool(
+                len(self.probes()) and (self.probes()[-5:, [2, 4]] > 0).all() and self.probes()[-5, 0] > began
+            )
+
+        wait_until(answered, 60, "answers to all")
+
+    def end(self) -> dict[str, object]:
+        """Everybody goes; gives what is left."""
+        left: dict[str, object] = {}
+        self.ever |= set(self.server.pids().values())
+        told = [asker.end() for asker in self.askers]
+        for process in self.ours.values():
+            process.communicate(timeout=100)
+        with self.server.connect() as client:
+            held = {"affine": 2, "moody": 1, "policy": 1}  # lanes of the gateway and the relay, at most
+            wait_until(lambda: client.status()["lanes"]["in_use"] <= sum(held.values()), 30, "lanes given back")
+        for role, pid in self.server.pids().items():
+            try:
+                wait_until(lambda: files_of(pid) <= self.files[role] + 8, 10)  # noqa: B023
+            except AssertionError:
+                left[f"descriptors of {role}"] = files_of(pid) - self.files[role]
+        status = self.server.stop(timeout=60)
+        if status != 0:
+            left["exit status"] = status
+        try:
+            wait_until(lambda: not any(map(running, self.ever)), 15, "the end of all processes")
+        except AssertionError:
+            left["processes"] = sum(map(running, self.ever))
+        if sockets := [path.name for path in self.folder.glob("engine*") if path.suffix != ".lock"]:
+            left["sockets"] = sockets
+        left_errors = Counter(error.split(":")[0] for each in told for error in each.errors)
+        return {"left": left, "errors": left_errors, "examples": sorted({e[:200] for t in told for e in t.errors})[:8]}
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
+
+
+def files_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def journal(path: Path, columns: int) -> np.ndarray:
+    """Its whole records so far; a writer that was killed may have left a part of one."""
+    content = path.read_bytes() if path.exists() else b""
+    return np.frombuffer(content[: len(content) // (8 * columns) * 8 * columns]).reshape(-1, columns)
+
+
+def disagreements(probes: np.ndarray) -> list[list[float]]:
+    """Moments at which one of both said what the other did not say then, nor one interval earlier or later.
+
+    An interval is two periods of the probe here: on a busy machine both are not asked at quite the same moment.
+    """
+    works, well = probes[:, 2] > 0, probes[:, 4] > 0
+    found = []
+    for row in range(1, len(probes) - 1):
+        near = slice(row - 1, row + 2)
+        if well[row] not in works[near] or works[row] not in well[near]:
+            found.append([float(value) for value in probes[row]])
+    return found
+
+
+def recoveries(kills: list[tuple[float, str]], answers: list[np.ndarray]) -> list[tuple[str, float, bool]]:
+    """For each kill the seconds until whoever waited longest had an answer to what it asked after the kill.
+
+    The last of each says whether nobody else was being started meanwhile, so that the time is this kill's own.
+    """
+    ends = []
+    for at, _ in kills:
+        first = [ended[began >= at][:1] for began, ended in answers]
+        ends.append(max(float(each[0]) for each in first if len(each)))
+    taken = []
+    for n, (at, role) in enumerate(kills):
+        busy = any(end > at for end in ends[:n]) or (n + 1 < len(kills) and kills[n + 1][0] < ends[n])
+        taken.append((role, ends[n] - at, not busy))
+    return taken
+
+
+def one_round(
+    folder: Path, roles: list[str], seed: int, pause: float, calm: float, until: float, **settings: object
+) -> dict:
+    """Kill these one after another; gives what was seen.
+
+    Args:
+        pause: seconds between two kills, on average.
+        calm: the share of kills after which is waited until everybody is answered again; else somebody dies meanwhile.
+        until: when to end early, s of CLOCK_MONOTONIC.
+    """
+    rng = random.Random(seed)
+    with leaving_nothing(), ExitStack() as stack:
+        crowd = Crowd(folder, stack, **settings)
+        began = time.monotonic()
+        for role in roles:
+            crowd.kill(role)
+            time.sleep(rng.uniform(0, 2 * pause))
+            if rng.random() < calm:
+                crowd.settle()
+            if time.monotonic() > until:
+                break
+        crowd.settle()
+        seconds = time.monotonic() - began
+        ended = crowd.end()
+        logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    calls, probes = crowd.calls(), crowd.probes()
+    probes = probes[np.argsort(probes[:, 0])]
+    deeds = Counter(crowd.vandalised.read_text().splitlines()) if crowd.vandalised.exists() else Counter()
+    answered = [calls[name][calls[name][:, 2] > 0] for name in ("native", "zmq", "tcp", "policy")]
+    answers = [(each[:, 0], each[:, 1]) for each in answered]
+    works = probes[probes[:, 2] > 0]
+    reasons = crowd.probed.with_suffix(".reasons")
+    away = [at for at, role in crowd.kills if role == "supervisor"]
+    lost = {
+        name: {
+            "near the death of a supervisor": int(sum(any(b - 1 <= at <= e + 20 for at in away) for b, e, _ in errors)),
+            "else": [[float(b), float(e)] for b, e, _ in errors if not any(b - 1 <= at <= e + 20 for at in away)],
+        }
+        for name, errors in ((name, each[each[:, 2] == 0]) for name, each in calls.items())
+    }
+    return {
+        "kills": Counter(role for _, role in crowd.kills),
+        "at": crowd.kills,
+        "seconds": seconds,
+        "recoveries": recoveries(crowd.kills, [*answers, (works[:, 0], works[:, 1])]),
+        "answers": {name: int((each[:, 2] > 0).sum()) for name, each in calls.items()},
+        "wrong": {name: int((each[:, 2] < 0).sum()) for name, each in calls.items()}
+        | {"probe": int((probes[:, 2] < 0).sum())},
+        "lost": lost,
+        "probes": len(probes),
+        "unwell": int((probes[:, 4] <= 0).sum()),
+        "disagreements": disagreements(probes),
+        "reasons": reasons.read_text(errors="replace").splitlines()[-200:] if reasons.exists() else [],
+        "deeds": deeds,
+        "quarantined": logs.count("model in quarantine"),
+        "faults": sum(logs.count(text) for text in ("a part of the loop failed", "Exception in ASGI", "a call failed")),
+        **ended,
+    }
+
+
+def table(rounds: list[dict]) -> str:
+    """What was seen in all rounds, for people."""
+    taken: dict[str, list[float]] = {}
+    for role, seconds, alone in (each for done in rounds for each in done["recoveries"]):
+        kind = role.partition("-")[0]
+        taken.setdefault(kind if alone else "among others' deaths", []).append(seconds)
+    lines = [
+        "| killed | times | median s to the next answer of all | worst | over 3 s |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for role, all_of_them in sorted(taken.items()):
+        late = sum(seconds > READY for seconds in all_of_them)
+        median, worst = statistics.median(all_of_them), max(all_of_them)
+        lines.append(f"| {role} | {len(all_of_them)} | {median:.2f} | {worst:.2f} | {late} |")
+
+    def total(key: str) -> int:
+        return sum(sum(done[key].values()) for done in rounds)
+
+    lost = [each for done in rounds for each in done["lost"].values()]
+    rows = {
+        "kills": total("kills"),
+        "minutes": round(sum(done["seconds"] for done in rounds) / 60, 1),
+        "answers": total("answers"),
+        "wrong answers": total("wrong"),
+        "requests lost when a supervisor died": sum(each["near the death of a supervisor"] for each in lost),
+        "requests lost else": sum(len(each["else"]) for each in lost),
+        "wrong inputs": sum(count for done in rounds for deed, count in done["deeds"].items() if deed[0] != "!"),
+        "wrong inputs not refused": sum(n for done in rounds for deed, n in done["deeds"].items() if deed[0] == "!"),
+        "questions to /health and to a model": sum(done["probes"] for done in rounds),
+        "of which /health said no": sum(done["unwell"] for done in rounds),
+        "disagreements between both": sum(len(done["disagreements"]) for done in rounds),
+        "models in quarantine": sum(done["quarantined"] for done in rounds),
+        "faults in the logs": sum(done["faults"] for done in rounds),
+        "left behind": "; ".join(json.dumps(done["left"]) for done in rounds if done["left"]) or "nothing",
+    }
+    lines += ["", "| | |", "| --- | ---: |", *(f"| {what} | {value} |" for what, value in rows.items())]
+    return "\n".join(lines)
+
+
+def told(done: dict) -> str:
+    """Where health and a request disagreed: when each was asked and ended, beside who was killed and what health said."""
+    zero = done["at"][0][0]
+    lines = [f"{at - zero:.2f} killed {role}" for at, role in done["at"]]
+    for at, ended, works, told_at, well in done["disagreements"]:
+        lines.append(
+            f"{at - zero:.2f} a request {'was answered' if works > 0 else 'failed'} at {ended - zero:.2f}, "
+            f"health said {'ok' if well > 0 else 'no'} at {told_at - zero:.2f}"
+        )
+    for line in done["reasons"]:
+        at, _, reason = line.partition(" ")
+        lines.append(f"{float(at) - zero:.2f} {reason}")
+    return "\n".join(sorted(lines, key=lambda line: float(line.partition(" ")[0])))
+
+
+def judge(done: dict) -> None:
+    assert not any(done["wrong"].values()), done["wrong"]
+    assert not [each for each in done["lost"].values() if each["else"]], (done["lost"], done["examples"])
+    assert not [deed for deed in done["deeds"] if deed[0] == "!"], done["deeds"]
+    assert done["quarantined"] == done["faults"] == 0
+    assert not done["left"]
+    assert not done["disagreements"], told(done)
+
+
+def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
+    roles = ["engine-0", "client", "vandal", "relay", "publisher", "gateway", "engine-1"]
+    done = one_round(tmp_path, roles, 1, 0.2, 0.3, time.monotonic() + 60)
+    print(table([done]))
+    judge(done)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_thousand_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
+    kills, until = int(os.environ.get("CHAOS_KILLS", "1000")), float(os.environ.get("CHAOS_SECONDS", "3600"))
+    until += time.monotonic()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    record = FOLDER / "rounds.jsonl"
+    rounds = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+    def killed() -> int:
+        return sum(sum(done["kills"].values()) for done in rounds)
+
+    while (left := kills - killed()) > 0 and time.monotonic() < until:
+        seed = len(rounds)
+        rng = random.Random(seed)
+        roles = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=min(left, ROUND))
+        done = one_round(tmp_path / str(seed), roles, seed, 0.3, 0.6, until)
+        with record.open("a") as file:
+            file.write(json.dumps(done) + "\n")
+        rounds.append(json.loads(json.dumps(done)))
+        print(table(rounds), flush=True)
+    (FOLDER / "table.md").write_text(table(rounds) + "\n")
+    for done in rounds:
+        judge(done)
