@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -51,7 +54,8 @@ def test_a_model_that_keeps_killing_is_put_in_quarantine_and_the_others_are_serv
 
 @pytest.mark.timeout(300)
 def test_a_model_whose_load_kills_is_put_in_quarantine_and_takes_nobody_with_it(tmp_path, nothing_left):
-    with serving(tmp_path, MODELS, max_restarts=1) as server, server.connect() as client:
+    factories = ["tests.models:dies"]
+    with serving(tmp_path, MODELS, max_restarts=1, factories=factories) as server, server.connect() as client:
         with pytest.raises(ModelFailed, match="in quarantine"):
             client.load("dies", {"factory": "tests.models:dies"}, timeout=200)
         np.testing.assert_array_equal(client.model("affine").infer(X, timeout=100), 2 * X + 1)
@@ -82,3 +86,42 @@ def test_a_ticket_that_kills_every_engine_it_is_sent_to_is_given_up_and_the_serv
         np.testing.assert_array_equal(model.infer(x, timeout=60), x + 1)
     assert server.text().count("child died") == 3
     assert server.process.poll() is None
+
+
+@pytest.mark.timeout(300)
+def test_who_kills_engines_and_edges_from_outside_ends_neither_the_server_nor_its_models(tmp_path, nothing_left):
+    """An innocent model is computed all the time; nobody is to blame for a kill -9 but whoever sent it."""
+    with (
+        serving(tmp_path, MODELS, max_restarts=1, http="127.0.0.1:0") as server,
+        server.connect() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        busy = client.model("affine", rows=2)
+        stop = threading.Event()
+
+        def ask() -> int:
+            answered = 0
+            while not stop.is_set():
+                np.testing.assert_array_equal(busy.infer(X, timeout=200), 2 * X + 1)
+                answered += 1
+            return answered
+
+        asking = pool.submit(ask)
+        try:
+            for _ in range(3):
+                for role in ("engine-0", "gateway"):
+                    wait_until(lambda: role in server.pids(), 60)  # noqa: B023
+                pids = server.pids()
+                wait_until(lambda: client.status()["server"]["state"] == "serving", 60)
+                time.sleep(1.5)  # it serves, and has shown that it does
+                for role in ("engine-0", "gateway"):
+                    os.kill(pids[role], signal.SIGKILL)
+                wait_until(lambda: pids["engine-0"] not in server.pids().values(), 30)  # noqa: B023
+            busy_again = client.model("affine", rows=2)
+            np.testing.assert_array_equal(busy_again.infer(X, timeout=200), 2 * X + 1)
+        finally:
+            stop.set()
+        assert asking.result(200) > 3
+        assert server.process.poll() is None
+        assert {model["state"] for model in client.status()["models"]} == {"ready"}
+    assert "charged_to" not in server.text()

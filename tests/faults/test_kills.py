@@ -214,19 +214,19 @@ def disagreements(probes: np.ndarray) -> list[list[float]]:
     return found
 
 
-def recoveries(kills: list[tuple[float, str]], answers: list[np.ndarray]) -> list[tuple[str, float, bool]]:
+def recoveries(kills: list[tuple[float, str]], answers: dict[str, np.ndarray]) -> list[tuple[str, float, bool, str]]:
     """For each kill the seconds until whoever waited longest had an answer to what it asked after the kill.
 
-    The last of each says whether nobody else was being started meanwhile, so that the time is this kill's own.
+    With it, whether nobody else was being started meanwhile, so that the time is this kill's own; and who waited.
     """
     ends = []
     for at, _ in kills:
-        first = [ended[began >= at][:1] for began, ended in answers]
-        ends.append(max(float(each[0]) for each in first if len(each)))
+        first = {name: times[times[:, 0] >= at, 1][:1] for name, times in answers.items()}
+        ends.append(max((float(each[0]), name) for name, each in first.items() if len(each)))
     taken = []
     for n, (at, role) in enumerate(kills):
-        busy = any(end > at for end in ends[:n]) or (n + 1 < len(kills) and kills[n + 1][0] < ends[n])
-        taken.append((role, ends[n] - at, not busy))
+        busy = any(end > at for end, _ in ends[:n]) or (n + 1 < len(kills) and kills[n + 1][0] < ends[n][0])
+        taken.append((role, ends[n][0] - at, not busy, ends[n][1]))
     return taken
 
 
@@ -244,6 +244,7 @@ def one_round(
     with leaving_nothing(), ExitStack() as stack:
         crowd = Crowd(folder, stack, **settings)
         began = time.monotonic()
+        until = max(until, began + 5)
         for role in roles:
             crowd.kill(role)
             time.sleep(rng.uniform(0, 2 * pause))
@@ -258,9 +259,8 @@ def one_round(
     calls, probes = crowd.calls(), crowd.probes()
     probes = probes[np.argsort(probes[:, 0])]
     deeds = Counter(crowd.vandalised.read_text().splitlines()) if crowd.vandalised.exists() else Counter()
-    answered = [calls[name][calls[name][:, 2] > 0] for name in ("native", "zmq", "tcp", "policy")]
-    answers = [(each[:, 0], each[:, 1]) for each in answered]
-    works = probes[probes[:, 2] > 0]
+    answers = {name: calls[name][calls[name][:, 2] > 0] for name in ("native", "zmq", "tcp", "policy")}
+    answers["http"] = probes[probes[:, 2] > 0]
     reasons = crowd.probed.with_suffix(".reasons")
     away = [at for at, role in crowd.kills if role == "supervisor"]
     lost = {
@@ -274,7 +274,7 @@ def one_round(
         "kills": Counter(role for _, role in crowd.kills),
         "at": crowd.kills,
         "seconds": seconds,
-        "recoveries": recoveries(crowd.kills, [*answers, (works[:, 0], works[:, 1])]),
+        "recoveries": recoveries(crowd.kills, answers),
         "answers": {name: int((each[:, 2] > 0).sum()) for name, each in calls.items()},
         "wrong": {name: int((each[:, 2] < 0).sum()) for name, each in calls.items()}
         | {"probe": int((probes[:, 2] < 0).sum())},
@@ -293,7 +293,7 @@ def one_round(
 def table(rounds: list[dict]) -> str:
     """What was seen in all rounds, for people."""
     taken: dict[str, list[float]] = {}
-    for role, seconds, alone in (each for done in rounds for each in done["recoveries"]):
+    for role, seconds, alone, _ in (each for done in rounds for each in done["recoveries"]):
         kind = role.partition("-")[0]
         taken.setdefault(kind if alone else "among others' deaths", []).append(seconds)
     lines = [
@@ -330,7 +330,7 @@ def table(rounds: list[dict]) -> str:
 
 
 def told(done: dict) -> str:
-    """Where health and a request disagreed: when each was asked and ended, beside who was killed and what health said."""
+    """Where health and a request disagreed, beside who was killed and what health said; s since the first kill."""
     zero = done["at"][0][0]
     lines = [f"{at - zero:.2f} killed {role}" for at, role in done["at"]]
     for at, ended, works, told_at, well in done["disagreements"]:
@@ -355,7 +355,7 @@ def judge(done: dict) -> None:
 
 def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
     roles = ["engine-0", "client", "vandal", "relay", "publisher", "gateway", "engine-1"]
-    done = one_round(tmp_path, roles, 1, 0.2, 0.3, time.monotonic() + 60)
+    done = one_round(tmp_path, roles, 1, pause=0.2, calm=0.3, until=time.monotonic() + 60)
     print(table([done]))
     judge(done)
 
@@ -376,7 +376,7 @@ def test_a_thousand_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path)
         seed = len(rounds)
         rng = random.Random(seed)
         roles = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=min(left, ROUND))
-        done = one_round(tmp_path / str(seed), roles, seed, 0.3, 0.6, until)
+        done = one_round(tmp_path / str(seed), roles, seed, pause=0.3, calm=0.6, until=until)
         with record.open("a") as file:
             file.write(json.dumps(done) + "\n")
         rounds.append(json.loads(json.dumps(done)))

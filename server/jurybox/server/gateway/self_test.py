@@ -1,4 +1,4 @@
-"""Whether models answer: each has answered somebody here within the last second, or is asked one row now.
+"""Whether models answer: each has answered somebody here just now, or is asked one row.
 
 It is asked as everybody who comes through the gateway is, on the same lanes: only so does it fail when they do. Nobody
 asking, nothing runs. Where real requests are answered, none is added to them.
@@ -17,7 +17,7 @@ from jurybox.server.gateway.health import not_ready
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.source import Document, StatusSource
 
-FRESH = 1.0  # seconds for which an answer shows that a model answers
+FRESH = 0.1  # seconds for which an answer shows that a model answers: as long as a status document is kept
 _TIMEOUT = 2.0  # seconds a model has for the row; health checks commonly wait for 1 to 10
 _SILENT_FOR = 30.0  # seconds a supervisor may be busy while its engines answer all the same
 _TRIES = 3  # as a request has

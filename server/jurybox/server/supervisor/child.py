@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from jurybox.protocol.lifeline import Lifeline, spawn
@@ -12,7 +14,38 @@ from jurybox.server.supervisor.standby import Standby
 
 # Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
 _BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+_PROVEN = 1.0  # seconds of service after which it does what it should; a ticket that kills comes back sooner
 _SHORT = 1.0  # seconds until the next attempt where memory or files were short
+
+
+def killed_for_memory() -> int | None:
+    """How many processes of this machine the kernel has killed for their memory; None where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+class Bystanders:
+    """Tells whether a death was somebody else's doing: a kill -9 of a process that served well until then.
+
+    The kernel kills so, too, where memory runs out: that is the process's own doing, as are crashes, and as is what is
+    killed because it hangs.
+    """
+
+    def __init__(self) -> None:
+        self._killed = killed_for_memory()
+
+    def killed(self, status: int, served: float, *, condemned: bool) -> bool:
+        """Whether a child with that exit status, that had served so many seconds, was killed from outside.
+
+        Args:
+            condemned: it was killed by its parent.
+        """
+        before, self._killed = self._killed, killed_for_memory()
+        own = before is None or before != self._killed
+        return status == -signal.SIGKILL and served > _PROVEN and not condemned and not own
 
 
 class Child:
@@ -36,6 +69,8 @@ class Child:
     ) -> None:
         self.role = role
         self.serving = False
+        self.served_at = 0.0  # s of the monotonic clock: since when it serves, where it does
+        self.condemned = False  # killed by ourselves
         self.failures = 0  # deaths in a row
         self.restart_at = 0.0
         self.started_at = 0.0
@@ -71,7 +106,7 @@ class Child:
         Raises:
             Error, OSError: memory or files are short. Nothing was started, and it is due again a second later.
         """
-        self.serving = False
+        self.serving = self.condemned = False
         self.started_at = now
         self.restart_at = now + _SHORT
         configuration = self._configure()
@@ -79,6 +114,10 @@ class Child:
         self._process, self._lifeline = waiting or spawn(self._module, environment=self._environment)
         self._orders.clear()
         self.send("configure", **configuration)
+
+    def serves(self, now: float) -> None:
+        """It says that it does."""
+        self.serving, self.served_at = True, now
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send an order, now or when the child reads again: one that was stopped must not hold its parent.
@@ -118,9 +157,15 @@ class Child:
         self.failures += 1
         return status
 
+    def forgive(self, now: float) -> None:
+        """The death just buried counts for nothing: start again at once."""
+        self.failures -= 1
+        self.restart_at = now
+
     def kill(self) -> None:
         """End it at once; `messages` will then say that it is dead."""
         if self._process is not None:
+            self.condemned = True
             self._process.kill()
 
     def stop(self, timeout: float) -> None:

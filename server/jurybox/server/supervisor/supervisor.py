@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from numpy.typing import NDArray
 
 from jurybox.protocol.address import ipc_path
 from jurybox.protocol.board import LANE_LOCK, Board
@@ -20,7 +21,7 @@ from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.config import Settings, named_factories
 from jurybox.server.logs import Log, Seldom, traced
-from jurybox.server.supervisor.child import Child
+from jurybox.server.supervisor.child import Bystanders, Child
 from jurybox.server.supervisor.desk import Desk
 from jurybox.server.supervisor.edges import edges
 from jurybox.server.supervisor.events import Events
@@ -77,6 +78,8 @@ class Supervisor:
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._manager = ServiceManager(log.warning)
+        self._bystanders = Bystanders()
+        self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before this life
         self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its workshop is busy with
         self._exit: int | None = None
         self._drain_until: float | None = None
@@ -183,6 +186,9 @@ class Supervisor:
         return [*self._fleet.engines, *self._edges]
 
     def _start(self, child: Child) -> None:
+        if child not in self._edges:
+            index = self._fleet.engines.index(child)
+            self._computed[index] = self._board.counters["batches"][index].copy()
         try:
             child.start(time.monotonic())
         except (Error, OSError) as error:
@@ -224,11 +230,13 @@ class Supervisor:
     def _on_death(self, child: Child) -> None:
         now = time.monotonic()
         settled = child.serving and now - child.started_at > _SETTLED
+        served, condemned = now - child.served_at if child.serving else 0.0, child.condemned
         status = child.bury(now, settled_after=_SETTLED)
+        outside = self._bystanders.killed(status, served, condemned=condemned)
         charged = None
         if child not in self._edges:
             index = self._fleet.engines.index(child)
-            charged = self._charge(index, settled=settled)
+            charged = self._charge(index, settled=settled, outside=outside)
             self._fleet.died(index)
             self._leases.engine_died(index)
             for held in self._models:
@@ -242,6 +250,8 @@ class Supervisor:
             child.failures -= 1  # it is the model's
             if charged.deaths[index] > self._settings.max_restarts:
                 self._quarantine(charged)
+        elif outside:
+            child.forgive(now)
         elif child.failures > self._settings.max_restarts:
             self._log.error("gave up on a child", role=child.role, failures=child.failures)
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
@@ -249,14 +259,27 @@ class Supervisor:
         if time.monotonic() >= child.restart_at:
             self._start(child)  # now, not at the next tick: somebody waits for its answers
 
-    def _charge(self, index: int, *, settled: bool) -> HeldModel | None:
-        """The model that the death of an engine is charged to: it was being loaded there, or a batch of it computed."""
+    def _charge(self, index: int, *, settled: bool, outside: bool) -> HeldModel | None:
+        """The model that the death of an engine is charged to: it was being loaded there, or a batch of it computed.
+
+        Not to one that the engine had computed well before, where it was killed from `outside`; that ends every row.
+        """
         model, load = self._begun.pop(index, (int(self._board.engines["computing"][index]) - 1, 0))
         held = self._models.numbered(model)
-        if held is None or (load and held.loads.get(index) != load):
+        if held is not None and load and held.loads.get(index) != load:
+            held = None
+        if outside and not load and (held is None or self._has_computed(index, model)):
+            held = None
+            for each in self._models:
+                each.deaths.pop(index, None)
+        if held is None:
             return None
         held.deaths[index] = 1 if settled else held.deaths.get(index, 0) + 1
         return held
+
+    def _has_computed(self, index: int, model: int) -> bool:
+        """Whether an engine has answered a batch of a model since it started."""
+        return bool(self._board.counters["batches"][index, model] != self._computed[index][model])
 
     def _quarantine(self, held: HeldModel) -> None:
         """Serve a model no longer that ends engine after engine, so that the others are served."""
@@ -272,7 +295,7 @@ class Supervisor:
     def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
         child.heard_at = time.monotonic()
         if message["kind"] == "ready":
-            child.serving = True
+            child.serves(child.heard_at)
             self._reception.listening.update({key: message[key] for key in ("http", "grpc", "tcp") if key in message})
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
@@ -294,7 +317,7 @@ class Supervisor:
                 order, reason = plain(message["order"], 100), plain(message["reason"])
                 self._seldom("an engine could not follow an order", role=child.role, order=order, reason=reason)
             case "serving":
-                child.serving = True
+                child.serves(time.monotonic())
             case "retired":
                 self._leases.confirmed(message["lane"], message["lease"], index)
             case "drained":
