@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.jurybox-setup
 
+# How many tests run at once; each worker takes whole files, and has a folder of shared memory of its own.
+WORKERS ?= 2
+
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
@@ -27,7 +30,7 @@ demo: setup  ## train the photo editor against the juror server; leaves demo-out
 	$(BIN)/jurybox demo photo --out demo-out
 
 test: setup  ## the whole default suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the longer proofs
 	$(BIN)/python -m pytest -m slow --timeout 1800

@@ -2,6 +2,10 @@ import os
 import shutil
 import tempfile
 
+# Beside other workers of the same run a second thread finds no core of its own, and only waits for one. Before torch.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 
@@ -29,3 +33,8 @@ def shared_memory_of_our_own():
     else:
         os.environ["JURYBOX_SHM_DIR"] = before
     shutil.rmtree(folder)
+
+
+def pytest_collection_modifyitems(items):
+    """The short files last: workers that divide a run by files then end together."""
+    items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from tests.faults.conftest import MODELS, leaving_nothing
-from tests.serving import serving, wait_until
+from tests.serving import START, serving, wait_until
 
 from jurybox.client import Timeout
 
@@ -26,7 +26,7 @@ def lasting(tmp_path_factory):
 def server(lasting):
     """It, with its engine back from what the test before did to it."""
     with lasting.connect() as client:
-        wait_until(lambda: client.status()["engines"][0]["state"] == "serving", 30, "the engine")
+        wait_until(lambda: client.status()["engines"][0]["state"] == "serving", START, "the engine")
     return lasting
 
 

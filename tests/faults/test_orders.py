@@ -27,7 +27,8 @@ SURROGATE = "half \ud800 a pair"
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    with leaving_nothing(), serving(folder, MODELS, tcp="127.0.0.1:0") as running:
+    allowed = {"factories": ["tests.models:*"]}
+    with leaving_nothing(), serving(folder, MODELS, tcp="127.0.0.1:0", **allowed) as running:
         yield running
 
 
