@@ -3,7 +3,7 @@ import os
 import grpc
 import numpy as np
 import pytest
-from tests.fuzz.leaks import assert_nothing_leaked, holdings
+from tests.fuzz.leaks import Watched, assert_nothing_leaked, holdings
 from tests.serving import serving
 
 from jurybox.client import connect
@@ -52,12 +52,16 @@ def warm_up(server):
 
 @pytest.fixture
 def nothing_leaks(server, capsys):
-    """The processes after the test hold what they held before; with FUZZ_FIGURES=1 it says by how much they grew."""
+    """The processes after the test hold what they held before; with FUZZ_FIGURES=1 it says by how much they grew.
+
+    Gives a `Watched` to tell how many inputs came.
+    """
     warm_up(server)
     before = holdings(server)
-    yield
+    watched = Watched(server)
+    yield watched
     still_serves(server)
-    told = assert_nothing_leaked(server, before)
+    told = assert_nothing_leaked(server, before, watched=watched)
     if os.environ.get("FUZZ_FIGURES"):
         with capsys.disabled():
             print(f"\n  {told}")

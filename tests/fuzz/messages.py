@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import strategies as st
 
 from jurybox.protocol import control_pb2 as pb
@@ -51,6 +53,46 @@ def mutated(draw, messages):
             case _:
                 content[at:at] = content[at : at + draw(st.integers(1, 8))]
     return bytes(content)
+
+
+_MOST_BENT = 4096  # bytes: what is large comes large as it was thought of, and not again and again
+
+
+def bent(content: bytes, random: Random) -> bytes:
+    """The same again with a few bytes changed, cut out, doubled or left off: a hundred times faster than `mutated`."""
+    changed = bytearray(content[:_MOST_BENT])
+    for _ in range(random.randrange(1, 4)):
+        if not changed:
+            return random.randbytes(random.randrange(20))
+        at = random.randrange(len(changed))
+        match random.randrange(8):
+            case 0:
+                del changed[at : at + random.randrange(1, 9)]
+            case 1:
+                changed[at:at] = changed[at : at + random.randrange(1, 9)]
+            case 2:
+                del changed[at:]
+            case 3:
+                changed[at] = random.choice((0, 1, 0x7F, 0x80, 0xFF))
+            case 4:
+                changed[at] ^= 1 << random.randrange(8)
+            case _:
+                changed[at] = random.randrange(256)
+    return bytes(changed)
+
+
+def bent_frames(frames: tuple[bytes, ...], random: Random) -> tuple[bytes, ...]:
+    """A message with one of its frames bent, lost or doubled."""
+    changed = list(frames)
+    at = random.randrange(len(changed))
+    match random.randrange(12):
+        case 0 if len(changed) > 1:
+            del changed[at]
+        case 1:
+            changed.insert(at, changed[at][:_MOST_BENT])
+        case _:
+            changed[at] = bent(changed[at], random)
+    return tuple(frame if len(frame) <= _MOST_BENT else frame[:_MOST_BENT] for frame in changed)
 
 
 BYTES = st.binary(max_size=120)

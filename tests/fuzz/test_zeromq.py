@@ -8,6 +8,7 @@ import itertools
 import socket as sockets
 import struct
 import time
+from random import Random
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from jurybox.protocol.address import engine_address
 from jurybox.protocol.control_pb2 import ControlRequest, Hello
 
 AT_ONCE = 50  # messages between two questions whether the door still answers
+AGAIN = 19
 _HANG = 30  # seconds
 _numbers = itertools.count(1 << 40)
 
@@ -88,11 +90,13 @@ def reply_to(frames, number):
     return len(frames[0]) >= 30 and wire.PACK_REPLY.unpack_from(frames[0], 2)[0] == number
 
 
-def bombard(stranger, message, count):
-    """Let hypothesis think of `count` messages."""
+def bombard(stranger, message, count, watched):
+    """Let hypothesis think of messages, and send `count`: each as it is and, of many, `AGAIN` times more, bent."""
+    again = AGAIN if count >= 10_000 else 0
+    random = Random(count)
 
     @settings(
-        max_examples=-(-count // AT_ONCE),
+        max_examples=-(-count // AT_ONCE // (again + 1)),
         deadline=None,
         database=None,
         phases=[Phase.generate],  # a batch that does harm is shown as it is: making it smaller takes minutes
@@ -101,7 +105,9 @@ def bombard(stranger, message, count):
     )
     @given(st.lists(message, min_size=AT_ONCE, max_size=AT_ONCE))
     def fuzz(batch):
-        stranger.send(batch)
+        for turn in range(again + 1):
+            stranger.send([messages.bent_frames(frames, random) for frames in batch] if turn else batch)
+            watched.came(len(batch))
 
     try:
         fuzz()
@@ -112,7 +118,7 @@ def bombard(stranger, message, count):
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
 def test_any_bytes_at_the_control_door(server, nothing_leaks, count):
-    bombard(Stranger(server.address, hello, hello_is_answered), messages.CONTROL, count)
+    bombard(Stranger(server.address, hello, hello_is_answered), messages.CONTROL, count, nothing_leaks)
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
@@ -129,7 +135,7 @@ def test_any_bytes_at_an_engines_door(server, nothing_leaks, count):
             return (wire.PREFIX + wire.PACK_TICKET.pack(number, lease, 0, 0, lane, first, 1, 0, 0, epoch),)
 
         stranger = Stranger(engine_address(server.address, 0), ask, reply_to, wire.lane_identity(lane, lease))
-        bombard(stranger, messages.engine_messages(lane, lease, first, epoch), count)
+        bombard(stranger, messages.engine_messages(lane, lease, first, epoch), count, nothing_leaks)
         model.close()
 
 
@@ -138,9 +144,8 @@ def test_any_bytes_at_the_relays_door(server, nothing_leaks, count):
     with connect(f"tcp://{server.told['tcp']}") as client:
         model = client.model("affine", rows=32)
         lease = model._lane._door._lease
-        bombard(
-            Stranger(f"tcp://{server.told['tcp']}", hello, hello_is_answered), messages.inline_messages(lease), count
-        )
+        stranger = Stranger(f"tcp://{server.told['tcp']}", hello, hello_is_answered)
+        bombard(stranger, messages.inline_messages(lease), count, nothing_leaks)
         x = np.ones((3, 4), np.float32)
         np.testing.assert_array_equal(client.model("affine", rows=3).infer(x), 2 * x + 1)
 
