@@ -2,6 +2,7 @@ import os
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from tests.fuzz.leaks import Watched, assert_nothing_leaked, holdings
 from tests.serving import serving
@@ -58,10 +59,11 @@ def nothing_leaks(server, capsys):
     """
     warm_up(server)
     before = holdings(server)
-    watched = Watched(server)
+    watched = Watched({role: psutil.Process(pid) for role, pid in server.pids().items()})
     yield watched
     still_serves(server)
-    told = assert_nothing_leaked(server, before, watched=watched)
+    told = f"{assert_nothing_leaked(server, before)}; {watched.told()}"
+    watched.require_flat()
     if os.environ.get("FUZZ_FIGURES"):
         with capsys.disabled():
             print(f"\n  {told}")
