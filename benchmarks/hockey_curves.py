@@ -16,7 +16,7 @@ import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.runlog import read_metrics
+from jurybox.training.run_folder import read_metrics
 
 mpl.use("svg")
 import matplotlib.pyplot as plt

@@ -22,16 +22,16 @@ from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.replay.machine import description
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_served import policy_server
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import page
 from jurybox.training.report.timeline import timeline
-from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.stopping import Signals
-from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared_resources import SharedResources
 
 _LEARNED = 100  # steps before the clock starts
 
@@ -59,11 +59,11 @@ class _Clock:
         self._seconds = seconds
         self._first: tuple[float, list[list[int]]] | None = None
 
-    def __call__(self, commons: Commons) -> None:
-        board, now = commons.board, time.monotonic()
-        if self.stretch is not None or (self._first is None and board.learner_steps < _LEARNED):
+    def __call__(self, shared: SharedResources) -> None:
+        scoreboard, now = shared.scoreboard, time.monotonic()
+        if self.stretch is not None or (self._first is None and scoreboard.learner_steps < _LEARNED):
             return
-        counts = [list(words) for words in board.words]
+        counts = [list(words) for words in scoreboard.words]
         if self._first is None:
             self._first = now, counts
             return
@@ -80,7 +80,7 @@ class _Clock:
             # What is waited for at this moment is not in WAITED yet, so the rest of the time was not spent waiting.
             {
                 name: words[Word.BUSY] / max(1, words[Word.BUSY] + words[Word.WAITED])
-                for (name, _), words in zip(board.named.roles, moved, strict=True)
+                for (name, _), words in zip(scoreboard.named.roles, moved, strict=True)
             },
         )
         self.signals.ask()

@@ -31,10 +31,10 @@ from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_served import ENGINE, engine_of
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.plan import Timeouts
 from jurybox.training.runtime.run import run
 
-PATIENT = Patience(start=120, actor=100, stall=120)
+PATIENT = Timeouts(start=120, actor=100, stall=120)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -80,7 +80,7 @@ def local_hockey(launcher: RayLauncher) -> list[str]:
     """Collectors away from the learner, which act by themselves."""
     s = settings(steps=6000, workers=2, snapshot_every=3, max_ahead=600, league={"pool": 3, "anchor_share": 0.1})
     with tempfile.TemporaryDirectory() as folder:
-        asks = replace(plan(s, Path(folder)), patience=PATIENT)
+        asks = replace(plan(s, Path(folder)), timeouts=PATIENT)
         asks = placed(asks, **{"actor-0": "left", "actor-1": "right", "learner": "head", "evaluator": "head"})
         outcome = run(asks, Path(folder), Nothing(), launcher=launcher)
         rows, past = rows_in(Path(folder)), len(list((Path(folder) / "pool").glob("*.weights")))
@@ -112,12 +112,12 @@ def served_hockey(launcher: RayLauncher, cluster: Nodes, doomed: Any) -> list[st
     moments: list[tuple[float, int]] = []
     killed: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        asks = replace(plan(s, Path(folder), engine=ENGINE), patience=PATIENT)
+        asks = replace(plan(s, Path(folder), engine=ENGINE), timeouts=PATIENT)
         asks = placed(asks, **{"actor-0": "left", "actor-1": "head", "learner": "head", "evaluator": "head"})
         launcher.serve(replace(engine_of(s, sizes_of(s)), resources={"right": 1}), Path(folder) / "server.log")
 
-        def watch(commons: Any) -> None:
-            now, steps = time.monotonic(), commons.board.env_steps
+        def watch(shared: Any) -> None:
+            now, steps = time.monotonic(), shared.scoreboard.env_steps
             if not moments or steps != moments[-1][1]:
                 moments.append((now, steps))
             if not killed and steps > 3000:

@@ -7,13 +7,13 @@ import pickle
 from jurybox.training.cluster.counters import Counters
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.replay.layout import Layout
-from jurybox.training.runtime.board import Board
-from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.scoreboard import Scoreboard
+from jurybox.training.runtime.shared_resources import SharedResources
 
 
-def counters(board: Board, roles: int, *, orders: bool) -> int:
+def counters(scoreboard: Scoreboard, roles: int, *, orders: bool) -> int:
     """Bytes of the first so many roles' counters, as they are sent."""
-    return len(pickle.dumps(Counters.of(board, range(roles), orders=orders), protocol=5))
+    return len(pickle.dumps(Counters.of(scoreboard, range(roles), orders=orders), protocol=5))
 
 
 def main() -> None:
@@ -21,9 +21,9 @@ def main() -> None:
     replay = asked.replays[0]
     print(f"a row: {Layout(replay.capacity, dict(replay.fields), episodes=replay.episodes).slot.size}")
     print(f"a publication: {asked.channels[0].layout.nbytes}")
-    with Commons.create(asked, 100) as commons:
+    with SharedResources.create(asked, 100) as shared:
         for name, orders in (("up", False), ("down", True)):
-            two, one = (counters(commons.board, n, orders=orders) for n in (2, 1))
+            two, one = (counters(shared.scoreboard, n, orders=orders) for n in (2, 1))
             print(f"counters {name}: {two - one} a role and {one - (two - one)}")
 
 

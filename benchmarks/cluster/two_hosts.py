@@ -59,7 +59,7 @@ def serve(book: Path, settings: HockeyTraining) -> None:
     from jurybox.training.cluster.locks import locks
     from jurybox.training.recipes.hockey import sizes_of
     from jurybox.training.recipes.hockey_served import ServedPublications, models
-    from jurybox.training.recipes.local_server import LocalServer
+    from jurybox.training.runtime.local_server import LocalServer
 
     sizes = sizes_of(settings)
     policy = TD3(*sizes, settings.learner).acting()

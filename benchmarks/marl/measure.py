@@ -13,13 +13,13 @@ import psutil
 
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.marl_networks import make_network
-from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.commons import Commons
+from jurybox.training.runtime.context import RoleContext
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared import SharedResources
 from jurybox.training.runtime.stopping import Signals
-from jurybox.training.runtime.turns import Rules, take_seat
+from jurybox.training.runtime.turns import Rules, make_turn
 
 _NEVER = 10**9
 
@@ -59,13 +59,15 @@ def alone(agents: int, seconds: float) -> Measured:
     """The actor in this process, with published weights and no learner anywhere."""
     asked = settings(agents)
     planned = plan(asked)
-    with Commons.create(planned) as commons:
+    with SharedResources.create(planned) as shared:
         for number in planned.of_kind(Kind.LEARNER):
             spec = planned.roles[number]
-            with commons.publisher(spec.publishes or "") as publisher:
+            with shared.publisher(spec.publishes or "") as publisher:
                 publisher.publish(make_network(**spec.settings["network"], seed=number), {"epsilon": 0.05})
         (actor,) = planned.of_kind(Kind.ACTOR)
-        turn = take_seat(Seat(planned, actor, commons, lambda message: None), Rules(planned, commons.board, None), None)
+        turn = make_turn(
+            RoleContext(planned, actor, shared, lambda message: None), Rules(planned, shared.scoreboard, None), None
+        )
         try:
             _for(turn, seconds / 4)
             return Measured(_for(turn, seconds))
@@ -79,8 +81,8 @@ def _for(turn: Any, seconds: float) -> float:
     while time.monotonic() - began < seconds:
         if turn.may():
             turn.take()
-            turn.seat.alive()
-            turn.seat.report()
+            turn.context.alive()
+            turn.context.report()
             count += 1
     return count / (time.monotonic() - began)
 
@@ -94,9 +96,9 @@ def training(asked: MarlTraining, seconds: float) -> Measured:
     settle = 3.0
     learning_since: list[float] = []
 
-    def watch(commons: Commons) -> None:
-        board, now = commons.board, time.monotonic()
-        steps = [board.words[number][Word.LEARNER_STEPS] for number in learners]
+    def watch(shared: SharedResources) -> None:
+        scoreboard, now = shared.scoreboard, time.monotonic()
+        steps = [scoreboard.words[number][Word.LEARNER_STEPS] for number in learners]
         if not learning_since:
             if min(steps) > 0:
                 learning_since.append(now)
@@ -104,24 +106,24 @@ def training(asked: MarlTraining, seconds: float) -> Measured:
         if now - learning_since[0] < settle or found:
             return
         if not seen:
-            seen.append((now, board.env_steps, steps))
+            seen.append((now, scoreboard.env_steps, steps))
             return
         began, turns, before = seen[0]
         if now - began < seconds:
             return
         span = now - began
         (actor,) = planned.of_kind(Kind.ACTOR)
-        pids = [board.words[number][Word.PID] for number in range(len(planned.roles))]
+        pids = [scoreboard.words[number][Word.PID] for number in range(len(planned.roles))]
         own = [psutil.Process(), *(psutil.Process(pid) for pid in pids)]
-        shared = sum(commons.replay(each.name).nbytes for each in planned.replays)
-        shared += sum(len(commons.channel(each.name).segment.buffer) for each in planned.channels)
+        nbytes = sum(shared.replay(each.name).nbytes for each in planned.replays)
+        nbytes += sum(len(shared.channel(each.name).segment.buffer) for each in planned.channels)
         found.append(
             Measured(
-                (board.env_steps - turns) / span,
+                (scoreboard.env_steps - turns) / span,
                 tuple((after - step) / span for after, step in zip(steps, before, strict=True)),
                 sum(process.memory_full_info().pss for process in own) / 2**20,
-                shared / 2**20,
-                board.words[actor][Word.LAG],
+                nbytes / 2**20,
+                scoreboard.words[actor][Word.LAG],
             )
         )
         signals.ask()

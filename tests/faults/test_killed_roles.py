@@ -16,12 +16,10 @@ from tests.serving import segments
 from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.protocol.segment import sweep
-from jurybox.training.runtime.board import Board, Word
-from jurybox.training.runtime.debug_state import RUNNING
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Patience
+from jurybox.training.interrupts import Signals
+from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.scoreboard import RUNNING, Scoreboard, Word
 
 RUN = """
 import sys
@@ -56,15 +54,15 @@ def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, obj
     chance, kills, seen, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
     trails = {name: str(folder / name) for name in ("actors", "learner")}
 
-    def watch(commons):
-        now, steps = time.monotonic(), commons.board.env_steps
+    def watch(shared):
+        now, steps = time.monotonic(), shared.scoreboard.env_steps
         if now - seen[0] < seconds or steps < seen[1] + 100:
             return
         if len(kills) == times:
             signals.ask()
             return
-        victim = chance.randrange(len(commons.board.words))
-        pid = commons.board.words[victim][Word.PID]
+        victim = chance.randrange(len(shared.scoreboard.words))
+        pid = shared.scoreboard.words[victim][Word.PID]
         if pid and alive(pid):
             os.kill(pid, signal.SIGKILL)
             kills.append(victim)
@@ -76,7 +74,7 @@ def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, obj
             actors=2,
             actor={"trail": trails["actors"], "pause": 0.0005},
             learner={"trail": trails["learner"]},
-            patience=Patience(failures=1000, back_off=(0.0, 0.1)),
+            timeouts=Timeouts(failures=1000, back_off=(0.0, 0.1)),
             evaluate=500,
             save_every=2000,
         ),
@@ -120,14 +118,14 @@ def test_nothing_outlives_a_killed_orchestrator_but_memory_that_the_next_start_f
     try:
         mark = tmp_path / RUNNING
         wait_for(mark.exists)
-        board = Board.attach(json.loads(mark.read_text())["board"], keep_alive=False)
-        wait_for(lambda: board.learner_steps > 10 and all(words[Word.PID] for words in board.words))
-        pids = [words[Word.PID] for words in board.words]
+        scoreboard = Scoreboard.attach(json.loads(mark.read_text())["scoreboard"], keep_alive=False)
+        wait_for(lambda: scoreboard.learner_steps > 10 and all(words[Word.PID] for words in scoreboard.words))
+        pids = [words[Word.PID] for words in scoreboard.words]
         assert len(pids) == 4 and all(map(alive, pids))
         process.kill()
         process.wait()
         wait_for(lambda: not any(map(alive, pids)), seconds=30.0)
-        board.close()
+        scoreboard.close()
     finally:
         process.kill()
         process.wait()

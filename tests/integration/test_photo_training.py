@@ -16,12 +16,12 @@ from tests.serving import launch, serving, wait_until
 from typer.testing import CliRunner
 
 from jurybox.protocol.segment import directory
+from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
 from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.runlog import RunLog, read_metrics
+from jurybox.training.run_folder import RunLog, read_metrics
 
 JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
 MODEL = {"photo": {"factory": JUROR, "max_batch": 8, "rows": 16}}

@@ -20,13 +20,12 @@ from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_served import ENGINE, engine_of
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-PATIENT = Patience(start=180, actor=120, learner=120, stall=180, back_off=(0.2,))
+PATIENT = Timeouts(start=180, actor=120, learner=120, stall=180, back_off=(0.2,))
 
 
 def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its_node_dies():
@@ -74,7 +73,7 @@ def rows_of(folder) -> int:
 def test_hockey_on_three_nodes_counts_right_and_past_selves_come_along(tmp_path):
     s = settings(steps=4000, workers=2, snapshot_every=3, max_ahead=600, league={"pool": 3, "anchor_share": 0.1})
     with nodes("left", "right") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = replace(plan(s, tmp_path), patience=PATIENT)
+        asked = replace(plan(s, tmp_path), timeouts=PATIENT)
         asked = placed(asked, **{"actor-0": "left", "actor-1": "right", "learner": "head", "evaluator": "right"})
         outcome = run(asked, tmp_path, Nothing(), launcher=launcher)
         assert all(cluster.segments(name) == set() for name in ("head", "left", "right"))
@@ -108,14 +107,14 @@ def test_a_served_hockey_run_goes_on_when_the_engine_s_node_dies(tmp_path, came)
     killed = []
     with nodes("left") as cluster, RayLauncher(cluster.address) as launcher:
         doomed = cluster.add("right")
-        asked = replace(plan(s, tmp_path, engine=ENGINE), patience=PATIENT)
+        asked = replace(plan(s, tmp_path, engine=ENGINE), timeouts=PATIENT)
         asked = placed(asked, **{"actor-0": "left", "actor-1": "head", "learner": "head", "evaluator": "head"})
         spec = replace(engine_of(s, sizes_of(s)), resources={"right": 1})
         launcher.serve(spec, tmp_path / "server.log")
 
-        def watch(commons):
-            if not killed and commons.board.env_steps > 2000:
-                killed.append(commons.board.env_steps)
+        def watch(shared):
+            if not killed and shared.scoreboard.env_steps > 2000:
+                killed.append(shared.scoreboard.env_steps)
                 cluster.kill(doomed)
                 cluster.add("right")
 

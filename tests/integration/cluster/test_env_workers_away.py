@@ -16,7 +16,7 @@ from jurybox.training.recipes import workflow_run
 from jurybox.training.recipes.env_spread import spread_named
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.runlog import RunLog
+from jurybox.training.run_folder import RunLog
 from jurybox.training.search.settings import WorkflowTraining
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -12,20 +12,19 @@ from tests.unit.runtime.toys import Rows, plan
 from jurybox.training.cluster.launcher import RayLauncher
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PATIENT = Patience(start=120, actor=60, learner=60, stall=60, back_off=(0.2,))
+PATIENT = Timeouts(start=120, actor=60, learner=60, stall=60, back_off=(0.2,))
 
 
 def test_two_nodes_make_the_steps_of_one_and_share_no_memory(tmp_path):
     rows, seen = Rows(), set()
     with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
         asked = placed(
-            plan(steps=3000, actors=2, slack=400, evaluate=1500, save_every=2000, patience=PATIENT),
+            plan(steps=3000, actors=2, slack=400, evaluate=1500, save_every=2000, timeouts=PATIENT),
             actor="away", learner="head", judge="away",
         )  # fmt: skip
         outcome = run(asked, tmp_path, rows, launcher=launcher, watch=lambda _: seen.update(cluster.segments("away")))
@@ -34,7 +33,7 @@ def test_two_nodes_make_the_steps_of_one_and_share_no_memory(tmp_path):
     assert 3000 <= outcome.env_steps <= 3400, "counters of other nodes are a moment old"
     assert outcome.learner_steps == (3000 - 20) // 2
     assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5, "the last weights reached that node"
-    assert any("run-0" in name for name in seen) and any("weights" in name for name in seen), "a board of its own"
+    assert any("run-0" in name for name in seen) and any("weights" in name for name in seen), "a scoreboard of its own"
     assert any("loss" in values for _, values in rows)
     for name in ("actor-0", "actor-1", "learner", "judge"):
         assert "begins its life 1" in (tmp_path / "logs" / f"{name}.log").read_text()
@@ -44,7 +43,7 @@ def test_two_nodes_make_the_steps_of_one_and_share_no_memory(tmp_path):
 
 def test_every_row_of_another_node_reaches_the_learner_s_replay(tmp_path):
     with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = placed(plan(steps=2000, actors=2, slack=300, patience=PATIENT), actor="away", learner="head")
+        asked = placed(plan(steps=2000, actors=2, slack=300, timeouts=PATIENT), actor="away", learner="head")
         outcome = run(asked, tmp_path, Rows(), launcher=launcher)
     saved = Checkpoints(tmp_path / "checkpoints").latest().folder / "replay-rows.jbr"
     replay = Replay.load(saved, f"look-{secrets.token_hex(4)}")
@@ -59,9 +58,9 @@ def test_every_row_of_another_node_reaches_the_learner_s_replay(tmp_path):
 
 def test_a_learner_away_from_the_orchestrator_is_saved_and_resumed(tmp_path):
     with nodes("away") as cluster, RayLauncher(cluster.address) as launcher:
-        asked = placed(plan(steps=600, patience=PATIENT), actor="head", learner="away")
+        asked = placed(plan(steps=600, timeouts=PATIENT), actor="head", learner="away")
         first = run(asked, tmp_path, Rows(), launcher=launcher)
-        more = placed(plan(steps=1000, patience=PATIENT), actor="head", learner="away")
+        more = placed(plan(steps=1000, timeouts=PATIENT), actor="head", learner="away")
         second = run(more, tmp_path, Rows(), resume=True, launcher=launcher)
     assert first.learner_steps == (600 - 20) // 2 and second.learner_steps == (1000 - 20) // 2
     assert "with 290 steps behind it" in (tmp_path / "logs" / "learner.log").read_text(), "it went on from there"
@@ -72,13 +71,13 @@ def test_a_node_that_dies_takes_its_workers_and_the_run_goes_on_elsewhere(tmp_pa
     other = {"actor": "learner", "learner": "actor"}[role]
     with nodes() as cluster, RayLauncher(cluster.address) as launcher:
         doomed = cluster.add("away")
-        asked = plan(steps=2500, slack=200, actor={"pause": 0.002}, patience=PATIENT)
+        asked = plan(steps=2500, slack=200, actor={"pause": 0.002}, timeouts=PATIENT)
         asked = placed(asked, **{other: "head", role: "away"})
         killed = []
 
-        def watch(commons):
-            if not killed and commons.board.env_steps > 300:
-                killed.append(commons.board.env_steps)
+        def watch(shared):
+            if not killed and shared.scoreboard.env_steps > 300:
+                killed.append(shared.scoreboard.env_steps)
                 # Not in a thread, where Ray starts no nodes: the orchestrator stands still for these seconds.
                 cluster.kill(doomed)
                 cluster.add("away")

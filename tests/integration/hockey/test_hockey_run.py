@@ -17,16 +17,15 @@ import pytest
 from tests.serving import segments
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey import plan
 from jurybox.training.recipes.hockey_evaluation import evaluate
 from jurybox.training.recipes.hockey_report import learned
 from jurybox.training.recipes.hockey_run import train
-from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.plan import End, Timeouts
+from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.stopping import Signals
-from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.runtime.scoreboard import Word
 
 # fmt: off
 SMALL = [
@@ -78,18 +77,18 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
     """Run hockey, and kill one of its processes at random so many times, each so many seconds after the last."""
     chance, kills, seen, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
 
-    def watch(commons):
-        now, steps, rows = time.monotonic(), commons.board.env_steps, commons.replay("rows").added
+    def watch(shared):
+        now, steps, rows = time.monotonic(), shared.scoreboard.env_steps, shared.replay("rows").added
         assert rows >= 2 * steps, "a step that was counted twice would have written its two rows once"
         # What a step that was not finished wrote, a last observation for each side, and what is under way.
-        assert rows <= 2 * (commons.board.env_steps + commons.board.episodes) + 8 * (len(kills) + 2) + 16
+        assert rows <= 2 * (shared.scoreboard.env_steps + shared.scoreboard.episodes) + 8 * (len(kills) + 2) + 16
         if now - seen[0] < seconds or steps < seen[1] + 200:
             return
         if len(kills) == times:
             signals.ask()
             return
-        victim = chance.randrange(len(commons.board.words))
-        pid = commons.board.words[victim][Word.PID]
+        victim = chance.randrange(len(shared.scoreboard.words))
+        pid = shared.scoreboard.words[victim][Word.PID]
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -98,7 +97,7 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
         seen[:] = [now, steps]
 
     s = settings(steps=10**9, workers=2, evaluate_every=3000, checkpoint_every=5000, snapshot_every=50)
-    planned = dataclasses.replace(plan(s, folder), patience=Patience(failures=1000, back_off=(0.0, 0.1)))
+    planned = dataclasses.replace(plan(s, folder), timeouts=Timeouts(failures=1000, back_off=(0.0, 0.1)))
     outcome = run(planned, folder, Nothing(), watch=watch, signals=signals)
     return len(kills), outcome
 

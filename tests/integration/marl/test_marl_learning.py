@@ -12,9 +12,9 @@ from tests.serving import segments
 
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.marl_run import train
-from jurybox.training.runtime.board import State, Word
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.scoreboard import State, Word
 
 LEARNING = {
     "algorithm": "ppo",
@@ -53,9 +53,9 @@ def test_an_agent_whose_learner_is_killed_every_twenty_seconds_learns_as_much(tm
     victim = planned.of_kind(Kind.LEARNER)[0]
     killed, last = [], time.monotonic()
 
-    def watch(commons):
+    def watch(shared):
         nonlocal last
-        words = commons.board.words[victim]
+        words = shared.scoreboard.words[victim]
         # On a loaded machine a process takes its time to start: it is killed at work.
         at_work = words[Word.STATE] == State.RUNNING and time.monotonic() - words[Word.READY_AT] / 1e9 > 10
         if time.monotonic() - last < 20 or not at_work:

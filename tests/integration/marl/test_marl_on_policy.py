@@ -9,13 +9,13 @@ from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_command import settings_of
 from jurybox.training.recipes.marl_run import train
-from jurybox.training.runtime.board import Word
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.plan import Kind
+from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.seat import Seat
-from jurybox.training.runtime.turns import Rules, take_seat
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.turns import Rules, make_turn
 
 # Without what PPO has no use for.
 PPO = {name: value for name, value in SMALL.items() if name not in ("epsilon", "learning_starts")}
@@ -52,16 +52,16 @@ def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(t
 
 
 @pytest.fixture
-def seats():
+def contexts():
     """A run's shared memory, its learner's turn, and a writer of the actor's transitions."""
     settings = MarlTraining(**{**PPO, "agents": 1, "buffer_capacity": 64})
     planned = plan(settings)
     said = []
-    with Commons.create(planned) as commons:
+    with SharedResources.create(planned) as shared:
         (number,) = planned.of_kind(Kind.LEARNER)
-        seat = Seat(planned, number, commons, said.append)
-        turn = take_seat(seat, Rules(planned, commons.board, None), None)
-        stream, random, moment = commons.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
+        context = RoleContext(planned, number, shared, said.append)
+        turn = make_turn(context, Rules(planned, shared.scoreboard, None), None)
+        stream, random, moment = shared.replay("agent_0").stream(), np.random.default_rng(0), iter(range(10**6))
 
         def act(count, version):
             for _ in range(count):
@@ -80,8 +80,8 @@ def seats():
         turn.close()
 
 
-def test_transitions_of_an_old_policy_are_dropped_and_counted(seats):
-    turn, act = seats
+def test_transitions_of_an_old_policy_are_dropped_and_counted(contexts):
+    turn, act = contexts
     learner = turn.role
     act(21, version=0)
     turn.take()
@@ -96,36 +96,36 @@ def test_transitions_of_an_old_policy_are_dropped_and_counted(seats):
     assert (learner.updates, learner.stale) == (3, 9)
 
 
-def test_too_few_transitions_wait_for_the_next_step(seats):
-    turn, act = seats
+def test_too_few_transitions_wait_for_the_next_step(contexts):
+    turn, act = contexts
     learner = turn.role
     act(6, version=0)
     before = {name: each.clone() for name, each in learner.learner.network.state_dict().items()}
     turn.take()
-    assert learner.updates == 0 and turn.seat.words[Word.LEARNER_STEPS] == 1, "a step without an update counts"
+    assert learner.updates == 0 and turn.context.words[Word.LEARNER_STEPS] == 1, "a step without an update counts"
     assert all(before[name].equal(each) for name, each in learner.learner.network.state_dict().items())
     act(6, version=0)
     turn.take()
     assert learner.updates == 1 and learner.stale == 0, "the first six were kept"
 
 
-def test_what_the_ring_overwrote_is_counted(seats):
-    turn, act = seats
+def test_what_the_ring_overwrote_is_counted(contexts):
+    turn, act = contexts
     act(100, version=0)
     turn.take()
     assert turn.role._resident.missed == 36 and turn.role.updates == 1
 
 
-def test_who_comes_after_a_killed_learner_does_not_learn_twice_from_the_same(seats):
-    turn, act = seats
+def test_who_comes_after_a_killed_learner_does_not_learn_twice_from_the_same(contexts):
+    turn, act = contexts
     act(21, version=0)
     turn.take()
     act(11, version=1)
-    seat = turn.seat
+    context = turn.context
     turn.close()
-    after = take_seat(
-        Seat(seat.plan, seat.number, seat.commons, lambda message: None, life=2),
-        Rules(seat.plan, seat.board, None),
+    after = make_turn(
+        RoleContext(context.plan, context.number, context.shared, lambda message: None, life=2),
+        Rules(context.plan, context.scoreboard, None),
         None,
     )
     try:

@@ -10,8 +10,8 @@ import pytest
 from tests.serving import segments
 from typer.testing import CliRunner
 
+from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
-from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_command import settings_of
 from jurybox.training.recipes.marl_run import train

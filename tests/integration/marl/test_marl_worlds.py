@@ -15,10 +15,10 @@ from jurybox.training.recipes.marl_command import settings_of
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.board import State, Word
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.scoreboard import State, Word
 
 KINDS = f"{Kinds.__module__}:Kinds"
 DQN = {"steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "evaluate_episodes": 1, "log_interval": 20}
@@ -165,8 +165,8 @@ def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base):
     settings = MarlTraining(**{**base, "steps": 400}, max_ahead=40, world={"turns": 15, "height": 9, "width": 9})
     killed = []
 
-    def watch(commons):
-        words = commons.board.words[0]
+    def watch(shared):
+        words = shared.scoreboard.words[0]
         if len(killed) < 2 and words[Word.ENV_STEPS] > 100 * (1 + len(killed)) and words[Word.STATE] == State.RUNNING:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(words[Word.PID], signal.SIGKILL)

@@ -8,7 +8,7 @@ import torch
 
 from jurybox.training.algorithms.dqn import DQN, QNetwork, ValueSettings
 from jurybox.training.algorithms.iqn import IQN, QuantileNetwork, quantile_loss
-from jurybox.training.runtime.state_files import read_state, write_state
+from jurybox.training.run_folder import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
 SETTINGS = ValueSettings(learning_rate=0.003, target_interval=50, hidden=(32, 32))

@@ -14,8 +14,7 @@ from jurybox.training.cluster import doors
 from jurybox.training.cluster.folders import Folders
 from jurybox.training.recipes.hockey import plan
 from jurybox.training.recipes.hockey_run import train
-from jurybox.training.runtime.errors import ConfigError
-from jurybox.training.runtime.plan import Kind
+from jurybox.training.runtime.plan import ConfigError, Kind
 
 
 @pytest.fixture

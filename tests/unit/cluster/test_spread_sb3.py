@@ -13,7 +13,7 @@ from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
 from jurybox.training.cluster.seats import Seats
 from jurybox.training.recipes.recorder import Recorder
 from jurybox.training.recipes.worker_process import WorkerFailed
-from jurybox.training.runlog import RunLog
+from jurybox.training.run_folder import RunLog
 
 
 def made(*counts: int, **options):

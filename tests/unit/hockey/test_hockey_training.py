@@ -25,7 +25,7 @@ from jurybox.training.recipes.hockey_run import train
 from jurybox.training.recipes.hockey_settings import Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
 
 

@@ -19,7 +19,7 @@ from jurybox.training.recipes import photo_run, settings_file, workflow_run
 from jurybox.training.recipes.checkpoints import CheckpointError
 from jurybox.training.recipes.hockey_run import train as train_hockey
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.runlog import RunLog, RunLogError
+from jurybox.training.run_folder import RunLog, RunLogError
 
 MARL = ["--set", "learning_starts = 20", "--set", "batch_size = 8", "--set", "hidden = [8]"]
 MARL += ["--set", "evaluate_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]

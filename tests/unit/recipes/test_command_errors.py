@@ -14,9 +14,10 @@ from tests.unit.runtime.toys import plan
 from typer.testing import CliRunner
 
 from jurybox.client import Refused, ServerGone
+from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO, PPOSettings
 from jurybox.training.cli import train as commands
-from jurybox.training.recipes import command, interrupts, photo_run, workflow_served
+from jurybox.training.recipes import command, photo_run, workflow_served
 from jurybox.training.recipes.hockey_command import settings_of
 from jurybox.training.recipes.marl_command import settings_of as marl_settings_of
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
@@ -24,7 +25,7 @@ from jurybox.training.recipes.progress import Silence
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.recipes.run_command import RunFailed
 from jurybox.training.recipes.workflow_served import ServedPolicy, WeightsNotAdopted
-from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.search.settings import WorkflowTraining
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 HEAD = """
 import os, signal
-from jurybox.training.recipes import interrupts
+from jurybox.training import interrupts
 interrupts.take_over(lambda: print("told"))
 def ctrl_c(): os.kill(os.getpid(), signal.SIGINT)
 """

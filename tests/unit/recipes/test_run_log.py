@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jurybox.training.runlog import RunLog, RunLogError, Summary, clear, read_metrics, write_atomically
+from jurybox.training.run_folder import RunLog, RunLogError, Summary, clear, read_metrics, write_atomically
 
 SUMMARY = Summary(100, 20, 25, 3.5, 1.0, 0.5, 7, "0.1.0")
 

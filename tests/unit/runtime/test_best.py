@@ -7,8 +7,8 @@ import json
 import pytest
 from tests.unit.runtime.toys import Rows, plan
 
+from jurybox.training.run_folder import read_state
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.state_files import read_state
 
 SLOW = {"pause": 0.003}
 

@@ -13,7 +13,7 @@ from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.training.runtime import checkpoints as module
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.outcome import End
+from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.process import Reports
 from jurybox.training.runtime.run import run
 
@@ -147,14 +147,14 @@ class Busy:
 
 
 def test_an_evaluation_reaches_an_orchestrator_that_is_busy(tmp_path):
-    from jurybox.training.runtime.commons import Commons
-    from jurybox.training.runtime.seat import Seat
+    from jurybox.training.runtime.role_context import RoleContext
+    from jurybox.training.runtime.shared_resources import SharedResources
 
     planned = plan(evaluate=10)
     lifeline = Busy()
     reports = Reports(lifeline)
-    with Commons.create(planned) as commons:
-        seat = Seat(planned, 2, commons, reports, certainly=reports.certainly)
-        seat.say("a line that may be dropped")
-        seat.evaluated(10, {"w": 1.0})
+    with SharedResources.create(planned) as shared:
+        context = RoleContext(planned, 2, shared, reports, certainly=reports.certainly)
+        context.say("a line that may be dropped")
+        context.evaluated(10, {"w": 1.0})
     assert [message["kind"] for message in lifeline.sent] == ["evaluation"]

@@ -11,15 +11,12 @@ import pytest
 from tests.serving import segments
 from tests.unit.runtime.toys import Rows, plan
 
+from jurybox.training.interrupts import Signals
 from jurybox.training.report.timeline import timeline
-from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.debug_state import debug_state
-from jurybox.training.runtime.errors import NotRunning
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Budget, Patience
+from jurybox.training.runtime.plan import Budget, End, NotRunning, Timeouts
+from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.stopping import Signals
-from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.runtime.scoreboard import Word, debug_state
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +57,11 @@ def test_processes_make_the_steps_that_the_serial_run_makes(tmp_path):
 def test_actors_wait_for_a_slow_learner_and_the_learner_never_runs_ahead(tmp_path):
     ahead, states = [], []
 
-    def watch(commons):
-        if not states and commons.board.learner_steps:
+    def watch(shared):
+        if not states and shared.scoreboard.learner_steps:
             states.append(debug_state(tmp_path))
-        learner = commons.board.words[1]
-        ahead.append(commons.board.env_steps - 20 - 2 * learner[Word.LEARNER_STEPS])
+        learner = shared.scoreboard.words[1]
+        ahead.append(shared.scoreboard.env_steps - 20 - 2 * learner[Word.LEARNER_STEPS])
 
     outcome = run(plan(steps=200, learner={"pause": 0.01}, slack=10), tmp_path, Rows(), watch=watch)
     assert outcome.learner_steps == 90
@@ -108,8 +105,8 @@ def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
 
 
 def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):
-    patience = Patience(failures=2, back_off=(0.0,))
-    outcome = run(plan(actor={"fail_at": 30}, patience=patience), tmp_path, Rows())
+    timeouts = Timeouts(failures=2, back_off=(0.0,))
+    outcome = run(plan(actor={"fail_at": 30}, timeouts=timeouts), tmp_path, Rows())
     assert outcome.end is End.FAILED
     assert "actor-0" in outcome.text and "2 times in a row" in outcome.text
     assert "told to fail" in (tmp_path / "logs" / "actor-0.log").read_text()
@@ -117,14 +114,14 @@ def test_a_role_that_always_fails_ends_the_run_with_its_reason(tmp_path):
 
 
 def test_a_run_that_failed_goes_on_serially_where_it_was_asked_for(tmp_path):
-    patience = Patience(failures=1, actor=1.0)
-    outcome = run(plan(steps=150, actor={"hang_at": 40}, patience=patience, on_failure="serial"), tmp_path, Rows())
+    timeouts = Timeouts(failures=1, actor=1.0)
+    outcome = run(plan(steps=150, actor={"hang_at": 40}, timeouts=timeouts, on_failure="serial"), tmp_path, Rows())
     assert outcome.serial and outcome.end is End.STEPS
     assert outcome.env_steps == 150 and outcome.learner_steps == 65
 
 
 def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
-    outcome = run(plan(steps=150, actor={"hang_at": 40}, patience=Patience(actor=1.0)), tmp_path, Rows())
+    outcome = run(plan(steps=150, actor={"hang_at": 40}, timeouts=Timeouts(actor=1.0)), tmp_path, Rows())
     assert outcome.end is End.STEPS and outcome.env_steps == 150 and outcome.restarts == 1
     assert "actor-0 has given no sign of life" in (tmp_path / "logs" / "run.log").read_text()
 
@@ -132,10 +129,10 @@ def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
 def test_a_killed_role_joins_where_the_others_are(tmp_path):
     killed = []
 
-    def watch(commons):
+    def watch(shared):
         for number, least in ((0, 60), (2, 100)):
-            words = commons.board.words[number]
-            if number not in killed and commons.board.env_steps >= least and words[Word.PID]:
+            words = shared.scoreboard.words[number]
+            if number not in killed and shared.scoreboard.env_steps >= least and words[Word.PID]:
                 os.kill(words[Word.PID], signal.SIGKILL)
                 killed.append(number)
 

@@ -8,9 +8,7 @@ from tests.unit.runtime.toys import HERE, Rows, plan
 
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.errors import PlanError
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Budget, Kind, Plan, RoleSpec
+from jurybox.training.runtime.plan import Budget, End, Kind, Plan, PlanError, RoleSpec
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.serial import Stuck
 

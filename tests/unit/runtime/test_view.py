@@ -11,41 +11,40 @@ from rich.console import Console
 from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.protocol.segment import segment_name
-from jurybox.training.runtime.board import Board, State, Subject, Told, Word
-from jurybox.training.runtime.ledger import Ledger
-from jurybox.training.runtime.view import View
+from jurybox.training.runtime.progress import RunMetrics, View
+from jurybox.training.runtime.scoreboard import Scoreboard, State, Subject, Told, Word
 
 PLAN = plan(actors=2)
 
 
 @pytest.fixture
-def board():
-    board = Board.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
-    board.words[0][Word.STATE] = State.RUNNING
-    board.words[0][Word.ENV_STEPS] = 1234
-    board.words[0][Word.BUSY], board.words[0][Word.WAITED] = 3, 1
-    board.words[2][Word.WAITS_FOR] = Subject.STEPS << 32
-    board.words[2][Word.WAITS_SINCE] = time.monotonic_ns() - 5 * 10**9
-    board.orders[1][Told.RESTARTS] = 7
-    yield board
-    board.close()
+def scoreboard():
+    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    scoreboard.words[0][Word.STATE] = State.RUNNING
+    scoreboard.words[0][Word.ENV_STEPS] = 1234
+    scoreboard.words[0][Word.BUSY], scoreboard.words[0][Word.WAITED] = 3, 1
+    scoreboard.words[2][Word.WAITS_FOR] = Subject.STEPS << 32
+    scoreboard.words[2][Word.WAITS_SINCE] = time.monotonic_ns() - 5 * 10**9
+    scoreboard.orders[1][Told.RESTARTS] = 7
+    yield scoreboard
+    scoreboard.close()
 
 
-def shown(board, terminal, folder, moments):
+def shown(scoreboard, terminal, folder, moments):
     clock = iter(moments)
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120)
-    ledger = Ledger(PLAN, board, Rows())
-    ledger.numbers["return_mean"] = 2.5
-    with View(PLAN, board, ledger, console, folder / "run.log", clock=lambda: next(clock)) as view:
+    metrics = RunMetrics(PLAN, scoreboard, Rows())
+    metrics.numbers["return_mean"] = 2.5
+    with View(PLAN, scoreboard, metrics, console, folder / "run.log", clock=lambda: next(clock)) as view:
         view.tick()
         view.say("learner [bold]failed[/bold]")
         view.tick()
     return out.getvalue()
 
 
-def test_elsewhere_than_on_a_terminal_there_is_a_line_now_and_then(board, tmp_path):
-    text = shown(board, False, tmp_path, [0.0, 1.0, 11.0])
+def test_elsewhere_than_on_a_terminal_there_is_a_line_now_and_then(scoreboard, tmp_path):
+    text = shown(scoreboard, False, tmp_path, [0.0, 1.0, 11.0])
     assert text.splitlines() == [
         "learner [bold]failed[/bold]",
         "11 s  1,234/300 steps (0/s)  0 learned (0/s)  0 episodes  return_mean 2.5",
@@ -53,7 +52,7 @@ def test_elsewhere_than_on_a_terminal_there_is_a_line_now_and_then(board, tmp_pa
     assert (tmp_path / "run.log").read_text().endswith(" learner [bold]failed[/bold]\n")
 
 
-def test_a_terminal_gets_a_table_of_all_roles(board, tmp_path):
-    text = shown(board, True, tmp_path, [0.0, 1.0, 11.0])
+def test_a_terminal_gets_a_table_of_all_roles(scoreboard, tmp_path):
+    text = shown(scoreboard, True, tmp_path, [0.0, 1.0, 11.0])
     for part in ("actor-0", "running", "1,234", "75%", "steps 5.0 s", "7", "return_mean 2.5"):
         assert part in text

@@ -1,4 +1,4 @@
-"""The watchdog names who hangs and who waits on whom, from the board alone."""
+"""The watchdog names who hangs and who waits on whom, from the scoreboard alone."""
 
 from __future__ import annotations
 
@@ -8,93 +8,93 @@ import pytest
 from tests.unit.runtime.toys import plan
 
 from jurybox.protocol.segment import segment_name
-from jurybox.training.runtime.board import Board, State, Subject, Told, Word
-from jurybox.training.runtime.plan import Patience
+from jurybox.training.runtime.plan import Timeouts
+from jurybox.training.runtime.scoreboard import Scoreboard, State, Subject, Told, Word
 from jurybox.training.runtime.watchdog import examine, waits
 
 SECOND = 10**9
 NOW = 1000 * SECOND
-PLAN = plan(actors=2, patience=Patience(actor=10, learner=20, start=30, stall=60))
+PLAN = plan(actors=2, timeouts=Timeouts(actor=10, learner=20, start=30, stall=60))
 ACTOR, OTHER, LEARNER = 0, 1, 2
 
 
 @pytest.fixture
-def board():
-    board = Board.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
-    for words in board.words:
+def scoreboard():
+    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    for words in scoreboard.words:
         words[Word.STATE], words[Word.HEARTBEAT] = State.RUNNING, NOW
-    yield board
-    board.close()
+    yield scoreboard
+    scoreboard.close()
 
 
-def let_wait(board, number, subject, seconds):
-    board.words[number][Word.WAITS_FOR] = subject << 32
-    board.words[number][Word.WAITS_SINCE] = NOW - seconds * SECOND
+def let_wait(scoreboard, number, subject, seconds):
+    scoreboard.words[number][Word.WAITS_FOR] = subject << 32
+    scoreboard.words[number][Word.WAITS_SINCE] = NOW - seconds * SECOND
 
 
-def test_a_healthy_run_is_left_alone(board):
-    let_wait(board, LEARNER, Subject.STEPS, 59)
-    let_wait(board, ACTOR, Subject.ORDERS, 10_000)
-    assert examine(PLAN, board, NOW) is None
+def test_a_healthy_run_is_left_alone(scoreboard):
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 59)
+    let_wait(scoreboard, ACTOR, Subject.ORDERS, 10_000)
+    assert examine(PLAN, scoreboard, NOW) is None
 
 
-def test_a_role_without_a_sign_of_life_hangs(board):
-    board.words[OTHER][Word.HEARTBEAT] = NOW - 11 * SECOND
-    found = examine(PLAN, board, NOW)
+def test_a_role_without_a_sign_of_life_hangs(scoreboard):
+    scoreboard.words[OTHER][Word.HEARTBEAT] = NOW - 11 * SECOND
+    found = examine(PLAN, scoreboard, NOW)
     assert found.role == OTHER and "actor-1 has given no sign of life for 11 s; at most 10 s" in found.text
 
 
-def test_a_learner_has_more_time_than_an_actor(board):
-    board.words[LEARNER][Word.HEARTBEAT] = NOW - 11 * SECOND
-    assert examine(PLAN, board, NOW) is None
+def test_a_learner_has_more_time_than_an_actor(scoreboard):
+    scoreboard.words[LEARNER][Word.HEARTBEAT] = NOW - 11 * SECOND
+    assert examine(PLAN, scoreboard, NOW) is None
 
 
-def test_a_start_that_takes_too_long_is_given_up(board):
-    board.words[ACTOR][Word.STATE] = State.STARTING
-    board.orders[ACTOR][Told.STARTED_AT] = NOW - 31 * SECOND
-    assert examine(PLAN, board, NOW).role == ACTOR
+def test_a_start_that_takes_too_long_is_given_up(scoreboard):
+    scoreboard.words[ACTOR][Word.STATE] = State.STARTING
+    scoreboard.orders[ACTOR][Told.STARTED_AT] = NOW - 31 * SECOND
+    assert examine(PLAN, scoreboard, NOW).role == ACTOR
 
 
-def test_who_brings_nothing_is_found_behind_who_waits(board):
-    let_wait(board, LEARNER, Subject.STEPS, 61)
-    found = examine(PLAN, board, NOW)
+def test_who_brings_nothing_is_found_behind_who_waits(scoreboard):
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 61)
+    found = examine(PLAN, scoreboard, NOW)
     assert found.role == ACTOR
     assert "learner has waited 61.0 s for environment steps, on actor-0, actor-1" in found.text
     assert "actor-0 does not wait" in found.text
 
 
-def test_who_is_only_slow_is_left_alone(board):
-    let_wait(board, LEARNER, Subject.READY, 61)
-    board.words[ACTOR][Word.MOVED_AT] = NOW - 59 * SECOND
-    assert examine(PLAN, board, NOW) is None
-    board.words[ACTOR][Word.MOVED_AT] = NOW - 61 * SECOND
-    assert examine(PLAN, board, NOW).role == ACTOR
+def test_who_is_only_slow_is_left_alone(scoreboard):
+    let_wait(scoreboard, LEARNER, Subject.READY, 61)
+    scoreboard.words[ACTOR][Word.MOVED_AT] = NOW - 59 * SECOND
+    assert examine(PLAN, scoreboard, NOW) is None
+    scoreboard.words[ACTOR][Word.MOVED_AT] = NOW - 61 * SECOND
+    assert examine(PLAN, scoreboard, NOW).role == ACTOR
 
 
-def test_in_a_circle_the_one_that_has_waited_longest_is_restarted(board):
-    let_wait(board, LEARNER, Subject.STEPS, 61)
-    let_wait(board, ACTOR, Subject.WEIGHTS, 70)
-    let_wait(board, OTHER, Subject.WEIGHTS, 65)
-    found = examine(PLAN, board, NOW)
+def test_in_a_circle_the_one_that_has_waited_longest_is_restarted(scoreboard):
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 61)
+    let_wait(scoreboard, ACTOR, Subject.WEIGHTS, 70)
+    let_wait(scoreboard, OTHER, Subject.WEIGHTS, 65)
+    found = examine(PLAN, scoreboard, NOW)
     assert found.role == ACTOR
     assert "actor-0 has waited 70.0 s for weights on policy, on learner" in found.text
 
 
-def test_whoever_was_just_started_gets_its_time(board):
-    let_wait(board, LEARNER, Subject.STEPS, 500)
-    board.orders[ACTOR][Told.STARTED_AT] = NOW - 5 * SECOND
-    assert examine(PLAN, board, NOW) is None
+def test_whoever_was_just_started_gets_its_time(scoreboard):
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
+    scoreboard.orders[ACTOR][Told.STARTED_AT] = NOW - 5 * SECOND
+    assert examine(PLAN, scoreboard, NOW) is None
 
 
-def test_a_start_that_takes_longer_than_a_stall_leaves_its_role_a_stalls_time_for_its_first_step(board):
-    let_wait(board, ACTOR, Subject.WEIGHTS, 110)
-    board.orders[LEARNER][Told.STARTED_AT] = NOW - 110 * SECOND
-    board.words[LEARNER][Word.READY_AT] = NOW - 1 * SECOND
-    assert examine(PLAN, board, NOW) is None
-    board.words[LEARNER][Word.READY_AT] = NOW - 61 * SECOND
-    assert examine(PLAN, board, NOW).role == LEARNER
+def test_a_start_that_takes_longer_than_a_stall_leaves_its_role_a_stalls_time_for_its_first_step(scoreboard):
+    let_wait(scoreboard, ACTOR, Subject.WEIGHTS, 110)
+    scoreboard.orders[LEARNER][Told.STARTED_AT] = NOW - 110 * SECOND
+    scoreboard.words[LEARNER][Word.READY_AT] = NOW - 1 * SECOND
+    assert examine(PLAN, scoreboard, NOW) is None
+    scoreboard.words[LEARNER][Word.READY_AT] = NOW - 61 * SECOND
+    assert examine(PLAN, scoreboard, NOW).role == LEARNER
 
 
-def test_all_waits_can_be_listed(board):
-    let_wait(board, ACTOR, Subject.LEARNERS, 2)
-    assert waits(PLAN, board, NOW) == ["actor-0 has waited 2.0 s for learners that are behind, on learner"]
+def test_all_waits_can_be_listed(scoreboard):
+    let_wait(scoreboard, ACTOR, Subject.LEARNERS, 2)
+    assert waits(PLAN, scoreboard, NOW) == ["actor-0 has waited 2.0 s for learners that are behind, on learner"]

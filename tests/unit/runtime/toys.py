@@ -15,9 +15,9 @@ import numpy as np
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.replay import Field
-from jurybox.training.runtime.board import Subject
 from jurybox.training.runtime.plan import Budget, ChannelSpec, Kind, Pace, Plan, ReplaySpec, RoleSpec
-from jurybox.training.runtime.roles import Actor, Evaluator, Learner
+from jurybox.training.runtime.role_context import Actor, Evaluator, Learner
+from jurybox.training.runtime.scoreboard import Subject
 
 HERE = "tests.unit.runtime.toys"
 
@@ -38,22 +38,22 @@ class ArrayWeights:
 class Walker(Actor):
     """Adds one row a step: a random number plus the policy's; an episode is ten steps."""
 
-    def __init__(self, seat, trail=None, pause=0.0, fail_at=None, hang_at=None):
-        super().__init__(seat)
-        self.random = np.random.default_rng(seat.seed)
-        self.weights = ArrayWeights(seat.reader())
-        seat.follow("policy", self.weights)
-        self.rows = seat.replay()
+    def __init__(self, context, trail=None, pause=0.0, fail_at=None, hang_at=None):
+        super().__init__(context)
+        self.random = np.random.default_rng(context.seed)
+        self.weights = ArrayWeights(context.reader())
+        context.follow("policy", self.weights)
+        self.rows = context.replay()
         self.trail = None if trail is None else os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.pause, self.fail_at, self.hang_at = pause, fail_at, hang_at
         self.made, self.total = 0, 0.0
 
     def step(self):
         if self.trail is not None:
-            os.write(self.trail, f"{self.seat.life} {self.made}\n".encode())
+            os.write(self.trail, f"{self.context.life} {self.made}\n".encode())
         if self.fail_at is not None and self.made >= self.fail_at:
             raise RuntimeError("told to fail")
-        if self.hang_at is not None and self.made >= self.hang_at and self.seat.life == 1:
+        if self.hang_at is not None and self.made >= self.hang_at and self.context.life == 1:
             time.sleep(3600)
         if self.pause:
             time.sleep(self.pause)
@@ -62,7 +62,7 @@ class Walker(Actor):
         self.made += 1
         self.total += value
         if self.made % 10 == 0:
-            self.seat.episode(total=self.total, length=10)
+            self.context.episode(total=self.total, length=10)
             self.total = 0.0
         return 1
 
@@ -77,12 +77,12 @@ class Walker(Actor):
 class Summer(Learner):
     """w += 0.01 mean(batch); the draws depend on the seed and the step alone."""
 
-    def __init__(self, seat, trail=None, pause=0.0, fail=False, longest_file=None):
-        super().__init__(seat)
+    def __init__(self, context, trail=None, pause=0.0, fail=False, longest_file=None):
+        super().__init__(context)
         if longest_file is not None:  # like a disk that is full
             resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, longest_file))
         self.longest_file = longest_file
-        self.replay = seat.replay()
+        self.replay = context.replay()
         self.w = np.zeros(3)
         self.adopted = 0
         self.trail, self.pause = trail, pause
@@ -95,15 +95,15 @@ class Summer(Learner):
     def step(self):
         if self.trail is not None:
             with Path(self.trail).open("a") as file:
-                file.write(f"{self.seat.life}\n")
+                file.write(f"{self.context.life}\n")
         if self.pause:
             time.sleep(self.pause)
-        self.replay.seed(self.seat.plan.seed + self.seat.own_steps)
+        self.replay.seed(self.context.plan.seed + self.context.own_steps)
         self.w += 0.01 * self.replay.sample(8)["value"].mean()
-        self.seat.metrics(loss=abs(self.w[0]))
+        self.context.metrics(loss=abs(self.w[0]))
 
     def publication(self):
-        return {"w": self.w}, {"steps": self.seat.own_steps}
+        return {"w": self.w}, {"steps": self.context.own_steps}
 
     def adopt(self, published):
         state, self.adopted, _ = published.read()
@@ -129,10 +129,10 @@ class Waiter(Learner):
 class Judge(Evaluator):
     """Tells the weights that it is given; likes version 12 best. Takes its time: the learner goes on meanwhile."""
 
-    def __init__(self, seat, pause=0.0, nan_until=0):
-        super().__init__(seat)
-        self.weights = ArrayWeights(seat.reader())
-        seat.follow("policy", self.weights)
+    def __init__(self, context, pause=0.0, nan_until=0):
+        super().__init__(context)
+        self.weights = ArrayWeights(context.reader())
+        context.follow("policy", self.weights)
         self.pause, self.nan_until = pause, nan_until
 
     def evaluate(self):
@@ -146,14 +146,14 @@ class Judge(Evaluator):
 class Alone(Actor):
     """Needs nothing of the run but its count; waits for something outside when told to."""
 
-    def __init__(self, seat, wait=0.0):
-        super().__init__(seat)
+    def __init__(self, context, wait=0.0):
+        super().__init__(context)
         self.wait = wait
 
     def step(self):
         if self.wait:
             end = time.monotonic() + self.wait
-            self.seat.wait_until(lambda: time.monotonic() > end, Subject.OUTSIDE, timeout=self.wait + 1)
+            self.context.wait_until(lambda: time.monotonic() > end, Subject.OUTSIDE, timeout=self.wait + 1)
         return 1
 
 

@@ -14,7 +14,7 @@ import torch
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.recipes import workflow_run
 from jurybox.training.recipes.checkpoints import CheckpointError
-from jurybox.training.runlog import RunLogError
+from jurybox.training.run_folder import RunLogError
 from jurybox.training.search import checkpoints, environments
 from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.search.trainer import DONE, FINAL, REFERENCE, SEARCH, WorkflowTrainer

@@ -142,7 +142,7 @@ def train_marl(
     """Teach many agents in one world, a learner process for each."""
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.runtime.debug_state import debug_state as state_of
+        from jurybox.training.runtime.scoreboard import debug_state as state_of
 
         if debug_state and out is not None:
             return state_of(out)

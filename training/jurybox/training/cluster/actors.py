@@ -41,8 +41,8 @@ class HostActor(Host):
     """A machine's host, as an actor."""
 
     def ready(self) -> str:
-        """Name of its board."""
-        return self.board
+        """Name of its scoreboard."""
+        return self.scoreboard
 
 
 class RolePlace:

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from jurybox.training.runtime.errors import RunError
+from jurybox.training.runtime.plan import RunError
 
 _OBJECT_STORE_BYTES = 256 << 20
 NAMESPACE = "jurybox"

@@ -1,4 +1,4 @@
-"""The board of a run, copied between machines.
+"""The scoreboard of a run, copied between machines.
 
 Every record has one writer, so a copy needs no merging rule but this: whoever has the role's process has the role's
 record, the orchestrator has the orders. Clocks of two machines differ: a copy says what its own read when it was made,
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.runtime.board import Board, Told, Word
+from jurybox.training.runtime.scoreboard import Scoreboard, Told, Word
 
 _MOMENTS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
 _ORDER_MOMENTS = [Told.STARTED_AT]
@@ -37,11 +37,11 @@ class Counters:
     orders: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, board: Board, roles: Collection[int], *, orders: bool) -> Counters:
-        """What `board` shows of these roles now."""
+    def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
+        """What `scoreboard` shows of these roles now."""
         numbers = np.array(sorted(roles), np.int64)
-        told = board.told[numbers] if orders else np.empty((0, board.told.shape[1]), np.int64)
-        return cls(time.monotonic_ns(), numbers, board.records[numbers], told)
+        told = scoreboard.told[numbers] if orders else np.empty((0, scoreboard.told.shape[1]), np.int64)
+        return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], told)
 
     def unfinished(self) -> Counters:
         """The same, but no learner is done yet: its last publication is still on its way to where this goes."""
@@ -49,8 +49,8 @@ class Counters:
         records[:, Word.DONE] = 0
         return replace(self, records=records)
 
-    def write(self, board: Board, roles: Collection[int], *, orders: bool, life: bool = False) -> None:
-        """Put the records of those among `roles` on another machine's board.
+    def write(self, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool, life: bool = False) -> None:
+        """Put the records of those among `roles` on another machine's scoreboard.
 
         Args:
             orders: put the orders of all that came, too.
@@ -59,13 +59,13 @@ class Counters:
         shift = time.monotonic_ns() - self.clock
         chosen = np.isin(self.roles, np.fromiter(roles, np.int64, len(roles)))
         if life:
-            chosen &= self.records[:, Word.LIFE] == board.told[self.roles, Told.LIFE]
+            chosen &= self.records[:, Word.LIFE] == scoreboard.told[self.roles, Told.LIFE]
         records = self.records[chosen].copy()
         moments = records[:, _MOMENTS]
         records[:, _MOMENTS] = np.where(moments > 0, moments + shift, moments)
-        board.records[self.roles[chosen]] = records
+        scoreboard.records[self.roles[chosen]] = records
         if orders:
             told = self.orders.copy()
             moments = told[:, _ORDER_MOMENTS]
             told[:, _ORDER_MOMENTS] = np.where(moments > 0, moments + shift, moments)
-            board.told[self.roles] = told
+            scoreboard.told[self.roles] = told

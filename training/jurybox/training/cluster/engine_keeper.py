@@ -61,7 +61,7 @@ class EngineKeeper:
                 member = await self._traffic.member(node)
                 door: Door = await self._actor.door.remote()
                 instead: Instead = await member.ask("instead")
-                await self._actor.feed.remote(member.board, instead.folders)
+                await self._actor.feed.remote(member.scoreboard, instead.folders)
                 if door.life != life:
                     life = door.life
                     self._shown += 1

@@ -31,7 +31,7 @@ from jurybox.training.cluster.engine_spec import EngineSpec, Feeds, Models
 from jurybox.training.cluster.feeder import Feeder
 from jurybox.training.cluster.locks import locks
 from jurybox.training.cluster.log_tail import LogTail
-from jurybox.training.recipes.local_server import LocalServer
+from jurybox.training.runtime.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
 _AGAIN = 0.2
@@ -80,13 +80,13 @@ class EngineActor:
                 self._door = self._parent.submit(self._start).result()
             return self._door
 
-    def feed(self, board: str, folders: Mapping[str, str]) -> None:
-        """Serve what of a run comes to this machine, whose board has that name; folders are the run's here."""
+    def feed(self, scoreboard: str, folders: Mapping[str, str]) -> None:
+        """Serve what of a run comes to this machine, whose scoreboard has that name; folders are the run's here."""
         door = self.door()
         with self._lock:
             if self._feeder is not None:
                 self._feeder.close()
-            self._feeder = Feeder(door.ipc, board, self._spec.feeds, folders)
+            self._feeder = Feeder(door.ipc, scoreboard, self._spec.feeds, folders)
 
     def look(self) -> tuple[str, bytes, str]:
         """Its door's life ("" where there is no server any more), new lines of its log, what ended its feeding."""

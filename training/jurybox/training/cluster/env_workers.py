@@ -21,9 +21,9 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from jurybox.protocol.errors import Timeout
+from jurybox.training import interrupts
 from jurybox.training.cluster.near import Answer, Ear, Line
 from jurybox.training.cluster.workers import LOST
-from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.worker_process import WorkerFailed, described
 
 _DEATHS = 3  # of one worker, with nothing done between them, before it is given up

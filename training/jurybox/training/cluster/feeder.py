@@ -16,8 +16,8 @@ from jurybox.client.weights_reader import State, WeightsReader
 from jurybox.protocol.errors import Error
 from jurybox.training.cluster.engine_spec import Feeds
 from jurybox.training.cluster.folders import Folders
-from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.state_files import StateDamaged, read_state
+from jurybox.training.run_folder import StateDamaged, read_state
+from jurybox.training.runtime.shared_resources import SharedResources
 
 _LOOK = 0.02  # seconds
 _TAKEN_OVER = 5.0  # seconds that a version which stays gets to be taken over by the engines
@@ -29,12 +29,12 @@ class Feeder:
 
     Args:
         address: of the server, ipc://.
-        board: name of the machine's board of the run.
+        scoreboard: name of the machine's scoreboard of the run.
         folders: by name, the run's folders on this machine.
     """
 
-    def __init__(self, address: str, board: str, feeds: Feeds, folders: Mapping[str, str]) -> None:
-        self._address, self._board, self._feeds, self._folders = address, board, feeds, folders
+    def __init__(self, address: str, scoreboard: str, feeds: Feeds, folders: Mapping[str, str]) -> None:
+        self._address, self._scoreboard, self._feeds, self._folders = address, scoreboard, feeds, folders
         self._stop = threading.Event()
         self._failed = ""
         self._thread = threading.Thread(target=self._run, name="jurybox-feeder", daemon=True)
@@ -54,9 +54,9 @@ class Feeder:
         try:
             with ExitStack() as stack:
                 server = stack.enter_context(connect(self._address))
-                commons = stack.enter_context(Commons.attach(self._board))
+                shared = stack.enter_context(SharedResources.attach(self._scoreboard))
                 channels = [
-                    _Channel(commons.reader(channel), _publisher(server, model))
+                    _Channel(shared.reader(channel), _publisher(server, model))
                     for channel, model in self._feeds.channels.items()
                 ]
                 folders = [

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jurybox.training.runlog import write_atomically
+from jurybox.training.run_folder import write_atomically
 
 _TICK = 100_000_000  # ns
 

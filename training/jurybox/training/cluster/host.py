@@ -1,8 +1,10 @@
-"""One machine's part of a run: its board, its way into the replays, its copies of the weights. Knows nothing of Ray.
+"""One machine's part of a run: its scoreboard, its way into the replays, its copies of the weights. Knows nothing of
+Ray.
 
-A run has one host a machine; that of the orchestrator's machine stands on the run's own `Commons`. Role processes use
-their machine's host as if there were no other: counters and orders are copied to and from the orchestrator's board,
-rows leave the local replay for the one that is sampled, publications come in as publications of the local channel.
+A run has one host a machine; that of the orchestrator's machine stands on the run's own `SharedResources`. Role
+processes use their machine's host as if there were no other: counters and orders are copied to and from the
+orchestrator's scoreboard, rows leave the local replay for the one that is sampled, publications come in as publications
+of the local channel.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from jurybox.training.cluster.counters import Counters
 from jurybox.training.cluster.folders import Folders
 from jurybox.training.replay import Replay
 from jurybox.training.replay.graft import Batch, Graft, Source
-from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.shared_resources import SharedResources
 
 # Rows that wait on a machine for the one that samples them; what comes beyond overwrites the oldest.
 INBOX_ROWS = 8192
@@ -74,49 +76,49 @@ class Host:
     """A machine's part of a run; belongs to one thread at a time.
 
     Args:
-        commons: the run's own, on the orchestrator's machine; None: this machine gets shared memory of its own.
+        shared: the run's own, on the orchestrator's machine; None: this machine gets shared memory of its own.
     """
 
-    def __init__(self, plan: Plan, commons: Commons | None = None) -> None:
+    def __init__(self, plan: Plan, shared: SharedResources | None = None) -> None:
         self._plan = plan
-        if commons is None:
+        if shared is None:
             sweep()
-        self.commons = commons or Commons.create(plan, INBOX_ROWS)
-        self._owns = commons is None
+        self.shared = shared or SharedResources.create(plan, INBOX_ROWS)
+        self._owns = shared is None
         self._homes: dict[str, Replay] = {}
         self._sources: dict[str, Source] = {}
         self._grafts: dict[tuple[str, str], Graft] = {}
         self._readers: dict[str, WeightsReader] = {}
-        self._copies = None if commons is not None else tempfile.TemporaryDirectory(prefix="jurybox-run-")
+        self._copies = None if shared is not None else tempfile.TemporaryDirectory(prefix="jurybox-run-")
         copies = {name: str(Path(self._copies.name) / name) for name in plan.folders} if self._copies else {}
         self.folders = Folders({**plan.folders, **copies})
 
     @property
-    def board(self) -> str:
-        """Name of its board."""
-        return self.commons.board.segment.name
+    def scoreboard(self) -> str:
+        """Name of its scoreboard."""
+        return self.shared.scoreboard.segment.name
 
     # ---- counters
 
     def exchange(self, others: Counters, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
-        """Take what the orchestrator's board shows, and tell what there is.
+        """Take what the orchestrator's scoreboard shows, and tell what there is.
 
         Args:
             here: roles that run on this machine. leaving: replays that are sampled, and whose rows so have a way to go.
             files: how many of this machine's files the orchestrator's knows of.
         """
         away = set(others.roles.tolist()) - set(here)
-        others.write(self.commons.board, away, orders=True)
+        others.write(self.shared.scoreboard, away, orders=True)
         return self.seen(here, leaving, files)
 
-    def seat(self, counters: Counters) -> None:
-        """A role is about to start here: its counts go on from what the orchestrator's board shows."""
-        counters.write(self.commons.board, counters.roles.tolist(), orders=True)
+    def context(self, counters: Counters) -> None:
+        """A role is about to start here: its counts go on from what the orchestrator's scoreboard shows."""
+        counters.write(self.shared.scoreboard, counters.roles.tolist(), orders=True)
 
     def seen(self, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
         """What there is for the others."""
         return Seen(
-            Counters.of(self.commons.board, here, orders=False),
+            Counters.of(self.shared.scoreboard, here, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
             {name: self._source(name).new.waiting for name in leaving},
             sum(source.new.missed for source in self._sources.values()),
@@ -144,7 +146,7 @@ class Host:
         reader = self._reader(channel)
         if publication.version > reader.newest:
             try:
-                with self.commons.publisher(channel) as publisher:
+                with self.shared.publisher(channel) as publisher:
                     state = reader.layout.views(publication.flat)
                     publisher.publish(state, publication.extra, version=publication.version)
             except Refused:  # the learner that lives here has the place, or something newer just came
@@ -158,7 +160,7 @@ class Host:
         for spec in self._plan.replays:
             if self._owns and spec.name in names and spec.name not in self._homes:
                 self._homes[spec.name] = Replay.create(
-                    f"{dict(self.commons.board.named.replays)[spec.name]}-home",
+                    f"{dict(self.shared.scoreboard.named.replays)[spec.name]}-home",
                     spec.capacity,
                     spec.fields,
                     episodes=spec.episodes,
@@ -203,7 +205,7 @@ class Host:
             replay.close()
         self._homes.clear()
         if self._owns:
-            self.commons.close()
+            self.shared.close()
         if self._copies is not None:
             self._copies.cleanup()
 
@@ -225,14 +227,14 @@ class Host:
 
     def _home(self, name: str) -> Replay:
         # An empty replay is false.
-        return self._homes[name] if name in self._homes else self.commons.replay(name)
+        return self._homes[name] if name in self._homes else self.shared.replay(name)
 
     def _reader(self, channel: str) -> WeightsReader:
         if channel not in self._readers:
-            self._readers[channel] = self.commons.reader(channel)
+            self._readers[channel] = self.shared.reader(channel)
         return self._readers[channel]
 
     def _source(self, name: str) -> Source:
         if name not in self._sources:
-            self._sources[name] = Source(self.commons.replay(name))
+            self._sources[name] = Source(self.shared.replay(name))
         return self._sources[name]

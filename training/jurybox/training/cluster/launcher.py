@@ -23,10 +23,10 @@ from jurybox.training.cluster.engine_keeper import EngineKeeper
 from jurybox.training.cluster.engine_spec import EngineSpec
 from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.traffic import Member, Traffic
-from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.launching import RoleProcess, configuration
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.seat import WRITING
+from jurybox.training.runtime.role_context import WRITING
+from jurybox.training.runtime.shared_resources import SharedResources
 
 _LISTEN_SECONDS = 0.5
 _AGAIN_SECONDS = 0.2
@@ -101,7 +101,7 @@ class RayLauncher:
     """
 
     _plan: Plan
-    _commons: Commons
+    _shared: SharedResources
     _traffic: Traffic
     _thread: threading.Thread
 
@@ -134,15 +134,15 @@ class RayLauncher:
 
     # ---- for the orchestrator, from its thread
 
-    def begin(self, plan: Plan, commons: Commons) -> None:
-        self._plan, self._commons = plan, commons
+    def begin(self, plan: Plan, shared: SharedResources) -> None:
+        self._plan, self._shared = plan, shared
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jurybox-cluster", daemon=True)
         self._thread.start()
         node = ray.get_runtime_context().get_node_id()
 
         async def begin() -> Traffic:
-            traffic = Traffic(plan, Host(plan, commons), node, self._lost, self._told.append)
+            traffic = Traffic(plan, Host(plan, shared), node, self._lost, self._told.append)
             self._keepers = [
                 EngineKeeper(spec, traffic, Path(plan.folders[BOOK]), log, self._told.append)
                 for spec, log in self._engines
@@ -184,7 +184,7 @@ class RayLauncher:
     def save_replay(self, name: str, path: Path) -> None:
         whole = self._do(self._traffic.replay_file(name), 600.0)
         if whole is None:
-            self._commons.replay(name).save(path)
+            self._shared.replay(name).save(path)
         else:
             path.write_bytes(whole)
 
@@ -242,9 +242,9 @@ class RayLauncher:
         try:
             node = await self._where(number)
             member = await self._traffic.member(node)
-            instead = await self._traffic.seat(number, member)
+            instead = await self._traffic.context(number, member)
             kept = None if process.evaluated is None else str(process.evaluated)
-            configured = configuration(self._plan, number, life, member.board, None, kept)
+            configured = configuration(self._plan, number, life, member.scoreboard, None, kept)
             configured |= {"replays": instead.replays, "folders": instead.folders}
             place = self._places[number]
             process.pid = await place.start.remote(configured, state)
@@ -323,7 +323,7 @@ class RayLauncher:
                 resources=dict(spec.resources),
                 max_restarts=-1,
                 max_concurrency=4,
-                name=f"{self._commons.board.segment.name}-{spec.name}-{os.urandom(2).hex()}",
+                name=f"{self._shared.scoreboard.segment.name}-{spec.name}-{os.urandom(2).hex()}",
             )
             .remote(self._plan, number)
         )

@@ -12,7 +12,7 @@ import ray
 
 from jurybox.client import connect
 from jurybox.protocol.address import default_address
-from jurybox.training.runtime.errors import RunError
+from jurybox.training.runtime.plan import RunError
 
 _CREDENTIALS = ("JURYBOX_TOKEN", "JURYBOX_TLS_CA", "JURYBOX_SERVER_KEY", "JURYBOX_CLIENT_KEY")
 

@@ -33,7 +33,7 @@ class Member:
     Attributes:
         node: Ray's id of the machine.
         host: where it is this machine's own. actor: where it is another's.
-        board: name of its board.
+        scoreboard: name of its scoreboard.
         here: roles that run on it.
         known: by channel, the newest version in its copy.
         files: (folder, name) of those in the run's folders there; told: how many of them it has told of.
@@ -42,7 +42,7 @@ class Member:
     """
 
     node: str
-    board: str
+    scoreboard: str
     host: Host | None = None
     actor: Any = None
     here: set[int] = field(default_factory=set)
@@ -87,8 +87,8 @@ class Traffic:
         period: float = PERIOD,
     ) -> None:
         self._plan, self._lost, self._told, self._period = plan, lost, told, period
-        self._board = host.commons.board
-        self.own = Member(node, host.board, host=host)
+        self._scoreboard = host.shared.scoreboard
+        self.own = Member(node, host.scoreboard, host=host)
         self.members: dict[str, Member] = {node: self.own}
         self._coming: dict[str, asyncio.Task[Member]] = {}
         self._homes: dict[str, Member] = {}  # by replay, where it is sampled
@@ -112,7 +112,7 @@ class Traffic:
 
     async def _make(self, node: str) -> Member:
         here = NodeAffinitySchedulingStrategy(node, soft=False)
-        name = f"{self.own.board}-{node}"
+        name = f"{self.own.scoreboard}-{node}"
         options: dict[str, Any] = {"num_cpus": 0, "name": name, "scheduling_strategy": here, "get_if_exists": True}
         actor: Any = ray.remote(HostActor).options(**options).remote(self._plan)
         made = Member(node, await actor.ready.remote(), actor=actor)
@@ -125,7 +125,7 @@ class Traffic:
         self._go(self._look_at(made))
         return made
 
-    async def seat(self, number: int, member: Member) -> Instead:
+    async def context(self, number: int, member: Member) -> Instead:
         """A role is about to start on a machine; gives what it uses there in the place of what the plan names.
 
         Raises:
@@ -147,7 +147,7 @@ class Traffic:
         if spec.publishes is not None:
             self._sources[spec.publishes] = member
         if member is not self.own:
-            await member.ask("seat", Counters.of(self._board, [number], orders=True))
+            await member.ask("context", Counters.of(self._scoreboard, [number], orders=True))
         member.here.add(number)
         instead: Instead = await member.ask("instead")
         return instead
@@ -156,7 +156,7 @@ class Traffic:
         """A role's process has ended: its last counts."""
         if member is not self.own and not member.gone:
             seen: Seen = await member.ask("seen", {number}, ())
-            seen.counters.write(self._board, {number}, orders=False, life=True)
+            seen.counters.write(self._scoreboard, {number}, orders=False, life=True)
         member.here.discard(number)
 
     def gone(self, member: Member) -> None:
@@ -176,13 +176,13 @@ class Traffic:
         try:
             while not member.gone:
                 began = time.monotonic()
-                others = Counters.of(self._board, everybody, orders=True)
+                others = Counters.of(self._scoreboard, everybody, orders=True)
                 if self._behind(member):
                     others = others.unfinished()
                 seen: Seen = await member.ask("exchange", others, set(member.here), list(self._homes), member.told)
                 self._note(member, seen)
                 counters = seen.counters.unfinished() if self._behind(self.own) else seen.counters
-                counters.write(self._board, member.here, orders=False, life=True)
+                counters.write(self._scoreboard, member.here, orders=False, life=True)
                 if seen.missed > member.missed:
                     self._told(f"{seen.missed - member.missed} rows of a machine were overwritten before they left it")
                     member.missed = seen.missed

@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from jurybox.training.recipes import interrupts
+from jurybox.training import interrupts
 
 _FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
 
@@ -69,11 +69,10 @@ def _status_of(error: Exception) -> int:
     from jurybox.training.environments.cage.cyborg import CyborgMissing
     from jurybox.training.environments.photo import PhotoError
     from jurybox.training.recipes.checkpoints import CheckpointError
-    from jurybox.training.recipes.local_server import ServerNotStarted
     from jurybox.training.recipes.trackers import TrackerMissing
-    from jurybox.training.runlog import RunLogError
-    from jurybox.training.runtime.errors import RunError
-    from jurybox.training.runtime.state_files import StateDamaged
+    from jurybox.training.run_folder import RunLogError, StateDamaged
+    from jurybox.training.runtime.local_server import ServerNotStarted
+    from jurybox.training.runtime.plan import RunError
 
     usage = RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing | StateDamaged
     if isinstance(error, usage | ModuleNotFoundError):

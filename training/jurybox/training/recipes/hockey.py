@@ -14,8 +14,7 @@ from jurybox.training.recipes.hockey_actor import CHANNEL, POOL, RESULTS, ROWS
 from jurybox.training.recipes.hockey_collector import fields
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.replay import Episodes, Field
-from jurybox.training.runtime.errors import ConfigError
-from jurybox.training.runtime.plan import Budget, ChannelSpec, Kind, Pace, Plan, ReplaySpec, RoleSpec
+from jurybox.training.runtime.plan import Budget, ChannelSpec, ConfigError, Kind, Pace, Plan, ReplaySpec, RoleSpec
 
 _ACTOR = "jurybox.training.recipes.hockey_actor"
 _LEARNER = "jurybox.training.recipes.hockey_learner"

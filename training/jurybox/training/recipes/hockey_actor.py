@@ -14,9 +14,8 @@ from jurybox.training.recipes.hockey_collector import Collector, Policies
 from jurybox.training.recipes.hockey_evaluation import Standing, evaluate
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
 from jurybox.training.recipes.hockey_settings import HockeyTraining
-from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.roles import Actor, Evaluator
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
+from jurybox.training.runtime.scoreboard import Word
 
 ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
 LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
@@ -43,47 +42,52 @@ class HockeyActor(Actor):
     """
 
     def __init__(
-        self, seat: Seat, *, settings: Mapping[str, Any], address: str | None = None, engine: str | None = None
+        self,
+        context: RoleContext,
+        *,
+        settings: Mapping[str, Any],
+        address: str | None = None,
+        engine: str | None = None,
     ) -> None:
-        super().__init__(seat)
+        super().__init__(context)
         self._settings = s = HockeyTraining(**settings)
         self._anchors = League(s.league).anchors
-        self._results = seat.replay(RESULTS)
+        self._results = context.replay(RESULTS)
         with ExitStack() as undo:
             games = [make_game(s.environment, s.mode) for _ in range(s.envs_per_worker)]
             for game in games:
                 undo.callback(game.close)
-            published = PublishedActor(seat.reader(CHANNEL))
-            seat.follow(CHANNEL, published)
-            past = Pool(seat.folder(POOL), _CARRIED, s.league.pool + LEAVING)
+            published = PublishedActor(context.reader(CHANNEL))
+            context.follow(CHANNEL, published)
+            past = Pool(context.folder(POOL), _CARRIED, s.league.pool + LEAVING)
             local = LocalPolicies(published, past, games[0].action_size)
             policies: Policies = local
             self._held_back: Callable[[], int] = lambda: 0
             if address is not None or engine is not None:
                 from jurybox.training.recipes.hockey_served import Beside, InCluster, ServedPolicies
 
-                where = Beside(address) if address is not None else InCluster(str(engine), seat)
+                where = Beside(address) if address is not None else InCluster(str(engine), context)
                 policies = served = undo.enter_context(ServedPolicies(where, len(games), local, past, s.max_lag))
                 self._held_back = lambda: served.held_back
             self.collector = Collector(
                 games,
-                seat.replay(ROWS),
+                context.replay(ROWS),
                 s,
                 policies,
-                number=seat.number,
+                number=context.number,
                 workers=s.workers,
                 # A life leaves at most one match unfinished in each of its games.
-                begun=seat.words[Word.EPISODES] + (seat.life - 1) * len(games),
+                begun=context.words[Word.EPISODES] + (context.life - 1) * len(games),
             )
             self._resources = undo.pop_all()
 
     def step(self) -> int:
         held_back = self._held_back()
-        made, results = self.collector.step(warm=self.seat.env_steps < self._settings.warmup)
-        self.seat.words[Word.FORCED] += self._held_back() - held_back
+        made, results = self.collector.step(warm=self.context.env_steps < self._settings.warmup)
+        self.context.words[Word.FORCED] += self._held_back() - held_back
         for result in results:
             self._results.add(opponent=number_of(result.opponent, self._anchors), winner=result.winner)
-            self.seat.episode(
+            self.context.episode(
                 total=result.score,
                 length=result.steps,
                 wins=result.winner > 0,
@@ -106,11 +110,11 @@ class HockeyActor(Actor):
 class HockeyEvaluator(Evaluator):
     """Games without noise against the anchors, the same ones each time; what it calls points marks the best weights."""
 
-    def __init__(self, seat: Seat, *, settings: Mapping[str, Any]) -> None:
-        super().__init__(seat)
+    def __init__(self, context: RoleContext, *, settings: Mapping[str, Any]) -> None:
+        super().__init__(context)
         self._settings = s = HockeyTraining(**settings)
-        self._published = PublishedActor(seat.reader(CHANNEL))
-        seat.follow(CHANNEL, self._published)
+        self._published = PublishedActor(context.reader(CHANNEL))
+        context.follow(CHANNEL, self._published)
         self._games = [make_game(s.environment, s.mode) for _ in range(8)]
 
     def evaluate(self) -> Mapping[str, float]:
@@ -118,7 +122,7 @@ class HockeyEvaluator(Evaluator):
         standings = {}
         for who in s.league.anchors:
             standings[who] = evaluate(self._games, self._published, who, s.evaluation_games, seed=s.seed)
-            self.seat.alive()
+            self.context.alive()
         return {"points": float(np.mean([each.points for each in standings.values()])), **numbers_of(standings)}
 
     def close(self) -> None:

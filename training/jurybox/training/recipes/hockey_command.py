@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey_run import train
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.launchers import launcher_named
 from jurybox.training.recipes.run_command import changes_of, conclude
 from jurybox.training.recipes.trackers import require, trackers
-from jurybox.training.runtime.errors import refuse_unused
-from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.plan import refuse_unused
 
 
 def settings_of(config: Path | None, changes: Sequence[str], given: Mapping[str, Any]) -> HockeyTraining:

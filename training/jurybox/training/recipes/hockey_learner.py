@@ -19,8 +19,7 @@ from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.replay import Windows
 from jurybox.training.replay.tail import Tail
-from jurybox.training.runtime.roles import Learner
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import Learner, RoleContext
 
 _LOOK = 50  # learner steps between two looks at results, statistics and the pool
 _GLANCE, _FIRST_GLANCE = 256, 8192  # rows that the normaliser sees at a look
@@ -37,17 +36,17 @@ class HockeyLearner(Learner):
     """
 
     def __init__(
-        self, seat: Seat, *, settings: Mapping[str, Any], sizes: tuple[int, int], address: str | None = None
+        self, context: RoleContext, *, settings: Mapping[str, Any], sizes: tuple[int, int], address: str | None = None
     ) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
         self._settings = s = HockeyTraining(**settings)
         self.learner = TD3(*sizes, s.learner, device=s.device, seed=s.seed)
         self.league = League(s.league)
-        self._pool = Pool(seat.folder(POOL), most=s.league.pool + LEAVING)
+        self._pool = Pool(context.folder(POOL), most=s.league.pool + LEAVING)
         self._left: list[str] = []  # the last to leave the league
-        self._replay = seat.replay(ROWS)
-        self._results = Tail(seat.replay(RESULTS))
+        self._replay = context.replay(ROWS)
+        self._results = Tail(context.replay(RESULTS))
         self._snapshot_at = 0
         self._restored = False
         windows = Windows(n_step=s.n_step, gamma=s.discount, next=("observation",))
@@ -66,7 +65,7 @@ class HockeyLearner(Learner):
             self._served = self._resources.enter_context(ServedPublications(address))
 
     def step(self) -> None:
-        s, own = self._settings, self.seat.own_steps
+        s, own = self._settings, self.context.own_steps
         # The sampler's chance comes from where the training is, so there is no state of it to be kept.
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _LOOK == 0:
@@ -81,7 +80,7 @@ class HockeyLearner(Learner):
         if s.prioritized:
             self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
         if own % _TELL == _TELL - 1:
-            self.seat.metrics(**{name: float(value) for name, value in update.metrics.items()})
+            self.context.metrics(**{name: float(value) for name, value in update.metrics.items()})
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         policy = self.learner.acting()
@@ -117,7 +116,7 @@ class HockeyLearner(Learner):
         self.league = League.from_state_dict(state["league"])
         self._snapshot_at = int(state["snapshot_at"])
         self._restored = True
-        if self.seat.life == 1 and "past" in state:
+        if self.context.life == 1 and "past" in state:
             # A run that is resumed: what stands in the folder may be of a part of it that is being played again.
             self._pool.retain(())
             for name, actor in state["past"].items():
@@ -137,10 +136,10 @@ class HockeyLearner(Learner):
         glance = self._replay.sample(_FIRST_GLANCE if first else _GLANCE, uniform=True)
         self.learner.normaliser.see(glance["observation"])
         self.learner.refresh_normaliser()
-        s, episodes = self._settings, self.seat.board.episodes
-        if s.league.pool and self.seat.own_steps and episodes - self._snapshot_at >= s.snapshot_every:
+        s, episodes = self._settings, self.context.scoreboard.episodes
+        if s.league.pool and self.context.own_steps and episodes - self._snapshot_at >= s.snapshot_every:
             self._snapshot_at = episodes
-            name, left = self.league.add(self.seat.own_steps)
+            name, left = self.league.add(self.context.own_steps)
             actor = self.learner.numpy_actor()
             self._pool.keep(name, actor)
             if left is not None:
@@ -148,7 +147,7 @@ class HockeyLearner(Learner):
             self._pool.retain((*self._left, *self.league.pool))
             if self._served is not None:
                 self._served.keep(name, actor.state)
-        self.seat.metrics(pool=len(self.league.pool))
+        self.context.metrics(pool=len(self.league.pool))
 
     def _take_results(self) -> None:
         came = self._results.take()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
-from jurybox.training.runtime.state_files import read_state, write_state
+from jurybox.training.run_folder import read_state, write_state
 
 Rows = npt.NDArray[np.float32]
 
@@ -56,12 +56,12 @@ class Pool:
     memory; the learner's checkpoints have those of its league with them.
 
     Args:
-        patience: seconds that a file may be on its way from another machine.
+        timeout: seconds that a file may be on its way from another machine.
         most: that are held in memory; the one that was asked for longest ago makes way.
     """
 
-    def __init__(self, folder: Path, patience: float = 0.0, most: int = 32) -> None:
-        self._folder, self._patience, self._most = folder, patience, max(1, most)
+    def __init__(self, folder: Path, timeout: float = 0.0, most: int = 32) -> None:
+        self._folder, self._timeout, self._most = folder, timeout, max(1, most)
         self._actors: dict[str, NumpyActor] = {}  # the newest use last
 
     def keep(self, name: str, actor: NumpyActor) -> None:
@@ -86,7 +86,7 @@ class Pool:
             KeyError: nobody plays under that name.
         """
         if name not in self._actors:
-            path, until = self._path(name), time.monotonic() + self._patience
+            path, until = self._path(name), time.monotonic() + self._timeout
             while not path.exists() and time.monotonic() < until:
                 time.sleep(0.01)
             if not path.exists():

@@ -26,9 +26,9 @@ from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.report.matrix import matrix
 from jurybox.training.report.timeline import timeline
-from jurybox.training.runtime.outcome import Outcome
-from jurybox.training.runtime.state_files import read_state
-from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.run_folder import read_state
+from jurybox.training.runtime.plan import Outcome
+from jurybox.training.runtime.progress import Timeline
 
 _POINTS = 80  # of a curve, at most
 _SNAPSHOTS = 4  # past selves in the win matrix

@@ -10,17 +10,16 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from jurybox.training.cluster.engine_spec import Serves
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.recorded_run import recorded_run
-from jurybox.training.runlog import Tracker
-from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.run_folder import Tracker
 from jurybox.training.runtime.launching import Launcher
-from jurybox.training.runtime.ledger import COLUMNS as OF_EVERY_RUN
-from jurybox.training.runtime.outcome import Outcome
-from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.plan import ConfigError, Outcome
+from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 
 # What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
 MAY_CHANGE = (

@@ -22,8 +22,8 @@ from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.recipes.hockey_actor import CHANNEL, POOL
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
-from jurybox.training.recipes.local_server import LocalServer
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.local_server import LocalServer
+from jurybox.training.runtime.role_context import RoleContext
 
 _log = logging.getLogger("jurybox.hockey")
 # Versions of the first come several times a second and those of the second stay: the server keeps a model's last ones.
@@ -149,13 +149,13 @@ class InCluster:
 
     moves = True
 
-    def __init__(self, name: str, seat: Seat) -> None:
-        self._name, self._seat = name, seat
-        self._weights = seat.reader(CHANNEL)
+    def __init__(self, name: str, context: RoleContext) -> None:
+        self._name, self._context = name, context
+        self._weights = context.reader(CHANNEL)
 
     def connect(self) -> Server:
-        book = self._seat.folder(BOOK)
-        return reach(self._name, lambda: find(book, self._name), _FOUND, self._seat.alive)
+        book = self._context.folder(BOOK)
+        return reach(self._name, lambda: find(book, self._name), _FOUND, self._context.alive)
 
     def newest(self, connection: Server) -> Callable[[], int]:
         """What tells the newest version."""

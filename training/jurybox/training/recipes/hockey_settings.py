@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jurybox.training.algorithms.league import LeagueSettings
 from jurybox.training.algorithms.td3_settings import TD3Settings
 from jurybox.training.recipes.run_command import merged
-from jurybox.training.runtime.errors import ConfigError, refuse_unused
+from jurybox.training.runtime.plan import ConfigError, refuse_unused
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from jurybox.training.runtime.errors import RunError, refuse_unused
 from jurybox.training.runtime.launching import Launcher, Local
+from jurybox.training.runtime.plan import RunError, refuse_unused
 
 NAMES = ("local", "ray")
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -16,16 +16,17 @@ from jurybox.training.recipes.marl_worlds import Sight, make_world, sights
 from jurybox.training.recipes.run_command import merged
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
-from jurybox.training.runtime.errors import ConfigError, refuse_unused
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
+    ConfigError,
     Kind,
     Pace,
-    Patience,
     Plan,
     ReplaySpec,
     RoleSpec,
+    Timeouts,
+    refuse_unused,
 )
 
 _ROLES = "jurybox.training.recipes.marl_roles"
@@ -260,7 +261,7 @@ def plan(settings: MarlTraining) -> Plan:
         else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
         budget=Budget(settings.steps, settings.seconds),
         # One that is killed again and again, every few seconds, is started again and again.
-        patience=Patience(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
+        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
         seed=settings.seed,
         max_lag=settings.max_lag,
         save_every=settings.checkpoint_interval,

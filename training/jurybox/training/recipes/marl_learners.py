@@ -14,15 +14,14 @@ from jurybox.training.algorithms.iqn import IQN
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
 from jurybox.training.recipes.marl_networks import make_network
 from jurybox.training.replay import Windows
-from jurybox.training.runtime.roles import Learner
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import Learner, RoleContext
 
 _LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQN, "iqn": IQN}
 
 
-def _seed(seat: Seat) -> int:
+def _seed(context: RoleContext) -> int:
     """The same for every life of a learner, and another for each learner."""
-    return int(np.random.SeedSequence([seat.plan.seed, seat.number]).generate_state(1)[0])
+    return int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
 
 
 class ReplayLearner(Learner):
@@ -39,7 +38,7 @@ class ReplayLearner(Learner):
 
     def __init__(
         self,
-        seat: Seat,
+        context: RoleContext,
         *,
         group: str,
         network: Mapping[str, Any],
@@ -49,11 +48,11 @@ class ReplayLearner(Learner):
         epsilon: tuple[float, float, int],
         device: str = "cpu",
     ) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
         self._group, self._first, self._epsilon = group, first, epsilon
-        self._replay = seat.replay(group)
-        self._seed = _seed(seat)
+        self._replay = context.replay(group)
+        self._seed = _seed(context)
         values = ValueSettings(**{**settings, "hidden": tuple(network["hidden"])})
         made = make_network(**network, seed=self._seed)
         assert isinstance(made, ValueNetwork)
@@ -71,18 +70,18 @@ class ReplayLearner(Learner):
     def epsilon(self) -> float:
         """For the steps made so far."""
         high, low, steps = self._epsilon
-        return max(low, high - (high - low) * self.seat.own_steps / max(1, steps))
+        return max(low, high - (high - low) * self.context.own_steps / max(1, steps))
 
     def ready(self) -> bool:
         return self._replay.added >= self._first
 
     def step(self) -> None:
-        self._replay.seed(self._seed + self.seat.own_steps)
+        self._replay.seed(self._seed + self.context.own_steps)
         loss = self.learner.update(self._replay.sample(self._batch.n, self._batch))
-        self.seat.metrics(**{f"loss_{self._group}": loss, "epsilon": self.epsilon})
+        self.context.metrics(**{f"loss_{self._group}": loss, "epsilon": self.epsilon})
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
-        return self.learner.network, {"epsilon": self.epsilon, "learner_steps": self.seat.own_steps}
+        return self.learner.network, {"epsilon": self.epsilon, "learner_steps": self.context.own_steps}
 
     def adopt(self, published: WeightsReader) -> None:
         self.learner.adopt(published.read().state)
@@ -113,7 +112,7 @@ class OnPolicyLearner(Learner):
 
     def __init__(
         self,
-        seat: Seat,
+        context: RoleContext,
         *,
         group: str,
         network: Mapping[str, Any],
@@ -121,16 +120,16 @@ class OnPolicyLearner(Learner):
         rollout: int,
         max_stale: int,
     ) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
         self._group, self._least, self._max_stale = group, max(2, rollout // 2), max_stale
         inputs = int(np.prod(network["shape"]))
         asked = PPOSettings(**{**settings, "hidden": tuple(network["hidden"])})
-        self.learner = PPO(inputs, int(network["actions"]), asked, _seed(seat))
+        self.learner = PPO(inputs, int(network["actions"]), asked, _seed(context))
         self._scale = float(network["scale"])
         self._windows = Windows(next=("observation",), stack=network["shape"][0], stacked=("observation",))
         # The rows in this process's memory, in order.
-        self._resident = seat.replay(group).resident("cpu")
+        self._resident = context.replay(group).resident("cpu")
         self._looked_at = 0  # rows before this one have been
         self._held = self._open = torch.empty(0, dtype=torch.int64)
         self.updates = self._published = self._oldest_use = 0
@@ -140,11 +139,11 @@ class OnPolicyLearner(Learner):
         counted = {f"stale_{self._group}": self.stale, f"missed_{self._group}": self._resident.missed}
         rows = self._fresh()
         if rows is None:
-            self.seat.metrics(**counted, **{f"skipped_{self._group}": 1.0})
+            self.context.metrics(**counted, **{f"skipped_{self._group}": 1.0})
             return
         told = self.learner.update(self._rollout(rows))
         self.updates += 1
-        self.seat.metrics(
+        self.context.metrics(
             **counted,
             **{
                 f"skipped_{self._group}": 0.0,
@@ -155,7 +154,7 @@ class OnPolicyLearner(Learner):
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         self._published = self.updates
-        return self.learner.network, {"updates": self.updates, "learner_steps": self.seat.own_steps}
+        return self.learner.network, {"updates": self.updates, "learner_steps": self.context.own_steps}
 
     def adopt(self, published: WeightsReader) -> None:
         found = published.read()

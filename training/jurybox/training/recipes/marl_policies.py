@@ -14,7 +14,7 @@ from torch import nn
 from jurybox.training.algorithms.actor_critic import ActorCritic
 from jurybox.training.algorithms.dqn import ValueNetwork, as_floats
 from jurybox.training.recipes.marl_networks import make_network
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.torch_weights import TorchWeights
 
 Observation = npt.NDArray[Any]
@@ -28,9 +28,9 @@ class Policy(ABC):
         network: as `make_network` makes it.
     """
 
-    def __init__(self, seat: Seat, channel: str, network: nn.Module) -> None:
-        self._weights = TorchWeights(seat.reader(channel), network.requires_grad_(False))
-        seat.follow(channel, self._weights)
+    def __init__(self, context: RoleContext, channel: str, network: nn.Module) -> None:
+        self._weights = TorchWeights(context.reader(channel), network.requires_grad_(False))
+        context.follow(channel, self._weights)
 
     @abstractmethod
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
@@ -49,8 +49,10 @@ class ValuePolicy(Policy):
         actions: how many there are.
     """
 
-    def __init__(self, seat: Seat, channel: str, network: ValueNetwork, *, epsilon: float, actions: int) -> None:
-        super().__init__(seat, channel, network)
+    def __init__(
+        self, context: RoleContext, channel: str, network: ValueNetwork, *, epsilon: float, actions: int
+    ) -> None:
+        super().__init__(context, channel, network)
         self._network, self._epsilon, self._actions = network, epsilon, actions
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
@@ -75,8 +77,8 @@ class SampledPolicy(Policy):
     published: what an on-policy learner needs to know of whoever acted.
     """
 
-    def __init__(self, seat: Seat, channel: str, network: ActorCritic, *, scale: float) -> None:
-        super().__init__(seat, channel, network)
+    def __init__(self, context: RoleContext, channel: str, network: ActorCritic, *, scale: float) -> None:
+        super().__init__(context, channel, network)
         self._network, self._scale = network, scale
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
@@ -96,7 +98,7 @@ class SampledPolicy(Policy):
 
 
 def policies(
-    seat: Seat,
+    context: RoleContext,
     groups: Mapping[str, str],
     networks: Mapping[str, Mapping[str, Any]],
     epsilon: Mapping[str, float] | None = None,
@@ -112,12 +114,12 @@ def policies(
     for group in dict.fromkeys(groups.values()):
         network = make_network(**networks[group], seed=0)
         if isinstance(network, ActorCritic):
-            of_group[group] = SampledPolicy(seat, group, network, scale=float(networks[group]["scale"]))
+            of_group[group] = SampledPolicy(context, group, network, scale=float(networks[group]["scale"]))
         else:
             assert isinstance(network, ValueNetwork)
             actions = int(networks[group]["actions"])
             explores = (epsilon or {}).get(group, 0.0)
-            of_group[group] = ValuePolicy(seat, group, network, epsilon=explores, actions=actions)
+            of_group[group] = ValuePolicy(context, group, network, epsilon=explores, actions=actions)
     return {agent: of_group[group] for agent, group in groups.items()}
 
 

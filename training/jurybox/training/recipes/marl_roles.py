@@ -15,8 +15,7 @@ import torch
 from jurybox.training.recipes.marl_networks import ON_POLICY
 from jurybox.training.recipes.marl_policies import Observation, Seen, policies
 from jurybox.training.recipes.marl_worlds import Environment, eyes, make_world, sights
-from jurybox.training.runtime.roles import Actor, Evaluator
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 
 _LIVES = 40  # bits of a moment that are of one life of the actor
 
@@ -36,19 +35,19 @@ class TurnTaker(Actor):
 
     def __init__(
         self,
-        seat: Seat,
+        context: RoleContext,
         *,
         environment: Environment,
         groups: Mapping[str, str],
         networks: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
         self.env = make_world(environment)
         self._eyes, self._sights = eyes(self.env), sights(self.env)
-        self.random = np.random.default_rng(seat.seed)
-        self._policies = policies(seat, groups, networks)
-        self._rows = {agent: seat.replay(group).stream() for agent, group in groups.items()}
+        self.random = np.random.default_rng(context.seed)
+        self._policies = policies(context, groups, networks)
+        self._rows = {agent: context.replay(group).stream() for agent, group in groups.items()}
         self._seen = {
             agent: Seen(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
         }
@@ -57,7 +56,7 @@ class TurnTaker(Actor):
         self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
         self._turns = 0
-        self._moment = (seat.life - 1) << _LIVES  # so that none of an earlier life looks like the one before
+        self._moment = (context.life - 1) << _LIVES  # so that none of an earlier life looks like the one before
         self._playing = False
 
     def step(self) -> int:
@@ -121,7 +120,7 @@ class TurnTaker(Actor):
     def _end(self) -> None:
         self._playing = False
         each = {f"return_{agent}": total for agent, total in self._totals.items()}
-        self.seat.episode(total=float(np.mean(list(self._totals.values()))), length=self._turns, **each)
+        self.context.episode(total=float(np.mean(list(self._totals.values()))), length=self._turns, **each)
 
 
 class PlayingEvaluator(Evaluator):
@@ -134,7 +133,7 @@ class PlayingEvaluator(Evaluator):
 
     def __init__(
         self,
-        seat: Seat,
+        context: RoleContext,
         *,
         environment: Environment,
         groups: Mapping[str, str],
@@ -142,11 +141,11 @@ class PlayingEvaluator(Evaluator):
         episodes: int,
         epsilon: Mapping[str, float],
     ) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
         self._env = make_world(environment)
         self._eyes, self._sights = eyes(self._env), sights(self._env)
-        self._policies = policies(seat, groups, networks, epsilon)
+        self._policies = policies(context, groups, networks, epsilon)
         self._frames = {agent: (networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()}
         self._actions = {agent: int(networks[group]["actions"]) for agent, group in groups.items()}
         self._episodes = episodes
@@ -162,7 +161,7 @@ class PlayingEvaluator(Evaluator):
 
     def _play(self, choose: Callable[[str, Observation, np.random.Generator], int]) -> dict[str, float]:
         """Mean returns over the episodes, by agent."""
-        random = np.random.default_rng(self.seat.plan.seed)
+        random = np.random.default_rng(self.context.plan.seed)
         totals = dict.fromkeys(self._policies, 0.0)
         for _ in range(self._episodes):
             self._env.reset(seed=int(random.integers(2**31)))
@@ -175,7 +174,7 @@ class PlayingEvaluator(Evaluator):
                     continue
                 action = choose(agent, seen[agent].add(self._eyes[agent].row(observation)), random)
                 self._env.step(action + self._sights[agent].first)
-            self.seat.alive()
+            self.context.alive()
         return totals
 
     def close(self) -> None:

@@ -11,19 +11,17 @@ from pathlib import Path
 from rich.console import Console
 
 from jurybox.protocol.wire import build_version
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.report.timeline import timeline
-from jurybox.training.runlog import Tracker
+from jurybox.training.run_folder import Tracker
 from jurybox.training.runtime.launching import Launcher
-from jurybox.training.runtime.ledger import COLUMNS
-from jurybox.training.runtime.outcome import Outcome
-from jurybox.training.runtime.plan import Kind, Plan
-from jurybox.training.runtime.stopping import Signals
-from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.runtime.plan import Kind, Outcome, Plan
+from jurybox.training.runtime.progress import COLUMNS, Timeline
 
 _POINTS = 60  # of the learning curve, at most
 

@@ -17,8 +17,7 @@ from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.training.replay import Field
-from jurybox.training.runtime.errors import ConfigError
-from jurybox.training.runtime.plan import load
+from jurybox.training.runtime.plan import ConfigError, load
 
 Observation = npt.NDArray[Any]
 Environment = tuple[str, Mapping[str, Any]]

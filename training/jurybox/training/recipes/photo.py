@@ -35,7 +35,7 @@ from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps
 from jurybox.training.recipes.rollout import ROLLOUT, steps_per_environment
 from jurybox.training.recipes.workers import WorkerVecEnv
-from jurybox.training.runlog import RunLog, Summary
+from jurybox.training.run_folder import RunLog, Summary
 
 METRICS = (*COLUMNS, "score_before", "score_after")
 

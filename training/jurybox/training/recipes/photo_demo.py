@@ -6,13 +6,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from jurybox.training import runlog
+from jurybox.training import run_folder as runlog
 from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes.local_server import LocalServer
 from jurybox.training.recipes.photo import PhotoTraining
 from jurybox.training.recipes.photo_run import run
 from jurybox.training.recipes.progress import Watcher
 from jurybox.training.report.verdict import Verdict
+from jurybox.training.runtime.local_server import LocalServer
 
 JUROR = "jurybox.server.jurors:panel"
 STEPS = 5120

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from gymnasium.utils import seeding
 
 from jurybox.client import connect
+from jurybox.training import interrupts
 from jurybox.training.environments.photo import (
     Outcome,
     Photo,
@@ -27,10 +28,9 @@ from jurybox.training.environments.photo import (
 )
 from jurybox.training.environments.photo.degrade import Degradation, degrade
 from jurybox.training.environments.photo.scorer import LocalScorer
-from jurybox.training.recipes import interrupts
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Watcher
-from jurybox.training.runlog import write_atomically
+from jurybox.training.run_folder import write_atomically
 
 Picture = npt.NDArray[np.uint8]
 Vector = npt.NDArray[np.float32]

@@ -13,7 +13,8 @@ from typing import Any
 
 from jurybox.client import Error, connect
 from jurybox.protocol.wire import build_version
-from jurybox.training.recipes import checkpoints, interrupts, settings_file
+from jurybox.training import interrupts
+from jurybox.training.recipes import checkpoints, settings_file
 from jurybox.training.recipes.env_spread import Spread
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
@@ -21,7 +22,7 @@ from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
 from jurybox.training.recipes.progress import Watcher
 from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.report.verdict import Verdict, judge
-from jurybox.training.runlog import RunLog, Tracker, write_atomically
+from jurybox.training.run_folder import RunLog, Tracker, write_atomically
 
 _log = logging.getLogger(__name__)
 # What may be different when a run is resumed; all else would make it another run.

@@ -9,16 +9,15 @@ from typing import Any
 from rich.console import Console
 
 from jurybox.protocol.wire import build_version
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes import settings_file
 from jurybox.training.report import page
-from jurybox.training.runlog import RunLog, RunLogError, Summary, Tracker, write_atomically
+from jurybox.training.run_folder import RunLog, RunLogError, Summary, Tracker, write_atomically
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.debug_state import going_on
 from jurybox.training.runtime.launching import Launcher
-from jurybox.training.runtime.outcome import Outcome
-from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.plan import Outcome, Plan
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.scoreboard import going_on
 
 Metrics = Sequence[Mapping[str, float]]
 

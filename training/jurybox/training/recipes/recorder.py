@@ -12,9 +12,10 @@ import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 
-from jurybox.training.recipes import checkpoints, interrupts
+from jurybox.training import interrupts
+from jurybox.training.recipes import checkpoints
 from jurybox.training.recipes.progress import Watcher
-from jurybox.training.runlog import RunLog
+from jurybox.training.run_folder import RunLog
 
 # What SB3's PPO records while it updates, and what it is called in metrics.csv.
 _LEARNER = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jurybox.training.runtime.errors import ConfigError
+from jurybox.training.runtime.plan import ConfigError
 
 ROLLOUT = 4000
 

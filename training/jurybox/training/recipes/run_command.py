@@ -7,9 +7,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jurybox.training.runtime.errors import ConfigError
-from jurybox.training.runtime.outcome import End, Outcome
-from jurybox.training.runtime.stopping import Signals
+from jurybox.training.interrupts import Signals
+from jurybox.training.runtime.plan import ConfigError, End, Outcome
 
 
 class RunFailed(RuntimeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jurybox.training.recipes.checkpoints import CheckpointError
-from jurybox.training.runlog import write_atomically
+from jurybox.training.run_folder import write_atomically
 
 _NAME = "settings.json"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jurybox.training.runlog import Tracker
+from jurybox.training.run_folder import Tracker
 
 
 class TrackerMissing(RuntimeError):

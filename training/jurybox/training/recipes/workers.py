@@ -15,7 +15,7 @@ from typing import Any
 from stable_baselines3.common.vec_env import SubprocVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
-from jurybox.training.recipes import interrupts
+from jurybox.training import interrupts
 from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed, bound
 
 # Not -m: what a module run as __main__ defines cannot be unpickled here.

@@ -17,15 +17,16 @@ import numpy as np
 import torch
 
 from jurybox.protocol.wire import build_version
-from jurybox.training.recipes import interrupts, settings_file
+from jurybox.training import interrupts
+from jurybox.training.recipes import settings_file
 from jurybox.training.recipes.checkpoints import NoCheckpoint
 from jurybox.training.recipes.env_spread import Spread
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorded_run import failed_report
 from jurybox.training.recipes.workflow_networks import networks
 from jurybox.training.recipes.workflow_served import served_policy
-from jurybox.training.runlog import RunLog, Summary, Tracker, write_atomically
-from jurybox.training.runtime.errors import refuse_unused
+from jurybox.training.run_folder import RunLog, Summary, Tracker, write_atomically
+from jurybox.training.runtime.plan import refuse_unused
 from jurybox.training.search import checkpoints, environments
 from jurybox.training.search.report import WorkflowRun, conclusion, render
 from jurybox.training.search.settings import WorkflowTraining

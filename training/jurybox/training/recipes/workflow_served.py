@@ -14,10 +14,10 @@ import torch
 
 from jurybox.client import Model, Publisher
 from jurybox.client.remote_weights import RemotePublisher
+from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO
-from jurybox.training.recipes import interrupts
-from jurybox.training.recipes.local_server import LocalServer
-from jurybox.training.runtime.errors import ConfigError, RunError
+from jurybox.training.runtime.local_server import LocalServer
+from jurybox.training.runtime.plan import ConfigError, RunError
 from jurybox.training.search.settings import WorkflowTraining
 
 MODEL = "policy/workflow"

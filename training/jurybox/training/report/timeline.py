@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jurybox.training.report import svg
-from jurybox.training.runtime.timeline import Timeline
+from jurybox.training.runtime.progress import Timeline
 
 _ROW, _TOP, _THICK = 34.0, 10.0, 18.0
 _MOST = 400  # marks in a lane; more would be narrower than a pixel

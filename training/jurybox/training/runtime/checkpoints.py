@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jurybox.training.runtime.board import Word
-from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.errors import NothingToResume
-from jurybox.training.runtime.plan import Kind, Plan
-from jurybox.training.runtime.seat import EVALUATION, WRITING
-from jurybox.training.runtime.state_files import StateDamaged, read_state, write_state
+from jurybox.training.run_folder import StateDamaged, read_state, write_state
+from jurybox.training.runtime.plan import Kind, NothingToResume, Plan
+from jurybox.training.runtime.role_context import EVALUATION, WRITING
+from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.shared_resources import SharedResources
 
 _PREFIX = "step-"
 _BEST = "best"
@@ -57,7 +56,7 @@ class Checkpoint:
 
     @property
     def gathered(self) -> dict[str, Any]:
-        """What the ledger had gathered."""
+        """What the metrics had gathered."""
         return dict(self.said["gathered"])
 
     def state_path(self, role: str) -> Path | None:
@@ -74,7 +73,7 @@ class Checkpoint:
         path = self.state_path(role)
         return read_state(path) if path else None
 
-    def put_back(self, plan: Plan, commons: Commons) -> None:
+    def put_back(self, plan: Plan, shared: SharedResources) -> None:
         """Fill a new run's shared memory: counters, replays, published weights under their versions.
 
         Counts of roles that the plan has no more are added to the first one of their kind.
@@ -92,14 +91,14 @@ class Checkpoint:
             number = numbers.get(name, of_kind[0] if of_kind else None)
             for word, count in zip(_COUNTS, counts, strict=True):
                 if number is not None:
-                    commons.board.words[number][word] += count
+                    shared.scoreboard.words[number][word] += count
         for replay in plan.replays:
-            commons.replay(replay.name).restore(self.folder / f"replay-{replay.name}.jbr")
+            shared.replay(replay.name).restore(self.folder / f"replay-{replay.name}.jbr")
         for channel in plan.channels:
             path = self.folder / f"weights-{channel.name}.state"
             if path.exists():
                 published = read_state(path)
-                with commons.publisher(channel.name) as publisher:
+                with shared.publisher(channel.name) as publisher:
                     publisher.publish(published["state"], published["extra"], version=published["version"])
 
 
@@ -133,34 +132,34 @@ class Checkpoints:
         self,
         scratch: Path,
         plan: Plan,
-        commons: Commons,
+        shared: SharedResources,
         gathered: Mapping[str, Any],
         save_replay: Callable[[str, Path], None] | None = None,
     ) -> Checkpoint:
         """Add what the roles do not hold, while they rest, and make the checkpoint appear.
 
         Args:
-            save_replay: writes the replay of that name to a file, where it is not the one in `commons`.
+            save_replay: writes the replay of that name to a file, where it is not the one in `shared`.
         """
-        board = commons.board
+        scoreboard = shared.scoreboard
         for replay in plan.replays:
             path = scratch / f"replay-{replay.name}.jbr"
             if save_replay is None:
-                commons.replay(replay.name).save(path)
+                shared.replay(replay.name).save(path)
             else:
                 save_replay(replay.name, path)
         for channel in plan.channels:
-            reader = commons.reader(channel.name)
+            reader = shared.reader(channel.name)
             if reader.newest:
                 state, version, extra = reader.read(timeout=5.0)
                 whole = {"state": state, "version": version, "extra": extra}
                 write_state(scratch / f"weights-{channel.name}.state", whole)
         said = {
-            "env_steps": board.env_steps,
+            "env_steps": scoreboard.env_steps,
             "replays": [each.name for each in plan.replays],
             "channels": [each.name for each in plan.channels],
             "roles": {
-                role.name: [int(role.kind), [board.words[number][word] for word in _COUNTS]]
+                role.name: [int(role.kind), [scoreboard.words[number][word] for word in _COUNTS]]
                 for number, role in enumerate(plan.roles)
             },
             "gathered": dict(gathered),
@@ -181,7 +180,7 @@ class Checkpoints:
         """Weights that were evaluated become ``checkpoints/best``, in the place of those before.
 
         Args:
-            evaluated: a folder in this one, as an evaluator's `Seat` writes it.
+            evaluated: a folder in this one, as an evaluator's `RoleContext` writes it.
         """
         best = self.folder / _BEST
         self._appear(evaluated, best)

@@ -1,5 +1,4 @@
-"""Where the processes of roles run, and how the orchestrator reaches them: on this machine, or wherever a launcher puts
-them."""
+"""Where the processes of roles run and how the orchestrator reaches them: the `Launcher` protocol, and `Local`."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jurybox.protocol.lifeline import Lifeline, spawn, thread_limits
-from jurybox.training.runtime.commons import Commons
 from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.scoreboard import Order, Scoreboard, State, Subject, Told, Word
+from jurybox.training.runtime.shared_resources import SharedResources
 
 MODULE = "jurybox.training.runtime.process"
 
@@ -48,8 +48,8 @@ class RoleProcess(Protocol):
 class Launcher(Protocol):
     """Starts the processes of a plan's roles. Each method is called from the orchestrator's thread."""
 
-    def begin(self, plan: Plan, commons: Commons) -> None:
-        """A run begins, whose shared memory on this machine is `commons`."""
+    def begin(self, plan: Plan, shared: SharedResources) -> None:
+        """A run begins, whose shared memory on this machine is `shared`."""
 
     def start(
         self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
@@ -75,13 +75,13 @@ class Launcher(Protocol):
 
 
 def configuration(
-    plan: Plan, number: int, life: int, board: str, state: str | None, evaluated: str | None = None
+    plan: Plan, number: int, life: int, scoreboard: str, state: str | None, evaluated: str | None = None
 ) -> dict[str, Any]:
     """The first message to a role's process, but for its kind."""
     return {
         "path": sys.path,
         "plan": base64.b64encode(pickle.dumps(plan)).decode(),
-        "board": board,
+        "scoreboard": scoreboard,
         "replays": {},
         "folders": {},
         "number": number,
@@ -143,17 +143,17 @@ class Local:
     """All roles on this machine, as children of this process."""
 
     _plan: Plan
-    _commons: Commons
+    _shared: SharedResources
 
-    def begin(self, plan: Plan, commons: Commons) -> None:
-        self._plan, self._commons = plan, commons
+    def begin(self, plan: Plan, shared: SharedResources) -> None:
+        self._plan, self._shared = plan, shared
 
     def start(
         self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
     ) -> LocalProcess:
-        board = self._commons.board.segment.name
+        scoreboard = self._shared.scoreboard.segment.name
         files = (None if path is None else str(path) for path in (state, evaluated))
-        configured = configuration(self._plan, number, life, board, *files)
+        configured = configuration(self._plan, number, life, scoreboard, *files)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             return LocalProcess(*start_process(self._plan, number, configured, file.fileno()))
@@ -169,7 +169,132 @@ class Local:
         return True
 
     def save_replay(self, name: str, path: Path) -> None:
-        self._commons.replay(name).save(path)
+        self._shared.replay(name).save(path)
 
     def end(self) -> None:
         """Nothing is left to do."""
+
+
+# ---- One role's process over all its restarts.
+
+
+class Child:
+    """A role's process, and the account of its lives on the scoreboard.
+
+    Args:
+        launcher: starts it.
+        number: of the role in the plan.
+        log: file that it writes to, all its lives in one.
+        evaluated: folder for weights that were evaluated; None: they are not kept.
+
+    Attributes:
+        restart_at: second of the monotonic clock from which it may be started again.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        number: int,
+        scoreboard: Scoreboard,
+        log: Path,
+        launcher: Launcher,
+        evaluated: Path | None = None,
+    ) -> None:
+        self.spec = plan.roles[number]
+        self.name = self.spec.name
+        self.number = number
+        self.restart_at = 0.0
+        self._plan, self._log, self._launcher, self._evaluated = plan, log, launcher, evaluated
+        self._words, self._orders = scoreboard.words[number], scoreboard.orders[number]
+        self._condemned = False
+        self.process: RoleProcess | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
+
+    @property
+    def failures(self) -> int:
+        """In a row."""
+        return self._orders[Told.FAILURES]
+
+    @property
+    def lost(self) -> bool:
+        """Whether its machine is gone, and it with that."""
+        return self.process is not None and self.process.lost
+
+    def start(self, now: float, state: Path | None) -> None:
+        """Start the process; `state` is the file of what the role saved."""
+        self._condemned = False
+        self._orders[Told.LIFE] += 1
+        self._orders[Told.STARTED_AT] = int(now * 1e9)
+        self._orders[Told.ORDER] = Order.RUN
+        self._words[Word.STATE] = State.STARTING
+        self.process = self._launcher.start(self.number, self._orders[Told.LIFE], state, self._log, self._evaluated)
+
+    def order(self, order: Order) -> None:
+        """Tell the role what to do; it sees that between two steps."""
+        self._orders[Told.ORDER] = order
+
+    def save_to(self, file: Path) -> None:
+        """Have a pausing role save to `file`; it answers with a message."""
+        self._say("save", file=str(file))
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the role said meanwhile; raises EOFError when it is dead."""
+        assert self.process is not None
+        yield from self.process.messages()
+
+    def reap(self, now: float) -> str:
+        """Clean up after a process whose lifeline ended, plan the restart, and say how it died.
+
+        One that had been at work for `settled` seconds begins its count of failures anew.
+        """
+        timeouts = self._plan.timeouts
+        lost, status = self.lost, self._end(timeout=2.0)
+        ready = self._words[Word.READY_AT] / 1e9
+        started = self._orders[Told.STARTED_AT] / 1e9
+        if ready >= started and now - ready > timeouts.settled:
+            self._orders[Told.FAILURES] = 0
+        back_off = timeouts.back_off or (0.0,)
+        self.restart_at = now + back_off[min(self.failures, len(back_off) - 1)]
+        if not lost:
+            self._orders[Told.FAILURES] += 1
+        self._orders[Told.RESTARTS] += 1
+        self._words[Word.STATE] = State.ABSENT
+        self._words[Word.WAITS_FOR] = Subject.NOTHING
+        if lost:
+            return "is gone with its machine"
+        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def condemn(self) -> bool:
+        """Kill it on the watchdog's word; False where that was done already, and it only takes its time to go."""
+        first, self._condemned = not self._condemned, True
+        self.kill()
+        return first
+
+    def kill(self) -> None:
+        """End it at once; `messages` then says that it is dead."""
+        if self.process is not None:
+            self.process.kill()
+
+    def finish(self, timeout: float) -> bool:
+        """After the order to stop: wait for its end, or end it; whether it ended by itself."""
+        return self.process is None or self._end(timeout) == 0
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        # A dead child's message is dropped: its death is noticed by `messages`.
+        if self.process is not None:
+            try:
+                self.process.send(kind, **fields)
+            except OSError:
+                self.kill()
+
+    def _end(self, timeout: float) -> int:
+        assert self.process is not None
+        process, self.process = self.process, None
+        return process.end(timeout)

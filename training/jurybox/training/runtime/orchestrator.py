@@ -1,6 +1,7 @@
 """The orchestrator: a process for every role, watched, restarted, paused for checkpoints, and ended in order.
 
-It is one loop of small looks: at the lifelines (who spoke, who died), at the board (who hangs, who waits on whom), at
+It is one loop of small looks: at the lifelines (who spoke, who died), at the scoreboard (who hangs, who waits on whom),
+    at
 the budget. Nothing in it waits longer than a twentieth of a second but a checkpoint and the end, which have bounds of
 their own.
 """
@@ -11,14 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jurybox.training.runtime.board import Order, State, Subject, Told, Word
 from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
-from jurybox.training.runtime.child import Child
-from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.launching import Launcher
-from jurybox.training.runtime.ledger import Ledger
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.launching import Child, Launcher
+from jurybox.training.runtime.plan import End, Kind, Plan
+from jurybox.training.runtime.progress import RunMetrics
+from jurybox.training.runtime.scoreboard import Order, State, Subject, Told, Word
+from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules
 from jurybox.training.runtime.watchdog import examine
 
@@ -30,13 +29,13 @@ class Orchestrator:
     """Runs a plan in processes.
 
     Args:
-        commons: of the run; stays the caller's to close.
-        ledger: takes the reports.
+        shared: of the run; stays the caller's to close.
+        metrics: takes the reports.
         told: takes lines for whoever watches.
         logs: folder of the processes' logs.
         launcher: starts the processes; `begin` and `end` are called here.
         checkpoints: where they go; None: none are made.
-        resumed: the checkpoint that `commons` was filled from.
+        resumed: the checkpoint that `shared` was filled from.
 
     Attributes:
         text: more about why the run is over.
@@ -46,8 +45,8 @@ class Orchestrator:
     def __init__(
         self,
         plan: Plan,
-        commons: Commons,
-        ledger: Ledger,
+        shared: SharedResources,
+        metrics: RunMetrics,
         told: Callable[[str], None],
         logs: Path,
         launcher: Launcher,
@@ -56,20 +55,20 @@ class Orchestrator:
         resumed: Checkpoint | None = None,
     ) -> None:
         self.text = ""
-        self._plan, self._commons, self._ledger, self._told = plan, commons, ledger, told
-        self._board = commons.board
+        self._plan, self._shared, self._metrics, self._told = plan, shared, metrics, told
+        self._scoreboard = shared.scoreboard
         self._launcher = launcher
         self.latest = resumed
         self._checkpoints = checkpoints
-        self._rules = Rules(plan, self._board, plan.pace.slack)
+        self._rules = Rules(plan, self._scoreboard, plan.pace.slack)
         evaluated = checkpoints.folder if checkpoints is not None else None
         self._children = [
-            Child(plan, number, self._board, logs / f"{role.name}.log", launcher, evaluated)
+            Child(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, evaluated)
             for number, role in enumerate(plan.roles)
         ]
         # An evaluation takes long and has no state: nobody waits for evaluators.
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
-        self._saved_at = self._board.env_steps
+        self._saved_at = self._scoreboard.env_steps
         self._saved_files: set[str] = set()
         self._unsaved = ""  # why no checkpoint could be made
         self._watched = self._closed_at = 0.0
@@ -87,19 +86,19 @@ class Orchestrator:
         """
         self._at_once = at_once
         try:
-            self._launcher.begin(self._plan, self._commons)
+            self._launcher.begin(self._plan, self._shared)
             for child in self._children:
                 child.start(time.monotonic(), self._state_of(child))
             reason = self._loop(ending, tick)
             if reason is not End.FAILED:
-                self._save_last(self._plan.patience.stop if reason is End.SIGNAL else self._plan.patience.save)
+                self._save_last(self._plan.timeouts.stop if reason is End.SIGNAL else self._plan.timeouts.save)
             self._stop()
         finally:
             for child in self._children:
                 child.kill()
                 child.finish(1.0)
             self._launcher.end()
-        self._ledger.row_if_due(last=True)
+        self._metrics.row_if_due(last=True)
         return reason
 
     # ---- the loop
@@ -107,7 +106,7 @@ class Orchestrator:
     def _loop(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
         while True:
             self._listen(_TICK_SECONDS)
-            self._ledger.row_if_due()
+            self._metrics.row_if_due()
             tick()
             if self._at_once():
                 return End.SIGNAL
@@ -120,7 +119,7 @@ class Orchestrator:
                 self._rules.close()
             elif reason is not None:
                 return reason
-            if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.patience.save):
+            if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.timeouts.save):
                 return reason or End.STEPS
             self._start_again()
             self._watch()
@@ -148,15 +147,15 @@ class Orchestrator:
             case "unsaved":
                 self._unsaved = f"{child.name} could not write its state: {message['error']}"
             case _:
-                self._ledger.take(message)
+                self._metrics.take(message)
 
     def _died(self, child: Child) -> None:
         pid, lost = child.pid, child.lost
-        if self._board.orders[child.number][Told.ORDER] == Order.STOP:
+        if self._scoreboard.orders[child.number][Told.ORDER] == Order.STOP:
             child.finish(1.0)
             return
-        how = child.bury(time.monotonic())
-        most = self._plan.patience.failures
+        how = child.reap(time.monotonic())
+        most = self._plan.timeouts.failures
         if not lost and (child.failures >= most or not child.spec.restarts):
             self._given_up = True
             bound = (
@@ -179,14 +178,14 @@ class Orchestrator:
         if now - self._watched < _WATCH_SECONDS:
             return
         self._watched = now
-        finding = examine(self._plan, self._board, time.monotonic_ns())
+        finding = examine(self._plan, self._scoreboard, time.monotonic_ns())
         if finding is not None and self._children[finding.role].condemn():
             self._told(f"watchdog: {finding.text}")
 
     def _state_of(self, child: Child) -> Path | None:
         # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.
         if self.latest is None or (
-            child.spec.kind is not Kind.LEARNER and self._board.orders[child.number][Told.LIFE] > 0
+            child.spec.kind is not Kind.LEARNER and self._scoreboard.orders[child.number][Told.LIFE] > 0
         ):
             return None
         return self.latest.state_path(child.name)
@@ -194,8 +193,8 @@ class Orchestrator:
     def _is_finished(self) -> bool:
         """Whether every step of the budget is made, and everybody who had to answer has."""
         evaluated = (
-            self._board.waits_for(number)[0] is Subject.WORK
-            and self._board.words[number][Word.EVALUATED_AT] >= self._board.env_steps
+            self._scoreboard.waits_for(number)[0] is Subject.WORK
+            and self._scoreboard.words[number][Word.EVALUATED_AT] >= self._scoreboard.env_steps
             for number in self._plan.of_kind(Kind.EVALUATOR)
         )
         return self._finished(self._rules.over() and all(evaluated))
@@ -223,7 +222,7 @@ class Orchestrator:
     def _save_if_due(self, *, last: bool = False) -> None:
         if self._checkpoints is None:
             return
-        every, steps = self._plan.save_every, self._board.env_steps
+        every, steps = self._plan.save_every, self._scoreboard.env_steps
         due = (every > 0 and steps - self._saved_at >= every) or last
         if not due or steps == self._saved_at or not all(map(self._at_work, self._savers)):
             return
@@ -231,15 +230,15 @@ class Orchestrator:
         began = time.monotonic()
         self._unsaved = ""
         try:
-            made = self._save(self._checkpoints, began + self._plan.patience.save)
+            made = self._save(self._checkpoints, began + self._plan.timeouts.save)
         except OSError as error:  # a full disk; or weights were being written, and could not be read whole in time
             made, self._unsaved = False, f"{type(error).__name__}: {error}"
         if made:
-            self._told(f"checkpoint at {self._board.env_steps} steps, in {time.monotonic() - began:.1f} s")
+            self._told(f"checkpoint at {self._scoreboard.env_steps} steps, in {time.monotonic() - began:.1f} s")
         else:
             why = self._unsaved or "a role died or did not answer in time"
             before = "there is none before" if self.latest is None else f"{self.latest.folder.name} stands"
-            self._told(f"no checkpoint at {self._board.env_steps} steps ({before}): {why}")
+            self._told(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
 
     def _save(self, checkpoints: Checkpoints, until: float) -> bool:
         """Pause everybody, have everybody save, and go on.
@@ -251,7 +250,7 @@ class Orchestrator:
         try:
             for child in self._savers:
                 child.order(Order.PAUSE)
-            if not self._all(until, lambda child: self._board.words[child.number][Word.STATE] == State.PAUSED):
+            if not self._all(until, lambda child: self._scoreboard.words[child.number][Word.STATE] == State.PAUSED):
                 return False
             files = {child.number: scratch / f"{child.name}.state" for child in self._savers}
             for child in self._savers:
@@ -260,8 +259,8 @@ class Orchestrator:
                 return False
             if not self._launcher.settle(max(0.1, until - time.monotonic())):
                 return False
-            gathered = self._ledger.state()
-            made = checkpoints.complete(scratch, self._plan, self._commons, gathered, self._launcher.save_replay)
+            gathered = self._metrics.state()
+            made = checkpoints.complete(scratch, self._plan, self._shared, gathered, self._launcher.save_replay)
             self.latest = made
             self._saved_at = made.env_steps
             return True
@@ -281,15 +280,15 @@ class Orchestrator:
         return True
 
     def _at_work(self, child: Child) -> bool:
-        return child.alive and self._board.words[child.number][Word.STATE] == State.RUNNING
+        return child.alive and self._scoreboard.words[child.number][Word.STATE] == State.RUNNING
 
     def _stop(self) -> None:
         """Have everybody finish the step they are in."""
         for child in self._children:
             child.order(Order.STOP)
-        until = time.monotonic() + self._plan.patience.stop
+        until = time.monotonic() + self._plan.timeouts.stop
         while any(child.alive for child in self._children) and time.monotonic() < until and not self._at_once():
             self._listen(_TICK_SECONDS)
         for child in self._children:
             if child.alive and not self._at_once():
-                self._told(f"{child.name} did not end within {self._plan.patience.stop:g} s and is killed")
+                self._told(f"{child.name} did not end within {self._plan.timeouts.stop:g} s and is killed")

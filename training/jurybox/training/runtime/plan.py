@@ -1,20 +1,19 @@
-"""What a run is made of, as plain data: roles, replays, weights channels, the pace, the budget, and how patient to be.
+"""A run as plain data: its roles, replays, weights channels, pace, budget and timeouts; its errors, and how it ended.
 
-A plan says nothing about how it is carried out: `serial` and `orchestrator` read the same one.
+A plan doesn't say how it is carried out: `serial` and `orchestrator` read the same one.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, Literal
 
 from jurybox.protocol.weights import Mode, WeightsLayout
 from jurybox.training.replay import Episodes, Field
-from jurybox.training.runtime.errors import PlanError
 
 
 class Kind(IntEnum):
@@ -32,7 +31,8 @@ class RoleSpec:
     Attributes:
         name: unique in the plan ("actor-0"); of its log file and in every message.
         kind: which of the three it is.
-        make: "package.module:callable"; called with a `Seat` and `settings`, it gives the role (see `roles`).
+        make: "package.module:callable"; called with a `RoleContext` and `settings`, it gives the role (see
+            `role_context`).
         settings: keyword arguments for `make`, as JSON holds them.
         writes: replays that it adds to.
         reads: weights channels that it follows.
@@ -141,7 +141,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long anything may take, in seconds, and how often it may fail.
 
     Attributes:
@@ -192,7 +192,7 @@ class Plan:
     channels: tuple[ChannelSpec, ...] = ()
     pace: Pace = field(default_factory=Pace)
     budget: Budget = field(default_factory=lambda: Budget(steps=1000))
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     seed: int = 0
     sync_every: int = 1
     max_lag: int | None = None
@@ -256,3 +256,86 @@ def load(make: str) -> Callable[..., Any]:
         raise PlanError(f"{make!r} is a {type(found).__name__}, expected something to call")
     made: Callable[..., Any] = found
     return made
+
+
+# ---- Errors. Each message says what to change.
+
+
+class RunError(ValueError):
+    """The run cannot be as it was asked for."""
+
+
+class PlanError(RunError):
+    """The plan contradicts itself, or names something that is not there."""
+
+
+class NothingToResume(RunError):
+    """There is no checkpoint, or it is of another run."""
+
+
+class NotRunning(RunError):
+    """No run is going on in that folder."""
+
+
+class ConfigError(RunError):
+    """Settings that don't go together, or a file that cannot be read; the message says which."""
+
+
+def refuse_unused(given: Collection[str], unused: Mapping[str, str]) -> None:
+    """Make sure that nobody has set what has no effect: he would take the result for that of his setting.
+
+    Args:
+        given: names of the settings that were set; those left at their defaults are no matter.
+        unused: by name, why a setting has no effect beside the others.
+
+    Raises:
+        ConfigError: something is in both.
+    """
+    if idle := sorted(set(given) & unused.keys()):
+        told = "; ".join(f"{name} is set and would have no effect: {unused[name]}" for name in idle)
+        raise ConfigError(f"{told}. Leave it out, or change what it goes with")
+
+
+# ---- The result of a run.
+
+
+class End(Enum):
+    """Why a run is over."""
+
+    STEPS = "all steps of the budget are made"
+    SECONDS = "the time is up"
+    TARGET = "the target is reached"
+    SIGNAL = "it was told to stop"
+    FAILED = "a role failed too often"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        end: why it is over; `text` says more where there is more to say.
+        env_steps, learner_steps, epochs, episodes: of all roles together, earlier parts of a resumed run counted in.
+        seconds: of wall time, likewise.
+        return_mean, return_std: over the last 100 episodes; None when none has ended.
+        restarts: of all roles together.
+        forced_syncs: looks for newer weights that max_lag brought about.
+        busy: by role, the part of its running time in which it did not wait, 0 to 1.
+        evaluation: the newest one's numbers, as eval_<name>.
+        serial: whether it ended, or was run from the start, in one process.
+    """
+
+    end: End
+    text: str
+    env_steps: int
+    learner_steps: int
+    epochs: int
+    episodes: int
+    seconds: float
+    return_mean: float | None
+    return_std: float | None
+    restarts: int
+    forced_syncs: int
+    busy: dict[str, float]
+    evaluation: dict[str, float]
+    serial: bool

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from jurybox.protocol.lifeline import Lifeline, attach
-from jurybox.training.runtime.board import Order, State, Subject, Word
-from jurybox.training.runtime.commons import Commons
+from jurybox.training.run_folder import read_state, write_state
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.seat import Message, Seat
-from jurybox.training.runtime.state_files import read_state, write_state
-from jurybox.training.runtime.turns import Rules, Turn, take_seat
+from jurybox.training.runtime.role_context import Message, RoleContext
+from jurybox.training.runtime.scoreboard import Order, State, Subject, Word
+from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
 _CONFIGURED_WITHIN = 30.0
 _SLICE_SECONDS = 0.2
@@ -83,56 +83,56 @@ def main() -> None:
 def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> None:
     # From the process that started this one.
     plan: Plan = pickle.loads(base64.b64decode(message["plan"]))
-    with Commons.attach(message["board"], message["replays"]) as commons:
-        seat = Seat(
+    with SharedResources.attach(message["scoreboard"], message["replays"]) as shared:
+        context = RoleContext(
             plan,
             message["number"],
-            commons,
+            shared,
             reports,
             life=message["life"],
             folders=message["folders"],
             evaluated=Path(message["evaluated"]) if message["evaluated"] else None,
             certainly=reports.certainly,
         )
-        reports.words = seat.words
-        seat.words[Word.PID] = os.getpid()
-        seat.words[Word.LIFE] = seat.life
-        seat.words[Word.WAITS_FOR] = Subject.NOTHING
-        _log.info("%s begins its life %d with %d steps behind it", seat.name, seat.life, seat.own_steps)
+        reports.words = context.words
+        context.words[Word.PID] = os.getpid()
+        context.words[Word.LIFE] = context.life
+        context.words[Word.WAITS_FOR] = Subject.NOTHING
+        _log.info("%s begins its life %d with %d steps behind it", context.name, context.life, context.own_steps)
         state = read_state(Path(message["state"])) if message["state"] else None
-        turn = take_seat(seat, Rules(plan, commons.board, plan.pace.slack), state)
+        turn = make_turn(context, Rules(plan, shared.scoreboard, plan.pace.slack), state)
         try:
-            os.nice(seat.spec.nice)  # not before: the start is what everybody waits for
-            seat.begin()
-            _take_turns(turn, seat, lifeline, reports)
-            seat.report(now=True)
-            seat.finish_timeline()
+            os.nice(context.spec.nice)  # not before: the start is what everybody waits for
+            context.begin()
+            _take_turns(turn, context, lifeline, reports)
+            context.report(now=True)
+            context.finish_timeline()
         finally:
             turn.close()
-        seat.enter(State.STOPPED)
-        _log.info("%s stops as told, with %d steps behind it", seat.name, seat.own_steps)
+        context.enter(State.STOPPED)
+        _log.info("%s stops as told, with %d steps behind it", context.name, context.own_steps)
 
 
-def _take_turns(turn: Turn, seat: Seat, lifeline: Lifeline, reports: Reports) -> None:
+def _take_turns(turn: Turn, context: RoleContext, lifeline: Lifeline, reports: Reports) -> None:
     while True:
-        order = seat.order
+        order = context.order
         if order is Order.STOP:
             return
         if order is Order.PAUSE:
-            _rest(turn, seat, lifeline, reports)
+            _rest(turn, context, lifeline, reports)
         elif turn.may():
             turn.take()
-            seat.alive()
-            seat.report()
+            context.alive()
+            context.report()
         else:
             subject, which = turn.waiting
-            seat.wait_until(turn.may, subject, which, _SLICE_SECONDS)
+            context.wait_until(turn.may, subject, which, _SLICE_SECONDS)
 
 
-def _rest(turn: Turn, seat: Seat, lifeline: Lifeline, reports: Reports) -> None:
+def _rest(turn: Turn, context: RoleContext, lifeline: Lifeline, reports: Reports) -> None:
     """Pause between two steps, and save when told to."""
-    seat.report(now=True)
-    seat.enter(State.PAUSED)
+    context.report(now=True)
+    context.enter(State.PAUSED)
 
     def saved() -> bool:
         message = lifeline.receive(0)
@@ -147,9 +147,9 @@ def _rest(turn: Turn, seat: Seat, lifeline: Lifeline, reports: Reports) -> None:
             reports.certainly({"kind": "saved", "file": message["file"]})
         return False
 
-    while seat.order is Order.PAUSE:
-        seat.wait_until(saved, Subject.ORDERS, timeout=_SLICE_SECONDS)
-    seat.enter(State.RUNNING)
+    while context.order is Order.PAUSE:
+        context.wait_until(saved, Subject.ORDERS, timeout=_SLICE_SECONDS)
+    context.enter(State.RUNNING)
 
 
 if __name__ == "__main__":

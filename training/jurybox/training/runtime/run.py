@@ -12,22 +12,17 @@ import numpy as np
 from rich.console import Console
 
 from jurybox.protocol.segment import sweep
-from jurybox.training.runlog import write_atomically
-from jurybox.training.runtime.board import Told, Word
+from jurybox.training.interrupts import Signals, heard
+from jurybox.training.run_folder import write_atomically
 from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
-from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.debug_state import RUNNING
-from jurybox.training.runtime.errors import NothingToResume
 from jurybox.training.runtime.launching import Launcher, Local
-from jurybox.training.runtime.ledger import Ledger, Sink
 from jurybox.training.runtime.orchestrator import Orchestrator
-from jurybox.training.runtime.outcome import End, Outcome
-from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.seat import Message
+from jurybox.training.runtime.plan import End, NothingToResume, Outcome, Plan
+from jurybox.training.runtime.progress import RunMetrics, Sink, Timeline, View, busy
+from jurybox.training.runtime.role_context import Message
+from jurybox.training.runtime.scoreboard import RUNNING, Told, Word
 from jurybox.training.runtime.serial import Serial
-from jurybox.training.runtime.stopping import Signals, heard
-from jurybox.training.runtime.timeline import Timeline
-from jurybox.training.runtime.view import View, busy
+from jurybox.training.runtime.shared_resources import SharedResources
 
 
 def run(
@@ -39,7 +34,7 @@ def run(
     resume: bool = False,
     console: Console | None = None,
     signals: Signals | None = None,
-    watch: Callable[[Commons], None] | None = None,
+    watch: Callable[[SharedResources], None] | None = None,
     launcher: Launcher | None = None,
 ) -> Outcome:
     """Carry out a plan to its end.
@@ -70,63 +65,63 @@ def run(
     resumed = checkpoints.latest() if resume else None
     if resume and resumed is None:
         raise NothingToResume(f"no checkpoint in {checkpoints.folder}: start without --resume")
-    with heard(signals), Commons.create(plan) as commons:
+    with heard(signals), SharedResources.create(plan) as shared:
         folder.mkdir(parents=True, exist_ok=True)
-        ledger = Ledger(plan, commons.board, sink)
+        metrics = RunMetrics(plan, shared.scoreboard, sink)
         if resumed is not None:
-            resumed.put_back(plan, commons)
-            ledger.restore(resumed.gathered)
-            _restore_best(plan, commons, checkpoints)
+            resumed.put_back(plan, shared)
+            metrics.restore(resumed.gathered)
+            _restore_best(plan, shared, checkpoints)
         mark = folder / RUNNING
-        write_atomically(mark, json.dumps({"board": commons.board.segment.name, "pid": os.getpid()}))
+        write_atomically(mark, json.dumps({"scoreboard": shared.scoreboard.segment.name, "pid": os.getpid()}))
         try:
-            with View(plan, commons.board, ledger, console, folder / "logs" / "run.log") as view:
-                ledger.keep = partial(_keep_best, checkpoints, view.say)
+            with View(plan, shared.scoreboard, metrics, console, folder / "logs" / "run.log") as view:
+                metrics.keep = partial(_keep_best, checkpoints, view.say)
                 end, text, was_serial = _carry_out(
-                    plan, commons, ledger, view, folder, checkpoints, resumed, signals, serial, watch, launcher
+                    plan, shared, metrics, view, folder, checkpoints, resumed, signals, serial, watch, launcher
                 )
                 view.say(f"the run is over: {text or end.value}")
-            Timeline.of(commons.board).save(folder / "timeline.json")
+            Timeline.of(shared.scoreboard).save(folder / "timeline.json")
         finally:
             mark.unlink(missing_ok=True)
-        return _outcome(end, text, plan, commons, ledger, was_serial)
+        return _outcome(end, text, plan, shared, metrics, was_serial)
 
 
 def _carry_out(
     plan: Plan,
-    commons: Commons,
-    ledger: Ledger,
+    shared: SharedResources,
+    metrics: RunMetrics,
     view: View,
     folder: Path,
     checkpoints: Checkpoints,
     resumed: Checkpoint | None,
     signals: Signals,
     serial: bool,
-    watch: Callable[[Commons], None] | None,
+    watch: Callable[[SharedResources], None] | None,
     launcher: Launcher | None,
 ) -> tuple[End, str, bool]:
-    began = ledger.seconds
+    began = metrics.seconds
 
     def ending() -> End | None:
         if signals.count:
             return End.SIGNAL
-        if ledger.target_reached:
+        if metrics.target_reached:
             return End.TARGET
-        if plan.budget.seconds is not None and ledger.seconds - began >= plan.budget.seconds:
+        if plan.budget.seconds is not None and metrics.seconds - began >= plan.budget.seconds:
             return End.SECONDS
         return None
 
     def tick() -> None:
         view.tick()
         if watch is not None:
-            watch(commons)
+            watch(shared)
 
     text = ""
     if not serial:
         orchestrator = Orchestrator(
             plan,
-            commons,
-            ledger,
+            shared,
+            metrics,
             view.say,
             folder / "logs",
             launcher or Local(),
@@ -139,7 +134,7 @@ def _carry_out(
             return end, text, False
         view.say("the run goes on in one process")
         resumed = orchestrator.latest
-    driver = Serial(plan, commons, ledger, view.say, checkpoints=checkpoints, resumed=resumed)
+    driver = Serial(plan, shared, metrics, view.say, checkpoints=checkpoints, resumed=resumed)
     try:
         return driver.run(ending, tick), text, True
     finally:
@@ -147,7 +142,7 @@ def _carry_out(
 
 
 def _keep_best(checkpoints: Checkpoints, told: Callable[[str], None], message: Message, better: bool) -> bool:
-    """Keep the weights of an evaluation, or drop them; see `Ledger.keep`."""
+    """Keep the weights of an evaluation, or drop them; see `RunMetrics.keep`."""
     kept = message.get("kept")
     if kept is None:
         if better:
@@ -163,30 +158,30 @@ def _keep_best(checkpoints: Checkpoints, told: Callable[[str], None], message: M
     return False
 
 
-def _restore_best(plan: Plan, commons: Commons, checkpoints: Checkpoints) -> None:
+def _restore_best(plan: Plan, shared: SharedResources, checkpoints: Checkpoints) -> None:
     """What a killed run evaluated after its last checkpoint was good nevertheless, and its weights are there."""
     said = checkpoints.best()
     value = said["numbers"].get(plan.best) if said is not None else None
-    if value is not None and value > commons.board.best:
-        commons.board.set_best(value)
+    if value is not None and value > shared.scoreboard.best:
+        shared.scoreboard.set_best(value)
 
 
-def _outcome(end: End, text: str, plan: Plan, commons: Commons, ledger: Ledger, serial: bool) -> Outcome:
-    board = commons.board
-    returns = list(ledger.returns)
+def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: RunMetrics, serial: bool) -> Outcome:
+    scoreboard = shared.scoreboard
+    returns = list(metrics.returns)
     return Outcome(
         end=end,
         text=text or end.value,
-        env_steps=board.env_steps,
-        learner_steps=board.learner_steps,
-        epochs=board.epochs,
-        episodes=board.episodes,
-        seconds=ledger.seconds,
+        env_steps=scoreboard.env_steps,
+        learner_steps=scoreboard.learner_steps,
+        epochs=scoreboard.epochs,
+        episodes=scoreboard.episodes,
+        seconds=metrics.seconds,
         return_mean=float(np.mean(returns)) if returns else None,
         return_std=float(np.std(returns)) if returns else None,
-        restarts=int(board.told[:, Told.RESTARTS].sum()),
-        forced_syncs=int(board.records[:, Word.FORCED].sum()),
-        busy={role.name: busy(board, number) for number, role in enumerate(plan.roles)},
-        evaluation={name: value for name, value in ledger.numbers.items() if name.startswith("eval_")},
+        restarts=int(scoreboard.told[:, Told.RESTARTS].sum()),
+        forced_syncs=int(scoreboard.records[:, Word.FORCED].sum()),
+        busy={role.name: busy(scoreboard, number) for number, role in enumerate(plan.roles)},
+        evaluation={name: value for name, value in metrics.numbers.items() if name.startswith("eval_")},
         serial=serial,
     )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jurybox.training.runtime.board import State, Subject, Told, Word
 from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
-from jurybox.training.runtime.commons import Commons
-from jurybox.training.runtime.ledger import Ledger
-from jurybox.training.runtime.outcome import End
-from jurybox.training.runtime.plan import Kind, Plan
-from jurybox.training.runtime.seat import Message, Seat
-from jurybox.training.runtime.turns import Rules, Turn, take_seat
+from jurybox.training.runtime.plan import End, Kind, Plan
+from jurybox.training.runtime.progress import RunMetrics
+from jurybox.training.runtime.role_context import Message, RoleContext
+from jurybox.training.runtime.scoreboard import State, Subject, Told, Word
+from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
 
 class Stuck(RuntimeError):
@@ -26,47 +25,47 @@ class Serial:
     """Takes turns: an actor one, then every learner as many as are due, then every evaluator its own if it is due.
 
     Args:
-        commons: of the run.
-        ledger: takes the reports.
+        shared: of the run.
+        metrics: takes the reports.
         told: takes lines for whoever watches.
         checkpoints: where they go; None: none are made.
-        resumed: the checkpoint that `commons` was filled from.
+        resumed: the checkpoint that `shared` was filled from.
     """
 
     def __init__(
         self,
         plan: Plan,
-        commons: Commons,
-        ledger: Ledger,
+        shared: SharedResources,
+        metrics: RunMetrics,
         told: Callable[[str], None],
         *,
         checkpoints: Checkpoints | None = None,
         resumed: Checkpoint | None = None,
     ) -> None:
-        self._plan, self._commons, self._ledger, self._told = plan, commons, ledger, told
+        self._plan, self._shared, self._metrics, self._told = plan, shared, metrics, told
         self._checkpoints = checkpoints
-        self._rules = Rules(plan, commons.board, slack=0)
-        self._saved_at = commons.board.env_steps
+        self._rules = Rules(plan, shared.scoreboard, slack=0)
+        self._saved_at = shared.scoreboard.env_steps
         self._turns: list[Turn] = []
         try:
             # Learners first: they publish what actors begin with.
             for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
-                orders = commons.board.orders[number]
+                orders = shared.scoreboard.orders[number]
                 orders[Told.LIFE] += 1
                 kept = checkpoints.folder if checkpoints is not None else None
-                seat = Seat(plan, number, commons, self._take, life=orders[Told.LIFE], evaluated=kept)
-                seat.words[Word.LIFE] = seat.life
+                context = RoleContext(plan, number, shared, self._take, life=orders[Told.LIFE], evaluated=kept)
+                context.words[Word.LIFE] = context.life
                 # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.
-                goes_on = resumed and (seat.life == 1 or seat.spec.kind is Kind.LEARNER)
-                state = resumed.state(seat.name) if resumed and goes_on else None
-                self._turns.append(take_seat(seat, self._rules, state))
-                seat.begin()
+                goes_on = resumed and (context.life == 1 or context.spec.kind is Kind.LEARNER)
+                state = resumed.state(context.name) if resumed and goes_on else None
+                self._turns.append(make_turn(context, self._rules, state))
+                context.begin()
         except BaseException:
             self.close()
             raise
-        self._actors = [turn for turn in self._turns if turn.seat.spec.kind is Kind.ACTOR]
+        self._actors = [turn for turn in self._turns if turn.context.spec.kind is Kind.ACTOR]
         self._others = sorted(
-            (turn for turn in self._turns if turn not in self._actors), key=lambda turn: turn.seat.spec.kind
+            (turn for turn in self._turns if turn not in self._actors), key=lambda turn: turn.context.spec.kind
         )
 
     def run(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
@@ -81,11 +80,11 @@ class Serial:
                 # Learners make all the steps that are due, so that the ratio holds after every round.
                 while turn.may() and ending() is None:
                     turn.take()
-                    turn.seat.report()
+                    turn.context.report()
                     moved = True
-                    if turn.seat.spec.kind is not Kind.LEARNER:
+                    if turn.context.spec.kind is not Kind.LEARNER:
                         break
-            self._ledger.row_if_due()
+            self._metrics.row_if_due()
             tick()
             if (reason := ending()) is not None:
                 if reason is End.SECONDS:
@@ -94,24 +93,24 @@ class Serial:
             if not moved:
                 if not any(turn.may() or turn.waiting[0] not in _DONE for turn in self._turns):
                     return self._finish(End.STEPS)
-                waits = ", ".join(f"{turn.seat.name} for {turn.waiting[0].name.lower()}" for turn in self._turns)
+                waits = ", ".join(f"{turn.context.name} for {turn.waiting[0].name.lower()}" for turn in self._turns)
                 raise Stuck(f"no role can take a turn; they wait: {waits}")
             if self._checkpoint_due():
                 self.save()
 
     def _next_actor(self) -> Turn:
         """The one with the fewest steps: in turns, also after a resumption."""
-        return min(self._actors, key=lambda turn: turn.seat.words[Word.EPOCHS])
+        return min(self._actors, key=lambda turn: turn.context.words[Word.EPOCHS])
 
     def save(self) -> Checkpoint | None:
         """Make a checkpoint now; None where that cannot be, because the disk is full, say."""
         if self._checkpoints is None:
             return None
-        self._saved_at = self._commons.board.env_steps
-        savers = [turn for turn in self._turns if turn.seat.spec.kind is not Kind.EVALUATOR]
+        self._saved_at = self._shared.scoreboard.env_steps
+        savers = [turn for turn in self._turns if turn.context.spec.kind is not Kind.EVALUATOR]
         for turn in self._turns:
-            turn.seat.report(now=True)
-        states = {turn.seat.name: turn.role.save() for turn in savers}
+            turn.context.report(now=True)
+        states = {turn.context.name: turn.role.save() for turn in savers}
         for turn in self._turns:
             turn.saved()
         scratch = None
@@ -119,7 +118,7 @@ class Serial:
             scratch = self._checkpoints.begin()
             for name, state in states.items():
                 self._checkpoints.write_role(scratch, name, state)
-            made = self._checkpoints.complete(scratch, self._plan, self._commons, self._ledger.state())
+            made = self._checkpoints.complete(scratch, self._plan, self._shared, self._metrics.state())
         except OSError as error:
             self._told(f"no checkpoint at {self._saved_at} steps: {error}")
             return None
@@ -132,7 +131,7 @@ class Serial:
         """Close all roles."""
         for turn in self._turns:
             turn.close()
-            turn.seat.enter(State.STOPPED)
+            turn.context.enter(State.STOPPED)
         self._turns = []
 
     def _close(self) -> None:
@@ -144,22 +143,22 @@ class Serial:
 
     def _finish(self, reason: End) -> End:
         for turn in self._turns:
-            turn.seat.report(now=True)
-            turn.seat.finish_timeline()
-        self._ledger.row_if_due(last=True)
-        if self._commons.board.env_steps > self._saved_at:
+            turn.context.report(now=True)
+            turn.context.finish_timeline()
+        self._metrics.row_if_due(last=True)
+        if self._shared.scoreboard.env_steps > self._saved_at:
             self.save()
         return reason
 
     def _checkpoint_due(self) -> bool:
         every = self._plan.save_every
-        return every > 0 and self._commons.board.env_steps - self._saved_at >= every
+        return every > 0 and self._shared.scoreboard.env_steps - self._saved_at >= every
 
     def _take(self, message: Message) -> None:
         if message["kind"] == "said":
             self._told(message["text"])
         else:
-            self._ledger.take(message)
+            self._metrics.take(message)
 
 
 _DONE = (Subject.ORDERS, Subject.WORK)

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 from jurybox.client.publisher import Publisher
 from jurybox.protocol.errors import Timeout
-from jurybox.training.runtime.board import Board, Subject, Told, Word
 from jurybox.training.runtime.plan import Kind, Plan, load
-from jurybox.training.runtime.roles import Actor, Evaluator, Learner, Role
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Role, RoleContext
+from jurybox.training.runtime.scoreboard import Scoreboard, Subject, Told, Word
 
 _READ_SECONDS = 1.0
 
@@ -25,52 +24,52 @@ class Rules:
         slack: environment steps that actors may be ahead; None: any number. Serial runs have 0.
     """
 
-    def __init__(self, plan: Plan, board: Board, slack: int | None) -> None:
-        self._pace, self._budget, self._board, self._slack = plan.pace, plan.budget, board, slack
+    def __init__(self, plan: Plan, scoreboard: Scoreboard, slack: int | None) -> None:
+        self._pace, self._budget, self._scoreboard, self._slack = plan.pace, plan.budget, scoreboard, slack
         self._learners = plan.of_kind(Kind.LEARNER)
-        self._orders = board.orders[0]
+        self._orders = scoreboard.orders[0]
 
     def collected(self) -> bool:
         """Whether all environment steps have been made that the budget has, or the time is up."""
-        return self._board.env_steps >= self._budget.steps or bool(self._orders[Told.CLOSING])
+        return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[Told.CLOSING])
 
     def close(self) -> None:
         """Let nobody make environment steps from now on, so that learners and evaluators come to an end."""
-        for orders in self._board.orders:
+        for orders in self._scoreboard.orders:
             orders[Told.CLOSING] = 1
 
     def over(self) -> bool:
         """Whether all steps have been collected, and every learner that is waited for has learned from them."""
         if not self.collected():
             return False
-        return self._slack is None or all(self._board.words[number][Word.DONE] for number in self._learners)
+        return self._slack is None or all(self._scoreboard.words[number][Word.DONE] for number in self._learners)
 
     def may_collect(self) -> bool:
         """Whether no learner is too far behind for another environment step."""
         if self._slack is None or not self._learners:
             return True
-        slowest = min(self._board.words[number][Word.LEARNER_STEPS] for number in self._learners)
-        return self._board.env_steps < self._pace.env_steps(slowest, self._slack)
+        slowest = min(self._scoreboard.words[number][Word.LEARNER_STEPS] for number in self._learners)
+        return self._scoreboard.env_steps < self._pace.env_steps(slowest, self._slack)
 
     def may_learn(self, number: int) -> bool:
         """Whether there are environment steps that learner `number` has not used up."""
-        env_steps = min(self._board.env_steps, self._budget.steps)
-        return self._board.words[number][Word.LEARNER_STEPS] < self._pace.learner_steps(env_steps)
+        env_steps = min(self._scoreboard.env_steps, self._budget.steps)
+        return self._scoreboard.words[number][Word.LEARNER_STEPS] < self._pace.learner_steps(env_steps)
 
 
 class Following:
     """Keeps what a role follows at the newest weights, as often as the plan says."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._every, self._max_lag = seat.plan.sync_every, seat.plan.max_lag
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._every, self._max_lag = context.plan.sync_every, context.plan.max_lag
         self._since = self._every
-        channels = [channel.name for channel in seat.plan.channels]
-        self._numbers = [channels.index(name) for name, _, _ in seat.followed]
+        channels = [channel.name for channel in context.plan.channels]
+        self._numbers = [channels.index(name) for name, _, _ in context.followed]
 
     def missing(self) -> int | None:
         """The number of a channel on which nothing has been published yet."""
-        for number, (_, reader, weights) in zip(self._numbers, self._seat.followed, strict=True):
+        for number, (_, reader, weights) in zip(self._numbers, self._context.followed, strict=True):
             if not weights.version and not reader.newest:
                 return number
         return None
@@ -81,19 +80,19 @@ class Following:
 
     def sync(self) -> None:
         """Look for newer weights if it is time, or if the role is too far behind."""
-        if not self._seat.followed:
+        if not self._context.followed:
             return
-        lag = max(reader.newest - weights.version for _, reader, weights in self._seat.followed)
+        lag = max(reader.newest - weights.version for _, reader, weights in self._context.followed)
         forced = self._max_lag is not None and lag > self._max_lag
         if self._since < self._every and not forced:
             self._since += 1
             return
-        words = self._seat.words
+        words = self._context.words
         words[Word.LAG] = lag
         if forced and self._since < self._every:
             words[Word.FORCED] += 1
         self._since = 1
-        for _, _, weights in self._seat.followed:
+        for _, _, weights in self._context.followed:
             try:
                 weights.refresh(_READ_SECONDS)
             except Timeout:
@@ -102,19 +101,19 @@ class Following:
                 self._since = (
                     self._every
                 )  # a publisher is in the midst of it, or died there: again before the next step
-        words[Word.VERSION] = min(weights.version for _, _, weights in self._seat.followed)
+        words[Word.VERSION] = min(weights.version for _, _, weights in self._context.followed)
 
 
 class Turn:
     """A role and its turns.
 
     Attributes:
-        role, seat: whose they are.
+        role, context: whose they are.
         waiting: what for, when `may` last said no.
     """
 
-    def __init__(self, role: Role, seat: Seat, rules: Rules) -> None:
-        self.role, self.seat, self.rules = role, seat, rules
+    def __init__(self, role: Role, context: RoleContext, rules: Rules) -> None:
+        self.role, self.context, self.rules = role, context, rules
         self.waiting: tuple[Subject, int] = (Subject.NOTHING, 0)
 
     def may(self) -> bool:
@@ -139,10 +138,10 @@ class Turn:
 class ActorTurn(Turn):
     """Newer weights if it is time, then a step."""
 
-    def __init__(self, role: Actor, seat: Seat, rules: Rules) -> None:
-        super().__init__(role, seat, rules)
+    def __init__(self, role: Actor, context: RoleContext, rules: Rules) -> None:
+        super().__init__(role, context, rules)
         self._step = role.step
-        self._following = Following(seat)
+        self._following = Following(context)
 
     def may(self) -> bool:
         if self.rules.collected():
@@ -156,7 +155,7 @@ class ActorTurn(Turn):
     def take(self) -> None:
         self._following.sync()
         made = self._step()
-        words = self.seat.words
+        words = self.context.words
         words[Word.EPOCHS] += 1
         if made:
             words[Word.ENV_STEPS] += made
@@ -169,28 +168,28 @@ class ActorTurn(Turn):
 class LearnerTurn(Turn):
     """A step, then a publication if it is time."""
 
-    def __init__(self, role: Learner, seat: Seat, rules: Rules, *, publish: bool) -> None:
-        super().__init__(role, seat, rules)
+    def __init__(self, role: Learner, context: RoleContext, rules: Rules, *, publish: bool) -> None:
+        super().__init__(role, context, rules)
         self._learner = role
-        self._every = seat.spec.publish_every
+        self._every = context.spec.publish_every
         self._publisher: Publisher | None = None
-        if seat.spec.publishes is not None:
-            self._publisher = seat.publisher()
+        if context.spec.publishes is not None:
+            self._publisher = context.publisher()
             if publish:
                 self._publish()
 
     def may(self) -> bool:
-        due = self.rules.may_learn(self.seat.number)
+        due = self.rules.may_learn(self.context.number)
         if due and self._learner.ready():
             return True
         # When nobody adds rows any more, one that has not enough is as done as it gets.
         over = self.rules.collected()
-        self.seat.words[Word.DONE] = over
+        self.context.words[Word.DONE] = over
         return self._not_for(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
 
     def take(self) -> None:
         self._learner.step()
-        words = self.seat.words
+        words = self.context.words
         words[Word.LEARNER_STEPS] += 1
         words[Word.MOVED_AT] = time.monotonic_ns()
         if self._every and words[Word.LEARNER_STEPS] % self._every == 0:
@@ -204,19 +203,23 @@ class LearnerTurn(Turn):
     def _publish(self) -> None:
         if self._publisher is not None:
             weights, extra = self._learner.publication()
-            self.seat.words[Word.VERSION] = self._publisher.publish(weights, extra)
+            self.context.words[Word.VERSION] = self._publisher.publish(weights, extra)
 
 
 class EvaluatorTurn(Turn):
     """The newest weights, then an evaluation: every so many environment steps, and once when all have been made."""
 
-    def __init__(self, role: Evaluator, seat: Seat, rules: Rules) -> None:
-        super().__init__(role, seat, rules)
+    def __init__(self, role: Evaluator, context: RoleContext, rules: Rules) -> None:
+        super().__init__(role, context, rules)
         self._evaluator = role
-        self._following = Following(seat)
+        self._following = Following(context)
 
     def may(self) -> bool:
-        steps, at, every = self.seat.env_steps, self.seat.words[Word.EVALUATED_AT], self.seat.spec.evaluate_every
+        steps, at, every = (
+            self.context.env_steps,
+            self.context.words[Word.EVALUATED_AT],
+            self.context.spec.evaluate_every,
+        )
         # The last one waits for the learners, so that it sees what the run came to.
         due = self.rules.over() and at < steps if self.rules.collected() else every and steps // every > at // every
         if not due:
@@ -228,15 +231,15 @@ class EvaluatorTurn(Turn):
     def take(self) -> None:
         self._following.at_once()
         self._following.sync()
-        steps = self.seat.env_steps
+        steps = self.context.env_steps
         numbers = {name: float(value) for name, value in self._evaluator.evaluate().items()}
-        # Told first: once the board shows the last one, the run may end.
-        self.seat.evaluated(steps, numbers)
-        self.seat.words[Word.EVALUATED_AT] = steps
+        # Told first: once the scoreboard shows the last one, the run may end.
+        self.context.evaluated(steps, numbers)
+        self.context.words[Word.EVALUATED_AT] = steps
 
 
-def take_seat(seat: Seat, rules: Rules, state: dict[str, Any] | None) -> Turn:
-    """Make the role of this seat, bring it to where it was, and give its turns.
+def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) -> Turn:
+    """Make the role of this context, bring it to where it was, and give its turns.
 
     Args:
         state: what the role saved, or None.
@@ -245,32 +248,32 @@ def take_seat(seat: Seat, rules: Rules, state: dict[str, Any] | None) -> Turn:
         PlanError: the spec names no such callable.
         TypeError: it made something of another kind than the plan says.
     """
-    role = load(seat.spec.make)(seat, **seat.spec.settings)
-    expected = {Kind.ACTOR: Actor, Kind.LEARNER: Learner, Kind.EVALUATOR: Evaluator}[seat.spec.kind]
+    role = load(context.spec.make)(context, **context.spec.settings)
+    expected = {Kind.ACTOR: Actor, Kind.LEARNER: Learner, Kind.EVALUATOR: Evaluator}[context.spec.kind]
     if not isinstance(role, expected):
         raise TypeError(
-            f"{seat.spec.make} made a {type(role).__name__} for {seat.name}, expected an {expected.__name__}"
+            f"{context.spec.make} made a {type(role).__name__} for {context.name}, expected an {expected.__name__}"
         )
     if state is not None:
         role.restore(state)
     if isinstance(role, Learner):
-        return LearnerTurn(role, seat, rules, publish=not _goes_on(role, seat))
+        return LearnerTurn(role, context, rules, publish=not _goes_on(role, context))
     if isinstance(role, Actor):
-        return ActorTurn(role, seat, rules)
-    return EvaluatorTurn(cast(Evaluator, role), seat, rules)
+        return ActorTurn(role, context, rules)
+    return EvaluatorTurn(cast(Evaluator, role), context, rules)
 
 
-def _goes_on(learner: Learner, seat: Seat) -> bool:
+def _goes_on(learner: Learner, context: RoleContext) -> bool:
     """Whether there are published weights already; who comes after a killed learner adopts them."""
-    if seat.spec.publishes is None:
+    if context.spec.publishes is None:
         return False
-    reader = seat.commons.reader(seat.spec.publishes)
+    reader = context.shared.reader(context.spec.publishes)
     if not reader.newest:
         return False
-    if seat.life > 1:
+    if context.life > 1:
         try:
             learner.adopt(reader)
         except Timeout as error:  # a single slot, and its publisher was killed in the midst of writing it
-            seat.say(f"{seat.name} begins from its last checkpoint: {error}")
+            context.say(f"{context.name} begins from its last checkpoint: {error}")
             return False
     return True

@@ -1,4 +1,4 @@
-"""Who hangs, and who waits on whom: judged from the board alone, so that it can be tested without a process.
+"""Who hangs, and who waits on whom: judged from the scoreboard alone, so that it can be tested without a process.
 
 A role hangs when it gives no sign of life. Roles that wait for each other do give signs, so a wait that lasts too long
 is followed along the plan (who adds what this learner wants? who publishes what this actor wants?) to the one that
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jurybox.training.runtime.board import AT_REST, Board, State, Subject, Told, Word
 from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.scoreboard import AT_REST, Scoreboard, State, Subject, Told, Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,50 +27,50 @@ class Finding:
     text: str
 
 
-def waits(plan: Plan, board: Board, now: int) -> list[str]:
+def waits(plan: Plan, scoreboard: Scoreboard, now: int) -> list[str]:
     """A line for each role that waits for another: who, for what, on whom, since when."""
     lines = []
     for number in range(len(plan.roles)):
-        subject, _ = board.waits_for(number)
+        subject, _ = scoreboard.waits_for(number)
         if subject not in AT_REST:
-            lines.append(_told(plan, board, number, now))
+            lines.append(_told(plan, scoreboard, number, now))
     return lines
 
 
-def examine(plan: Plan, board: Board, now: int) -> Finding | None:
+def examine(plan: Plan, scoreboard: Scoreboard, now: int) -> Finding | None:
     """The first role that should be restarted; None while all is well.
 
     Args:
         now: nanoseconds of CLOCK_MONOTONIC.
     """
-    patience = plan.patience
+    timeouts = plan.timeouts
     for number, role in enumerate(plan.roles):
-        words = board.words[number]
+        words = scoreboard.words[number]
         state = State(words[Word.STATE])
         if state is State.STARTING:
-            took = (now - board.orders[number][Told.STARTED_AT]) / 1e9
-            if took > patience.start:
+            took = (now - scoreboard.orders[number][Told.STARTED_AT]) / 1e9
+            if took > timeouts.start:
                 return Finding(
-                    number, f"{role.name} has been starting for {took:.0f} s; at most {patience.start:g} s are given"
+                    number, f"{role.name} has been starting for {took:.0f} s; at most {timeouts.start:g} s are given"
                 )
         elif state is State.RUNNING:
             silent = (now - words[Word.HEARTBEAT]) / 1e9
-            if silent > patience.of(role.kind):
+            if silent > timeouts.of(role.kind):
                 return Finding(
                     number,
-                    f"{role.name} has given no sign of life for {silent:.0f} s; at most {patience.of(role.kind):g} s "
+                    f"{role.name} has given no sign of life for {silent:.0f} s; at most {timeouts.of(role.kind):g} s "
                     "are given",
                 )
-    stalled = [number for number in range(len(plan.roles)) if _stalls(plan, board, number, now)]
+    stalled = [number for number in range(len(plan.roles)) if _stalls(plan, scoreboard, number, now)]
     if not stalled:
         return None
-    first = min(stalled, key=lambda number: board.words[number][Word.WAITS_SINCE])
-    return _blame(plan, board, first, now)
+    first = min(stalled, key=lambda number: scoreboard.words[number][Word.WAITS_SINCE])
+    return _blame(plan, scoreboard, first, now)
 
 
-def providers(plan: Plan, board: Board, number: int) -> list[int]:
+def providers(plan: Plan, scoreboard: Scoreboard, number: int) -> list[int]:
     """Which roles can end the wait of role `number`."""
-    subject, which = board.waits_for(number)
+    subject, which = scoreboard.waits_for(number)
     match subject:
         case Subject.STEPS:
             return plan.of_kind(Kind.ACTOR)
@@ -79,67 +79,67 @@ def providers(plan: Plan, board: Board, number: int) -> list[int]:
             return [other for other, role in enumerate(plan.roles) if wanted & set(role.writes)]
         case Subject.LEARNERS:
             learners = plan.of_kind(Kind.LEARNER)
-            fewest = min((board.words[each][Word.LEARNER_STEPS] for each in learners), default=0)
-            return [each for each in learners if board.words[each][Word.LEARNER_STEPS] == fewest]
+            fewest = min((scoreboard.words[each][Word.LEARNER_STEPS] for each in learners), default=0)
+            return [each for each in learners if scoreboard.words[each][Word.LEARNER_STEPS] == fewest]
         case Subject.WEIGHTS:
             name = plan.channels[which].name
             return [other for other, role in enumerate(plan.roles) if role.publishes == name]
     return []
 
 
-def _stalls(plan: Plan, board: Board, number: int, now: int) -> bool:
-    subject, _ = board.waits_for(number)
-    words = board.words[number]
+def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> bool:
+    subject, _ = scoreboard.waits_for(number)
+    words = scoreboard.words[number]
     if subject in AT_REST or words[Word.STATE] != State.RUNNING:
         return False
     # Whoever was just started gets its time as well, before anybody is held to be the reason; and a start may take
     # longer than a stall, so that time counts from its end.
-    starts = (orders[Told.STARTED_AT] for orders in board.orders)
-    since = max([words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in board.words)])
-    return (now - since) / 1e9 > plan.patience.stall
+    starts = (orders[Told.STARTED_AT] for orders in scoreboard.orders)
+    since = max([words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in scoreboard.words)])
+    return (now - since) / 1e9 > plan.timeouts.stall
 
 
-def _blame(plan: Plan, board: Board, number: int, now: int) -> Finding | None:
+def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> Finding | None:
     chain = [number]
     while True:
-        candidates = providers(plan, board, chain[-1])
+        candidates = providers(plan, scoreboard, chain[-1])
         if not candidates:
             guilty = chain[-1]
             break
-        away = [each for each in candidates if board.words[each][Word.STATE] in (State.STARTING, State.ABSENT)]
+        away = [each for each in candidates if scoreboard.words[each][Word.STATE] in (State.STARTING, State.ABSENT)]
         if away:
             return None  # it is being restarted, and has its own time for that
-        following = next((each for each in candidates if board.waits_for(each)[0] in AT_REST), candidates[0])
-        if board.waits_for(following)[0] in AT_REST:
-            if (now - board.words[following][Word.MOVED_AT]) / 1e9 < plan.patience.stall:
+        following = next((each for each in candidates if scoreboard.waits_for(each)[0] in AT_REST), candidates[0])
+        if scoreboard.waits_for(following)[0] in AT_REST:
+            if (now - scoreboard.words[following][Word.MOVED_AT]) / 1e9 < plan.timeouts.stall:
                 return None  # it is only slow
             guilty = following
             chain.append(following)
             break
         if following in chain:
             circle = chain[chain.index(following) :]
-            guilty = min(circle, key=lambda each: board.words[each][Word.WAITS_SINCE])
+            guilty = min(circle, key=lambda each: scoreboard.words[each][Word.WAITS_SINCE])
             break
         chain.append(following)
-    told = "; ".join(_told(plan, board, each, now) for each in chain)
+    told = "; ".join(_told(plan, scoreboard, each, now) for each in chain)
     return Finding(guilty, f"nothing moves: {told}; {plan.roles[guilty].name} is restarted")
 
 
-def _told(plan: Plan, board: Board, number: int, now: int) -> str:
-    subject, which = board.waits_for(number)
+def _told(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> str:
+    subject, which = scoreboard.waits_for(number)
     name = plan.roles[number].name
     if subject in AT_REST:
-        return f"{name} does not wait, and has made {_steps(board, number)} steps"
-    seconds = (now - board.words[number][Word.WAITS_SINCE]) / 1e9
+        return f"{name} does not wait, and has made {_steps(scoreboard, number)} steps"
+    seconds = (now - scoreboard.words[number][Word.WAITS_SINCE]) / 1e9
     what = {
         Subject.STEPS: "environment steps",
         Subject.LEARNERS: "learners that are behind",
         Subject.READY: f"rows in {', '.join(plan.roles[number].samples)}",
         Subject.OUTSIDE: "something outside the run",
     }.get(subject, f"weights on {plan.channels[which].name}" if plan.channels else "weights")
-    whom = ", ".join(plan.roles[other].name for other in providers(plan, board, number)) or "nobody"
+    whom = ", ".join(plan.roles[other].name for other in providers(plan, scoreboard, number)) or "nobody"
     return f"{name} has waited {seconds:.1f} s for {what}, on {whom}"
 
 
-def _steps(board: Board, number: int) -> int:
-    return board.words[number][Word.ENV_STEPS] + board.words[number][Word.LEARNER_STEPS]
+def _steps(scoreboard: Scoreboard, number: int) -> int:
+    return scoreboard.words[number][Word.ENV_STEPS] + scoreboard.words[number][Word.LEARNER_STEPS]

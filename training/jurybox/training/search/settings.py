@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.environments.cage import RedName
-from jurybox.training.runtime.errors import ConfigError, refuse_unused
+from jurybox.training.runtime.plan import ConfigError, refuse_unused
 
 
 @dataclass(frozen=True, slots=True)

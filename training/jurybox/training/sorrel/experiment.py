@@ -10,11 +10,21 @@ from rich.console import Console
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.replay import Field
-from jurybox.training.runlog import RunLog
+from jurybox.training.run_folder import RunLog
 from jurybox.training.runtime.checkpoints import Checkpoints
-from jurybox.training.runtime.ledger import COLUMNS
-from jurybox.training.runtime.outcome import Outcome
-from jurybox.training.runtime.plan import Budget, ChannelSpec, Kind, Pace, Patience, Plan, ReplaySpec, RoleSpec, load
+from jurybox.training.runtime.plan import (
+    Budget,
+    ChannelSpec,
+    Kind,
+    Outcome,
+    Pace,
+    Plan,
+    ReplaySpec,
+    RoleSpec,
+    Timeouts,
+    load,
+)
+from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.run import run
 from jurybox.training.sorrel.models import acting_part, fields_of, is_on_policy, learned
 from jurybox.training.sorrel.roles import put_back
@@ -138,7 +148,7 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
         pace=Pace(turns, 1, 0, settings.max_ahead)
         if on_policy
         else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
-        patience=Patience(actor=settings.actor_timeout, learner=settings.learner_timeout),
+        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout),
         seed=settings.seed,
         max_lag=settings.max_lag,
         save_every=settings.checkpoint_interval,

@@ -12,8 +12,7 @@ import torch
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.plan import load
-from jurybox.training.runtime.roles import Actor, Learner
-from jurybox.training.runtime.seat import Seat
+from jurybox.training.runtime.role_context import Actor, Learner, RoleContext
 from jurybox.training.sorrel.models import (
     EPOCH_BEGINS,
     EPOCH_ENDS,
@@ -40,18 +39,18 @@ class SorrelActor(Actor):
         groups: numbers of the agents with one model, by the name of its replay and channel.
     """
 
-    def __init__(self, seat: Seat, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
-        with Chance(seat.seed)():
+    def __init__(self, context: RoleContext, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
+        with Chance(context.seed)():
             self.env: Any = load(make[0])(**make[1])
         # Anew: models take their seeds from the operating system where nobody gives them one, and leave that behind.
-        self._chance = Chance(seat.seed)
+        self._chance = Chance(context.seed)
         self._taps = {}
         for group, members in groups.items():
             model = self.env.agents[members[0]].model
-            self._taps[group] = Tap(seat.replay(group).add, model)
-            seat.follow(group, ModelWeights(seat.reader(group), model))
+            self._taps[group] = Tap(context.replay(group).add, model)
+            context.follow(group, ModelWeights(context.reader(group), model))
         self._epoch, self._runs = 0, False
 
     def step(self) -> int:
@@ -87,7 +86,7 @@ class SorrelActor(Actor):
             self.env._model_end_epoch_action(agent, self._epoch)
         for tap in self._taps.values():
             tap.mark(EPOCH_ENDS, self._epoch)
-        self.seat.episode(total=float(self.env.world.total_reward), length=self.env.turn)
+        self.context.episode(total=float(self.env.world.total_reward), length=self.env.turn)
         self._epoch += 1
         self._runs = False
 
@@ -103,11 +102,11 @@ class SorrelLearner(Learner):
         group: name of the replay and the channel. members: numbers of the agents.
     """
 
-    def __init__(self, seat: Seat, *, make: Make, group: str, members: Sequence[int]) -> None:
-        super().__init__(seat)
-        torch.set_num_threads(seat.spec.threads)
+    def __init__(self, context: RoleContext, *, make: Make, group: str, members: Sequence[int]) -> None:
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
         self._group = group
-        seed = int(np.random.SeedSequence([seat.plan.seed, seat.number]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
         with Chance(seed)():
             self._env: Any = load(make[0])(**make[1])
         self._chance = Chance(seed)
@@ -116,7 +115,7 @@ class SorrelLearner(Learner):
         self._decay = self._env.config.model.get("epsilon_decay", 0.0)
         self._on_policy = is_on_policy(self.model)
         # The rows in this process's memory, in order.
-        self._rows = seat.replay(group).resident("cpu")
+        self._rows = context.replay(group).resident("cpu")
         self._taken = 0
         self._queue: deque[dict[str, Any]] = deque()
         self._whole, self._complete = True, False
@@ -134,7 +133,7 @@ class SorrelLearner(Learner):
             loss = float(np.mean(self._env._model_train_step(self._agents[0])))
         self._complete = False
         counted = {f"loss_{self._group}": loss, f"missed_{self._group}": float(self._rows.missed)}
-        self.seat.metrics(**counted, epsilon=float(self.model.epsilon))
+        self.context.metrics(**counted, epsilon=float(self.model.epsilon))
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         return acting_part(self.model), {"epsilon": float(self.model.epsilon)}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jurybox.training.runtime.errors import RunError
+from jurybox.training.runtime.plan import RunError
 
 
 class SorrelError(RunError):

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.segment import Segment
-from jurybox.training.recipes import interrupts
+from jurybox.training import interrupts
 from jurybox.training.recipes.worker_process import WorkerFailed
 from jurybox.training.vector.layout import InfoFields
 from jurybox.training.vector.process import WorkerProcess

@@ -12,7 +12,7 @@ from typing import Any
 
 from jurybox.protocol.errors import Timeout
 from jurybox.protocol.segment import Segment
-from jurybox.training.recipes import interrupts
+from jurybox.training import interrupts
 from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed, bound
 from jurybox.training.vector.layout import InfoFields
 from jurybox.training.vector.worker import Orders

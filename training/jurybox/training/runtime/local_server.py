@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jurybox.client import Server, ServerGone, connect
-from jurybox.training.recipes import interrupts
+from jurybox.training import interrupts
 
 _START = 90.0  # seconds to be ready: importing torch on a busy machine takes most of them
 _STOP = 10.0  # seconds it gets to stop in order; what it holds is freed by then or never

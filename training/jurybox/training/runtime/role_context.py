@@ -1,4 +1,10 @@
-"""A role's place in the run: what it uses of the shared memory, what it counts, what it waits for, what it reports."""
+"""What a role is written against: the base classes `Actor`, `Learner`, `Evaluator`, and the `RoleContext` they are
+given.
+
+A role is made by the callable that its `RoleSpec.make` names: ``make(context, **settings)``. It takes what it needs
+from its `RoleContext`: replays, weights, a seed, a place to report. It never starts a process, opens shared memory or
+waits on its own. The driver does that, so that every wait can be counted, shown and ended.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import math
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +25,10 @@ from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import State as Arrays
 from jurybox.client.weights_reader import Weights, WeightsReader
 from jurybox.training.replay import Replay
-from jurybox.training.runlog import write_atomically
-from jurybox.training.runtime.board import AT_REST, INTERVALS, Order, State, Subject, Told, Word
-from jurybox.training.runtime.commons import Commons
+from jurybox.training.run_folder import write_atomically, write_state
 from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
-from jurybox.training.runtime.state_files import write_state
+from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Order, State, Subject, Told, Word
+from jurybox.training.runtime.shared_resources import SharedResources
 
 Message = dict[str, Any]
 
@@ -65,12 +71,12 @@ class KeepingReader(WeightsReader):
         return version, extra
 
 
-class Seat:
+class RoleContext:
     """What a driver gives to a role.
 
     Args:
         number: of the role in the plan.
-        commons: of the run, as this process sees it. It stays the driver's to close.
+        shared: of the run, as this process sees it. It stays the driver's to close.
         send: takes reports: episodes, metrics, warnings. Must not block for long.
         certainly: takes what must not be dropped, however long that takes; `send` without it.
         life: 1 for the first process of this role, one more for each restart.
@@ -88,7 +94,7 @@ class Seat:
         self,
         plan: Plan,
         number: int,
-        commons: Commons,
+        shared: SharedResources,
         send: Callable[[Message], None],
         *,
         life: int = 1,
@@ -102,16 +108,16 @@ class Seat:
         self.name = self.spec.name
         self.life = life
         self.seed = int(np.random.SeedSequence([plan.seed, number, life]).generate_state(1, np.uint64)[0] >> 1)
-        self.commons = commons
+        self.shared = shared
         self._folders = {**plan.folders, **(folders or {})}
-        self.board = commons.board
-        self.words = self.board.words[number]
+        self.scoreboard = shared.scoreboard
+        self.words = self.scoreboard.words[number]
         self.followed: list[tuple[str, WeightsReader, Follows]] = []
-        self._told = self.board.orders[number]
+        self._told = self.scoreboard.orders[number]
         self._send, self._certainly = send, certainly or send
         self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
         self._keeping: dict[str, KeepingReader] = {}
-        self._timeline = self.board.timeline[number]
+        self._timeline = self.scoreboard.timeline[number]
         self._mark = self._busy_from = time.monotonic_ns()
         self._episodes: list[dict[str, float]] = []
         self._sums: dict[str, tuple[float, int]] = {}
@@ -121,14 +127,14 @@ class Seat:
 
     def replay(self, name: str | None = None) -> Replay:
         """The replay of that name; without one, the only one that the role's spec names."""
-        return self.commons.replay(name or _only((*self.spec.writes, *self.spec.samples), "replay", self.name))
+        return self.shared.replay(name or _only((*self.spec.writes, *self.spec.samples), "replay", self.name))
 
     def reader(self, name: str | None = None) -> WeightsReader:
         """A reader of the weights channel of that name; without one, of the only one that the role reads."""
         name = name or _only(self.spec.reads, "weights channel", self.name)
         if self._evaluated is None:
-            return self.commons.reader(name)
-        return self._keeping.setdefault(name, KeepingReader(self.commons.channel(name)))
+            return self.shared.reader(name)
+        return self._keeping.setdefault(name, KeepingReader(self.shared.channel(name)))
 
     def folder(self, name: str) -> Path:
         """The run's folder of that name on this machine; a file that a role elsewhere wrote comes soon after."""
@@ -137,19 +143,19 @@ class Seat:
     def publisher(self) -> Publisher:
         """The publisher's place on the channel that the role publishes on; the driver takes it."""
         assert self.spec.publishes is not None
-        return self.commons.publisher(self.spec.publishes)
+        return self.shared.publisher(self.spec.publishes)
 
     def follow(self, name: str, weights: Follows) -> None:
         """Have the driver keep `weights` new: before an actor's steps and an evaluator's evaluations.
 
         In between, every `sync_every` steps; at once when the role is more than `max_lag` publications behind.
         """
-        self.followed.append((name, self.commons.reader(name), weights))
+        self.followed.append((name, self.shared.reader(name), weights))
 
     @property
     def env_steps(self) -> int:
         """Of the whole run."""
-        return self.board.env_steps
+        return self.scoreboard.env_steps
 
     @property
     def own_steps(self) -> int:
@@ -188,14 +194,14 @@ class Seat:
     def evaluated(self, env_steps: int, numbers: dict[str, float]) -> None:
         """An evaluation is done; where it is the best so far, its weights are written down for whoever keeps them."""
         message: Message = {"kind": "evaluation", "env_steps": env_steps, "numbers": numbers}
-        if self._evaluated is not None and numbers.get(str(self.plan.best), math.nan) > self.board.best:
+        if self._evaluated is not None and numbers.get(str(self.plan.best), math.nan) > self.scoreboard.best:
             message |= self._written(self._evaluated, env_steps, numbers)
         self._certainly(message)
 
     def _written(self, parent: Path, env_steps: int, numbers: dict[str, float]) -> Message:
         kept = {name: reader.kept for name, reader in self._keeping.items() if reader.kept is not None}
         if not kept:
-            return {"unkept": f"{self.name} took no weights from a reader of its seat (seat.reader())"}
+            return {"unkept": f"{self.name} took no weights from a reader of its context (context.reader())"}
         folder: Path | None = None
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -291,3 +297,70 @@ def _only(names: tuple[str, ...], what: str, role: str) -> str:
     if len(set(names)) != 1:
         raise ValueError(f"{role} has {len(set(names))} {what}s in its spec: say which ({', '.join(names) or 'none'})")
     return names[0]
+
+
+# ---- The base classes of roles.
+
+
+class Role:
+    """What the three have in common."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+
+    def save(self) -> dict[str, Any]:
+        """Everything that going on needs, random states included: JSON-able values, arrays, CPU tensors; nested.
+
+        Called between two steps. What cannot be kept (a physics engine in the midst of an episode) is to be begun anew
+        here, so that the run which goes on does the same as one that is resumed: for an actor that is ending the
+        episodes of its replay streams (`Streams.end`), and resetting environments that cannot tell their state.
+        """
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `save` gave, before the first step. Tensors come back as NumPy arrays, tuples as lists."""
+
+    def close(self) -> None:
+        """Free what the role holds beside memory."""
+
+
+class Actor(Role, ABC):
+    """Acts in environments and writes what happens into replays."""
+
+    @abstractmethod
+    def step(self) -> int:
+        """One step (of all its environments, if it has several); gives the environment steps made.
+
+        They count when this returns. Whoever is killed inside has made none. Episodes that ended are reported with
+        ``context.episode(...)``.
+        """
+
+
+class Learner(Role, ABC):
+    """Samples, improves, and has something to publish."""
+
+    def ready(self) -> bool:
+        """Whether a step can be made, the pace aside: enough rows, say. Asked before every step."""
+        return True
+
+    @abstractmethod
+    def step(self) -> None:
+        """One optimiser step; it counts when this returns. Numbers worth a look go to ``context.metrics(...)``."""
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        """What to publish: a module, state_dict or dict of arrays of the channel's layout, and the extra with it."""
+        raise NotImplementedError(f"{type(self).__name__} publishes nothing: leave RoleSpec.publishes empty")
+
+    def adopt(self, published: WeightsReader) -> None:
+        """Go on from the newest publication, which a predecessor left that died; the optimiser may begin anew.
+
+        Called after `restore`, and only in a life after the first.
+        """
+
+
+class Evaluator(Role, ABC):
+    """Evaluates the newest weights. It has no state: `save` is not called; randomness comes from ``context.seed``."""
+
+    @abstractmethod
+    def evaluate(self) -> Mapping[str, float]:
+        """Numbers by name, of the weights as they are now. May take long; a sign of life is ``context.alive()``."""

@@ -1,4 +1,4 @@
-"""The shared memory of a run: board, replays and weights channels. Made by its owner, attached by every role."""
+"""The shared memory of a run: scoreboard, replays and weights channels. Made by its owner, attached by every role."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.board import Board
 from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.scoreboard import Scoreboard
 
 
-class Commons:
+class SharedResources:
     """Everything that the processes of a run share. Make it with `create` (its owner) or `attach` (the roles).
 
     Nothing is left of it when its owner is gone: in order it removes every name; killed, the kernel drops its locks and
     those of its children, who die with it, and the next start of anything of Jurybox sweeps the memory away.
 
     Attributes:
-        board: counters and orders.
+        scoreboard: counters and orders.
     """
 
-    def __init__(self, board: Board, *, owned: bool) -> None:
-        self.board = board
+    def __init__(self, scoreboard: Scoreboard, *, owned: bool) -> None:
+        self.scoreboard = scoreboard
         self.owned = owned
         self._replays: dict[str, Replay] = {}
         self._channels: dict[str, WeightsChannel] = {}
         self._instead: dict[str, str] = {}
 
     @classmethod
-    def create(cls, plan: Plan, most_rows: int | None = None) -> Commons:
+    def create(cls, plan: Plan, most_rows: int | None = None) -> SharedResources:
         """Make all shared memory of a run.
 
         Args:
@@ -45,10 +45,10 @@ class Commons:
         run = secrets.token_hex(5)
         replays = {spec.name: f"{run}-{spec.name}" for spec in plan.replays}
         channels = {spec.name: segment_name(run, "weights", number) for number, spec in enumerate(plan.channels)}
-        commons = cls(Board.create(segment_name(run, "run"), plan, replays, channels), owned=True)
+        shared = cls(Scoreboard.create(segment_name(run, "run"), plan, replays, channels), owned=True)
         try:
             for replay in plan.replays:
-                commons._replays[replay.name] = Replay.create(
+                shared._replays[replay.name] = Replay.create(
                     replays[replay.name],
                     min(replay.capacity, most_rows or replay.capacity),
                     replay.fields,
@@ -58,35 +58,35 @@ class Commons:
                     seed=plan.seed,
                 )
             for channel in plan.channels:
-                commons._channels[channel.name] = WeightsChannel.create(
+                shared._channels[channel.name] = WeightsChannel.create(
                     channels[channel.name], channel.layout, channel.mode, channel.extra_bytes
                 )
         except BaseException:
-            commons.close()
+            shared.close()
             raise
-        return commons
+        return shared
 
     @classmethod
-    def attach(cls, board: str, instead: Mapping[str, str] | None = None) -> Commons:
-        """Join the run whose board has this name; replays and channels are attached when they are asked for.
+    def attach(cls, scoreboard: str, instead: Mapping[str, str] | None = None) -> SharedResources:
+        """Join the run whose scoreboard has this name; replays and channels are attached when they are asked for.
 
         Args:
-            instead: by the plan's name, the names of replays that are taken in the place of those the board names.
+            instead: by the plan's name, the names of replays that are taken in the place of those the scoreboard names.
         """
-        commons = cls(Board.attach(board), owned=False)
-        commons._instead = dict(instead or {})
-        return commons
+        shared = cls(Scoreboard.attach(scoreboard), owned=False)
+        shared._instead = dict(instead or {})
+        return shared
 
     def replay(self, name: str) -> Replay:
         """The replay that the plan calls `name`."""
         if name not in self._replays:
-            self._replays[name] = Replay.attach(self._instead.get(name) or dict(self.board.named.replays)[name])
+            self._replays[name] = Replay.attach(self._instead.get(name) or dict(self.scoreboard.named.replays)[name])
         return self._replays[name]
 
     def channel(self, name: str) -> WeightsChannel:
         """The weights channel that the plan calls `name`."""
         if name not in self._channels:
-            self._channels[name] = WeightsChannel.attach(dict(self.board.named.channels)[name], keep_alive=True)
+            self._channels[name] = WeightsChannel.attach(dict(self.scoreboard.named.channels)[name], keep_alive=True)
         return self._channels[name]
 
     def reader(self, name: str) -> WeightsReader:
@@ -110,9 +110,9 @@ class Commons:
         for channel in self._channels.values():
             channel.close()
         self._replays, self._channels = {}, {}
-        self.board.close()
+        self.scoreboard.close()
 
-    def __enter__(self) -> Commons:
+    def __enter__(self) -> SharedResources:
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""Ctrl-C that always ends in order: it interrupts work, and never the clearing up.
+"""Ctrl-C and SIGTERM: they interrupt work, and never the cleanup.
 
 A KeyboardInterrupt can be raised between any two instructions: between starting a process and remembering it, inside
 a ``finally``, in a destructor that swallows it. So the first signal raises, except inside `held`, where it waits for
@@ -94,3 +94,41 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if not _state.holding and not _state.raised:
         _state.raised = True
         raise KeyboardInterrupt
+
+
+# ---- Signals during a run of the runtime: the first asks for an orderly end, the second for an immediate one.
+
+
+class Signals:
+    """How often the process was told to stop.
+
+    Attributes:
+        count: signals so far.
+        first: the first one's number; 0 before.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = 0
+
+    def ask(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """Count one more; what a handler does, and what a program may do as well."""
+        self.count += 1
+        self.first = self.first or number
+
+
+@contextmanager
+def heard(signals: Signals) -> Iterator[None]:
+    """Count signals for the length of the block, whatever handled them before; elsewhere than in the main thread none.
+
+    A handler only counts: an exception between any two instructions would leave processes that nobody knows of.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signals.ask) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

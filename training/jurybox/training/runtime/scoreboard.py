@@ -1,24 +1,28 @@
-"""The board of a run: what every role counts and does, in shared memory, for everybody to see.
+"""The scoreboard of a run: counters and orders of every role, in shared memory.
 
-Each role has a record that it alone writes, and beside it one that the orchestrator alone writes. Everything is an
-aligned 8-byte word, so a reader sees an old or a new value and never a mixture. The counts belong to the role, not to
-the process: who comes after a killed one goes on counting where that one stopped.
+Each role has a record that it alone writes, and one that the orchestrator alone writes. Every entry is an aligned
+8-byte word, so a reader sees an old or a new value and never a mixture. The counters belong to the role, not to the
+process: the next process of a killed role goes on counting where that one stopped. `debug_state` prints all of it.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError
 from jurybox.protocol.segment import Segment
-from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.training.replay import Replay
+from jurybox.training.runtime.plan import Kind, NotRunning, Plan
 
 INTERVALS = 4096  # of a role's timeline: as many as that are kept, the newest
 _MAGIC = b"jbrun\0\0\0"
@@ -105,7 +109,7 @@ _INTERVAL = np.dtype([("start", "<i8"), ("end", "<i8"), ("subject", "<i8")])
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Who is who on a board."""
+    """Who is who on a scoreboard."""
 
     roles: tuple[tuple[str, Kind], ...]
     replays: tuple[tuple[str, str], ...]  # (name in the plan, name of the Replay)
@@ -125,8 +129,8 @@ class Named:
         )
 
 
-class Board:
-    """The board of a run. Make it with `create` (the orchestrator) or `attach`.
+class Scoreboard:
+    """The scoreboard of a run. Make it with `create` (the orchestrator) or `attach`.
 
     Attributes:
         records, told: (roles, 32) and (roles, 8) int64; what a role says of itself, and what it is told.
@@ -150,8 +154,9 @@ class Board:
         self.orders = [self._words(told + 8 * _TOLD_WORDS * number, _TOLD_WORDS) for number in range(roles)]
 
     @classmethod
-    def create(cls, name: str, plan: Plan, replays: dict[str, str], channels: dict[str, str]) -> Board:
-        """Make the board of a run; `replays` and `channels` say what the plan's names are called in shared memory."""
+    def create(cls, name: str, plan: Plan, replays: dict[str, str], channels: dict[str, str]) -> Scoreboard:
+        """Make the scoreboard of a run; `replays` and `channels` say what the plan's names are called in shared
+        memory."""
         named = Named(
             tuple((role.name, role.kind) for role in plan.roles), tuple(replays.items()), tuple(channels.items())
         )
@@ -164,8 +169,8 @@ class Board:
         return cls(segment, named, first)
 
     @classmethod
-    def attach(cls, name: str, *, keep_alive: bool = True) -> Board:
-        """Map the board of a run.
+    def attach(cls, name: str, *, keep_alive: bool = True) -> Scoreboard:
+        """Map the scoreboard of a run.
 
         Raises:
             SharedMemoryError: there is none of that name.
@@ -175,7 +180,9 @@ class Board:
         magic, version, length, first = _HEAD.unpack_from(segment.buffer)
         if magic != _MAGIC or version != _VERSION:
             segment.close()
-            raise ProtocolMismatch(f"{name} is no board of a run of version {_VERSION}: use one release of jurybox")
+            raise ProtocolMismatch(
+                f"{name} is no scoreboard of a run of version {_VERSION}: use one release of jurybox"
+            )
         return cls(segment, Named.from_json(bytes(segment.buffer[_HEAD.size : _HEAD.size + length])), first)
 
     def _words(self, start: int, count: int) -> memoryview:
@@ -230,3 +237,101 @@ class Board:
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()
+
+
+# ---- The scoreboard of a run in progress, as text.
+
+# Says which shared memory a run uses, for as long as it runs.
+RUNNING = "running.json"
+
+
+def going_on(folder: Path) -> int | None:
+    """The process whose run is going on in `folder`; None where there is none, or it was killed."""
+    try:
+        said = json.loads((folder / RUNNING).read_text(encoding="utf-8"))
+        scoreboard = Scoreboard.attach(said["scoreboard"], keep_alive=False)
+    except (OSError, ValueError, KeyError, ProtocolMismatch):
+        return None
+    try:
+        return int(said["pid"]) if scoreboard.segment.owner_lives() else None
+    finally:
+        scoreboard.close()
+
+
+def debug_state(folder: Path) -> str:
+    """What the run in `folder` shares at this moment.
+
+    Raises:
+        NotRunning: there is none, or it ended just now.
+    """
+    mark = folder / RUNNING
+    try:
+        scoreboard = Scoreboard.attach(json.loads(mark.read_text(encoding="utf-8"))["scoreboard"], keep_alive=False)
+    except (OSError, ValueError, SharedMemoryError) as error:
+        raise NotRunning(
+            f"no run is going on in {folder} ({type(error).__name__}): expected {mark} and its shared memory; give the "
+            "folder that a run was started with"
+        ) from error
+    try:
+        owner = "runs" if scoreboard.segment.owner_lives() else "is gone; the next start frees this memory"
+        return "\n".join(
+            [
+                f"run {scoreboard.segment.name}, whose owner {owner}",
+                f"epoch {scoreboard.epochs:,}  environment steps {scoreboard.env_steps:,}  "
+                f"learner steps {scoreboard.learner_steps:,}  episodes {scoreboard.episodes:,}",
+                "",
+                *_roles(scoreboard),
+                "",
+                *_channels(scoreboard),
+                *_replays(scoreboard),
+            ]
+        )
+    finally:
+        scoreboard.close()
+
+
+def _roles(scoreboard: Scoreboard) -> list[str]:
+    now, lines = time.monotonic_ns(), []
+    for number, (name, kind) in enumerate(scoreboard.named.roles):
+        words, orders = scoreboard.words[number], scoreboard.orders[number]
+        subject, which = scoreboard.waits_for(number)
+        total = max(1, words[Word.BUSY] + words[Word.WAITED])
+        waits = "works"
+        if subject not in AT_REST or words[Word.WAITS_FOR]:
+            of = f" {scoreboard.named.channels[which][0]}" if subject.name == "WEIGHTS" else ""
+            waits = f"waits for {subject.name.lower()}{of} since {(now - words[Word.WAITS_SINCE]) / 1e9:.1f} s"
+        lines.append(
+            f"{name:<14} {kind.name.lower():<9} {State(words[Word.STATE]).name.lower():<8} "
+            f"told to {Order(orders[Told.ORDER]).name.lower():<5} pid {words[Word.PID]:<7} life {words[Word.LIFE]} "
+            f"steps {words[Word.ENV_STEPS] + words[Word.LEARNER_STEPS]:,}  version {words[Word.VERSION]}  "
+            f"lag {words[Word.LAG]}  busy {words[Word.BUSY] / total:.0%}  "
+            f"heartbeat {(now - words[Word.HEARTBEAT]) / 1e9:.1f} s ago  restarts {orders[Told.RESTARTS]}  {waits}"
+        )
+    return lines
+
+
+def _channels(scoreboard: Scoreboard) -> list[str]:
+    lines = []
+    for name, segment in scoreboard.named.channels:
+        with WeightsChannel.attach(segment) as channel:
+            claim = channel.claim()
+            age = f", {channel.age_seconds(claim):.1f} s old, in slot {claim.slot}" if claim.version else ""
+            lines.append(
+                f"weights {name:<14} {channel.mode}, {channel.layout.nbytes:,} bytes, version {channel.newest}{age}"
+            )
+    return lines
+
+
+def _replays(scoreboard: Scoreboard) -> list[str]:
+    lines = []
+    for name, attached in scoreboard.named.replays:
+        replay = Replay.attach(attached)
+        try:
+            counted = replay.counters
+            lines.append(
+                f"replay  {name:<14} {len(replay):,} of {replay.capacity:,} rows, {counted.added:,} added, "
+                f"{counted.sampled:,} sampled, {counted.overwritten:,} overwritten, {replay.nbytes:,} bytes"
+            )
+        finally:
+            replay.close()
+    return lines
