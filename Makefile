@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench monitoring proto sbom clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench monitoring proto sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -46,6 +46,9 @@ test-browser: setup  ## needs chromium
 
 fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ door, over gRPC and to HTTP's infer, HTTP by its description
 	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 3000
+
+chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, in CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md
+	nice -n 5 $(BIN)/python -m pytest -s -m slow tests/faults/test_kills.py
 
 soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anything grew; benchmarks/soak/results
 	$(BIN)/python -m benchmarks.soak

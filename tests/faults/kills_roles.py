@@ -11,6 +11,7 @@ import json
 import os
 import random
 import select
+import signal
 import socket
 import struct
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from tests.faults.asker import CALL
+from tests.faults.asker import CALL, ask
 
 from jurybox.client import Error, Model, Server, connect
 from jurybox.protocol import wire
@@ -28,7 +29,8 @@ from jurybox.protocol.address import engine_address
 
 EVERY = 0.05  # seconds between two questions of the probe: is it well, and is a request answered
 TIMEOUT = 2.0  # seconds that its request brings, as much as health gives a model
-SILENT = 10.0  # seconds after which an HTTP answer is taken as lost
+SILENT = 60.0  # seconds after which an HTTP answer is taken as lost
+MOST = 45  # pairs in flight: those of the time-out; where the machine is slower than that, it is asked less often
 RECORD = struct.Struct("5d")  # asked at, the request's end and outcome, health's end and outcome
 YES, NO, WRONG = 1.0, 0.0, -1.0
 ANSWER = [3.0, 5.0, 7.0, 9.0]
@@ -89,9 +91,10 @@ async def probe(port: int, journal: Path) -> None:
     with journal.open("ab") as file:
         due = time.monotonic()
         while not told_to_end():
-            task = asyncio.create_task(both(time.monotonic()))
-            running.add(task)
-            task.add_done_callback(running.discard)
+            if len(running) < MOST:
+                task = asyncio.create_task(both(time.monotonic()))
+                running.add(task)
+                task.add_done_callback(running.discard)
             due = max(due + EVERY, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
         await asyncio.gather(*running)
@@ -125,6 +128,7 @@ def follow(address: str, journal: Path) -> None:
                 scale, offset = (reply.version, reply.version) if reply.version else (2, 1)
                 outcome = YES if np.array_equal(reply.outputs, scale * x + offset) else WRONG
             file.write(CALL.pack(began, time.monotonic(), outcome))
+            file.flush()
             time.sleep(0.01)
 
 
@@ -267,14 +271,46 @@ class Vandal:
                 file.write(f"! {otherwise}\n")
 
 
+# ---- those who are killed
+
+
+def nursery() -> None:
+    """Fork whoever a line of input names, and say its pid: victims without a start-up. They end with it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    born: list[int] = []
+    for line in sys.stdin:
+        ear, mouth = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(ear, 0)
+            os.close(mouth)
+            with contextlib.suppress(Error):
+                victim(*line.split())
+            os._exit(0)
+        os.close(ear)
+        born.append(mouth)
+        print(pid, flush=True)
+    for mouth in born:
+        os.close(mouth)
+
+
+def victim(role: str, address: str, *rest: str) -> None:
+    sys.stdin = os.fdopen(0)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    if role == "client":
+        with Path(rest[1]).open("ab") as journal:
+            ask(address, rest[0], journal)
+    elif role == "publisher":
+        publish(address)
+    else:
+        Vandal(address, int(rest[0]), int(rest[1]), int(rest[2]), Path(rest[3])).run()
+
+
 if __name__ == "__main__":
-    print("here", flush=True)
     match sys.argv[1:]:
         case ["probe", port, journal]:
             asyncio.run(probe(int(port), Path(journal)))
-        case ["publish", address]:
-            publish(address)
         case ["follow", address, journal]:
             follow(address, Path(journal))
-        case ["vandal", address, tcp, web, grpc, log]:
-            Vandal(address, int(tcp), int(web), int(grpc), Path(log)).run()
+        case ["nursery"]:
+            nursery()
