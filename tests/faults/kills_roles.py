@@ -256,13 +256,12 @@ class Vandal:
             time.sleep(0.2)
 
     def connected(self) -> Model:
-        if self.server is None or self.rng.random() < 0.1:
+        if self.moody is None or self.rng.random() < 0.1:
             if self.server is not None:
                 self.server.close()
-                self.server = None
+                self.server = self.moody = None
             self.server = connect(self.address, timeout=5)
             self.moody = self.server.model("moody", rows=4)
-        assert self.moody is not None
         return self.moody
 
     def expect(self, condition: bool, otherwise: str) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -56,11 +57,11 @@ def free_port() -> int:
 class Crowd:
     """A server that is started again whenever its supervisor is killed, and everybody around it."""
 
-    def __init__(self, folder: Path, stack: ExitStack, **settings: object) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, doors: Sequence[str], **settings: object) -> None:
         self.folder, self.stack = folder, stack
         self.ports = [str(free_port()) for _ in range(3)]
-        doors = dict(zip(("tcp", "http", "grpc"), (f"127.0.0.1:{port}" for port in self.ports), strict=True))
-        self.settings = {"replicas": 2, **doors, **settings}
+        open_to = dict(zip(("tcp", "http", "grpc"), (f"127.0.0.1:{port}" for port in self.ports), strict=True))
+        self.settings = {"replicas": 2, **open_to, **settings}
         self.server = self.serve()
         self.wait_for_it()
         self.kills: list[tuple[float, str]] = []
@@ -68,11 +69,8 @@ class Crowd:
         self.journals: dict[str, Path] = {}
         self.ours: dict[str, subprocess.Popen[str]] = {}
         remote = f"tcp://127.0.0.1:{self.ports[0]}"
-        self.askers = [
-            self.asker("native", self.server.address, "native"),
-            self.asker("zmq", self.server.address, "zmq"),
-            self.asker("tcp", remote, "auto"),
-        ]
+        where = {"native": self.server.address, "zmq": self.server.address, "tcp": remote}
+        self.askers = [self.asker(door, where[door], "auto" if door == "tcp" else door) for door in doors]
         self.probed = folder / "probe"
         self.join("probe", "probe", self.ports[1], str(self.probed))
         self.journals["policy"] = folder / "policy"
@@ -232,8 +230,8 @@ def journal(path: Path, columns: int) -> np.ndarray:
 def disagreements(probes: np.ndarray) -> list[list[float]]:
     """Moments at which one of both said what the other did not say within NEAR of then.
 
-    On a busy machine both are not heard at quite the same moment, and a change comes between them: what is near grows by
-    as much as the later of two answers came after the time-out that it had.
+    On a busy machine both are not heard at quite the same moment, and a change comes between them: what is near grows
+    by as much as the later of two answers came after the time-out that it had.
     """
     asked, works, well = probes[:, 0], probes[:, 2] > 0, probes[:, 4] > 0
     late = np.maximum(0, np.maximum(probes[:, 1], probes[:, 3]) - asked - TIMEOUT)
@@ -262,7 +260,15 @@ def recoveries(kills: list[tuple[float, str]], answers: dict[str, np.ndarray]) -
 
 
 def one_round(
-    folder: Path, roles: list[str], seed: int, pause: float, calm: float, until: float, **settings: object
+    folder: Path,
+    roles: list[str],
+    seed: int,
+    *,
+    pause: float,
+    calm: float,
+    until: float,
+    doors: Sequence[str] = ("native", "zmq", "tcp"),
+    **settings: object,
 ) -> dict:
     """Kill these one after another; gives what was seen.
 
@@ -270,10 +276,11 @@ def one_round(
         pause: seconds between two kills, on average.
         calm: the share of kills after which is waited until everybody is answered again; else somebody dies meanwhile.
         until: when to end early, s of CLOCK_MONOTONIC.
+        doors: of the clients that are there all the time.
     """
     rng = random.Random(seed)
     with leaving_nothing(), ExitStack() as stack:
-        crowd = Crowd(folder, stack, **settings)
+        crowd = Crowd(folder, stack, doors, **settings)
         began = time.monotonic()
         until = max(until, began + 5)
         for role in roles:
@@ -292,7 +299,7 @@ def one_round(
     calls, probes = crowd.calls(), crowd.probes()
     probes = probes[np.argsort(probes[:, 0])]
     deeds = Counter(crowd.vandalised.read_text().splitlines()) if crowd.vandalised.exists() else Counter()
-    answers = {name: calls[name][calls[name][:, 2] > 0] for name in ("native", "zmq", "tcp", "policy")}
+    answers = {name: calls[name][calls[name][:, 2] > 0] for name in (*doors, "policy")}
     answers["http"] = probes[probes[:, 2] > 0]
     reasons = crowd.probed.with_suffix(".reasons")
     away = [at for at, role in crowd.kills if role == "supervisor"]
@@ -388,9 +395,12 @@ def judge(done: dict) -> None:
     assert not done["disagreements"], told(done)
 
 
+@pytest.mark.timeout(300)
 def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
-    roles = ["engine-0", "client", "vandal", "relay", "publisher", "gateway", "engine-1"]
-    done = one_round(tmp_path, roles, 1, pause=0.1, calm=1.0, until=time.monotonic() + 12)
+    """On a machine so busy that it takes long, fewer are killed."""
+    roles = ["client", "engine-0", "publisher", "vandal", "gateway", "relay"]
+    until = time.monotonic() + 12
+    done = one_round(tmp_path, roles, 1, pause=0.1, calm=0.5, until=until, doors=("native", "tcp"), replicas=1)
     print(table([done]))
     judge(done)
 
