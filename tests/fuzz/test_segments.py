@@ -124,3 +124,13 @@ def test_any_bytes_in_a_boards_head(name, watched, count):
             memory[:24] = clean
     finally:
         board.close()
+
+
+def test_a_leak_of_two_hundred_bytes_an_input_does_not_pass_for_flat():
+    """What the long runs of this folder are held to, seen to fail where something is kept of every input."""
+    watched, kept = Watched({"here": psutil.Process()}), []
+    for _ in range(100_000):
+        kept.append(bytes(150))
+        watched.came(1)
+    with pytest.raises(AssertionError, match="here grows with every input"):
+        watched.require_flat()
