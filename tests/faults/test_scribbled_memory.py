@@ -26,7 +26,7 @@ MODELS = {
     "other": {"factory": "tests.models:affine", "args": {"scale": 3.0}, "max_batch": 16, "rows": 64},
 }
 KINDS = ["board", "lanes", "arena", "bell", "timings", "weights"]
-SECONDS = 1.0
+SECONDS = 0.6
 
 # Random bytes, long runs and single words, everywhere in a segment or in a part of it.
 SCRIBBLE = """
@@ -91,7 +91,7 @@ def test_nobody_changes_the_size_of_any_segment(server):
     answers_right(server, "native")
 
 
-@pytest.mark.parametrize("door", ["native", "zmq"])
+@pytest.mark.parametrize("door", ["native", pytest.param("zmq", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_answers_right_a_moment_after_its_memory_was_scribbled(server, kind, door):
     segment = "board" if kind == "lanes" else kind
