@@ -151,7 +151,7 @@ def test_the_aarch64_wheel_answers_under_an_emulator(wheels, server, tmp_path) -
     (wheel,) = (tmp_path / "dist").glob("*aarch64.whl")
     place = [
         "--python-platform",
-        "aarch64-unknown-linux-gnu",
+        "aarch64-manylinux_2_34",
         "--python-version",
         version,
         "--target",
