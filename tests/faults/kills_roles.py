@@ -32,7 +32,7 @@ TIMEOUT = 2.0  # seconds that its request brings, as much as health gives a mode
 SILENT = 60.0  # seconds after which an HTTP answer is taken as lost
 MOST = 45  # pairs in flight: those of the time-out; where the machine is slower than that, it is asked less often
 RECORD = struct.Struct("5d")  # asked at, the request's end and outcome, health's end and outcome
-YES, NO, WRONG = 1.0, 0.0, -1.0
+YES, NO, WRONG, GONE = 1.0, 0.0, -1.0, -2.0  # GONE: no connection, or one that broke
 ANSWER = [3.0, 5.0, 7.0, 9.0]
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 
@@ -63,7 +63,7 @@ async def works(port: int) -> float:
     body = json.dumps({"inputs": [ROW], "parameters": {"timeout": int(TIMEOUT * 1e6)}}).encode()
     status, content = await http(port, b"POST /v2/models/affine/infer", body)
     if status != 200:
-        return NO
+        return NO if status else GONE
     return YES if json.loads(content)["outputs"][0]["data"] == ANSWER else WRONG
 
 
@@ -72,7 +72,7 @@ async def well(port: int, reasons: Path) -> float:
     if status not in (0, 200):
         with reasons.open("ab") as file:
             file.write(b"%.3f %s\n" % (time.monotonic(), content))
-    return YES if status == 200 else NO
+    return YES if status == 200 else NO if status else GONE
 
 
 async def probe(port: int, journal: Path) -> None:
