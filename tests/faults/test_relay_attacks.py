@@ -109,7 +109,7 @@ def test_a_client_that_reads_slowly_gets_every_answer(server):
             tickets = [model.submit(np.full((1, 4), 1, np.float32)) for _ in range(24)]  # 55 MiB
             time.sleep(0.5)
             for ticket in tickets:
-                np.testing.assert_allclose(model.result(ticket, timeout=60).outputs, expected, atol=1e-5)
+                np.testing.assert_allclose(ticket.result(timeout=60).outputs, expected, atol=1e-5)
 
 
 def test_control_answers_that_nobody_reads_are_not_kept_without_end(server, dealer):

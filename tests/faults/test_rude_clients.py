@@ -100,7 +100,10 @@ def test_tickets_of_garbage_and_for_foreign_rows_harm_nobody_else(server):
             return len(answers) == len(allowed)
 
         wait_until(all_answered, 30, "an answer to every ticket")
-        assert answers == {number: Code.OK if may else Code.REFUSED for number, may in allowed.items()}
+        # More than its rows at once is more than an honest client can ask: some of what is allowed may be turned away.
+        right = {True: (Code.OK, Code.BUSY), False: (Code.REFUSED,)}
+        assert {number: answers[number] for number, may in allowed.items() if answers[number] not in right[may]} == {}
+        assert any(code == Code.OK for code in answers.values())
         bell.close()
 
 
