@@ -17,7 +17,7 @@ from jurybox.server.gateway.health import not_ready
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.source import Document, StatusSource
 
-FRESH = 0.1  # seconds for which an answer shows that a model answers: as long as a status document is kept
+FRESH = 0.05  # seconds for which an answer shows that a model answers
 _TIMEOUT = 2.0  # seconds a model has for the row; health checks commonly wait for 1 to 10
 _SILENT_FOR = 30.0  # seconds a supervisor may be busy while its engines answer all the same
 _TRIES = 3  # as a request has
@@ -36,7 +36,7 @@ class SelfTest:
         self._lanes = lanes
         self._clock = clock
         self._answered: dict[str, float] = {}
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._asking: dict[str, tuple[float, asyncio.Task[str]]] = {}  # when it began, the last of each model
         self._document: Document | None = None  # the last there was, and when
         self._asked = 0.0
 
@@ -59,20 +59,29 @@ class SelfTest:
             document = self._document
         except Error as error:
             return [str(error)]
-        reasons = not_ready(document)
-        ready = [model["name"] for model in document["models"] if model["state"] == "ready"]
-        if document["server"]["state"] == "serving":
-            reasons += filter(None, await asyncio.gather(*(self.silent(name) for name in ready)))
-        return reasons
+        if document["server"]["state"] == "draining":
+            return not_ready(document)
+        # Asked even where the document says that no engine serves: a request waits for the next one, as this row does.
+        asked = [
+            model["name"]
+            for model in document["models"]
+            if model["state"] == "ready" or (model["state"] == "loading" and model.get("configured", True))
+        ]
+        silent = [why for why in await asyncio.gather(*(self.silent(name) for name in asked)) if why]
+        broken = any(model["state"] not in ("ready", "loading") for model in document["models"])
+        return not_ready(document) + silent if silent or broken or not asked else []
 
     async def silent(self, name: str) -> str:
-        """Why a model that is ready does not answer; empty where it does."""
-        if self._clock() - self._answered.get(name, -FRESH) < FRESH:
+        """Why a model does not answer; empty where it does."""
+        now = self._clock()
+        if now - self._answered.get(name, -FRESH) < FRESH:
             return ""
-        asking = self._asking.get(name)
-        if asking is None:
-            asking = self._asking[name] = asyncio.create_task(self.ask(name))
-            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        # Who asks at nearly the same moment shares the answer. No row is shared for longer: one that was sent a second
+        # ago has a second left, and its time-out says nothing about a request that is sent now.
+        began, asking = self._asking.get(name, (-FRESH, None))
+        if asking is None or now - began >= FRESH:
+            asking = asyncio.create_task(self.ask(name))
+            self._asking[name] = now, asking
         return await asyncio.shield(asking)
 
     async def ask(self, name: str, version: int = 0) -> str:

@@ -51,7 +51,7 @@ class OpenInference:
         """Why a model is not ready; empty when it is. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         model = models.find(document, name)
-        if document["server"]["state"] != "serving" or model["state"] != "ready":
+        if document["server"]["state"] == "draining" or model["state"] not in ("ready", "loading"):
             return f"the server is {document['server']['state']}, model {name!r} is {model['state']}"
         if wanted := weights_version(version):
             return await self.self_test.ask(name, wanted)

@@ -1,0 +1,109 @@
+"""Health says no exactly when a request would fail: it asks as requests do, and at the same moment."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from jurybox.protocol.errors import Code, Refused, Timeout
+from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.gateway.self_test import SelfTest
+
+SPEC = ModelSpec("affine", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
+
+
+class Engines:
+    """Lanes of a server whose engines answer from the moment `back` on; a row that is asked before waits until then."""
+
+    def __init__(self) -> None:
+        self.back = asyncio.Event()
+        self.asked = 0
+        self.leased = True
+
+    async def hold(self, name, *, trying):
+        if not self.leased and not self.back.is_set():
+            raise Refused(f"model {name!r} is loading: ask again when it is ready", Code.NOT_READY)
+        return SimpleNamespace(spec=SPEC)
+
+    async def ask(self, held, row, n, seconds, version):
+        self.asked += 1
+        try:
+            await asyncio.wait_for(self.back.wait(), seconds)
+        except TimeoutError:
+            raise Timeout(f"model 'affine' did not answer within {seconds:.3f} s") from None
+
+
+class Source:
+    """The status document of a server with one model and one engine."""
+
+    def __init__(self, engine: str, model: str) -> None:
+        self.engine, self.model, self.draining = engine, model, False
+
+    async def status(self, *, fresh=False):
+        state = "draining" if self.draining else "serving" if self.engine == "serving" else "down"
+        return {
+            "server": {"state": state},
+            "engines": [{"index": 0, "state": self.engine, "hung": False, "restarts": 1}],
+            "models": [{"name": "affine", "state": self.model, "reason": "it broke", "configured": True}],
+        }
+
+
+@pytest.fixture
+def engines():
+    return Engines()
+
+
+async def test_an_engine_that_is_back_in_time_for_a_request_is_back_in_time_for_health(engines):
+    test = SelfTest(Source("absent", "loading"), engines)
+    asking = asyncio.create_task(test.reasons())
+    await asyncio.sleep(0.1)
+    engines.back.set()
+    assert await asking == []
+
+
+async def test_an_engine_that_is_not_back_in_time_is_named_with_what_a_request_would_be_told(engines):
+    reasons = await SelfTest(Source("absent", "loading"), engines).reasons()
+    assert reasons[:2] == [
+        "engine 0 is absent, restarted 1 times",
+        "model 'affine' is loading: it broke",
+    ]
+    assert "did not answer within" in reasons[-1]
+
+
+async def test_a_time_out_of_a_row_that_was_asked_earlier_says_nothing_about_now(engines):
+    test = SelfTest(Source("serving", "ready"), engines)
+    early = asyncio.create_task(test.reasons())
+    await asyncio.sleep(1.8)
+    late = asyncio.create_task(test.reasons())
+    await asyncio.wait([early])
+    engines.back.set()
+    assert (bool(early.result()), await late) == (True, [])
+
+
+async def test_who_asks_at_the_same_moment_shares_a_row(engines):
+    engines.back.set()
+    test = SelfTest(Source("serving", "ready"), engines)
+    assert await asyncio.gather(*(test.reasons() for _ in range(50))) == [[]] * 50
+    assert engines.asked == 1
+
+
+async def test_a_model_that_nobody_can_lease_yet_is_told_at_once(engines):
+    engines.leased = False
+    async with asyncio.timeout(1):
+        reasons = await SelfTest(Source("starting", "loading"), engines).reasons()
+    assert any("ask again when it is ready" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("state", ["failed", "quarantined"])
+async def test_a_model_that_is_served_no_longer_is_not_asked(engines, state):
+    reasons = await SelfTest(Source("serving", state), engines).reasons()
+    assert (reasons, engines.asked) == ([f"model 'affine' is {state}: it broke"], 0)
+
+
+async def test_who_drains_is_not_asked(engines):
+    engines.back.set()
+    source = Source("serving", "ready")
+    source.draining = True
+    assert (await SelfTest(source, engines).reasons(), engines.asked) == (["the server is draining"], 0)
