@@ -408,6 +408,7 @@ def judge(done: dict) -> None:
     assert not done["disagreements"], told(done)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
     """On a machine so busy that it takes long, fewer are killed."""
