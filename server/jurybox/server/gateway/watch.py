@@ -7,8 +7,8 @@ import json
 import time
 from collections.abc import AsyncGenerator
 
-from jurybox.client import Error, ServerGone, Timeout
-from jurybox.protocol.errors import Code, Refused
+from jurybox.client import ServerGone, Timeout
+from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.source import StatusSource
 from jurybox.server.watch.history import History
 from jurybox.server.watch.snapshot import BoardReader, Document, Snapshot
@@ -109,8 +109,8 @@ class Broadcast:
             try:
                 document = history.add(await self._watch.snapshot())
                 self._tell("sample", json.dumps(document, separators=(",", ":")))
-            except Error as error:
-                self._tell("gone", json.dumps({"reason": str(error)}))
+            except Exception as error:  # noqa: BLE001  who watches is told, and the next look may go well
+                self._tell("gone", json.dumps({"reason": said(error)}))
             await asyncio.sleep(max(0.05, self._interval - (time.monotonic() - began)))
 
     def _tell(self, event: str, data: str) -> None:
