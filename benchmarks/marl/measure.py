@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
+from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.marl_networks import make_network
-from jurybox.training.runtime.context import RoleContext
 from jurybox.training.runtime.plan import Kind
+from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
-from jurybox.training.runtime.shared import SharedResources
-from jurybox.training.runtime.stopping import Signals
+from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
 
 _NEVER = 10**9
