@@ -186,6 +186,8 @@ def test_ctrl_c_in_every_place_leaves_a_client_that_answers_rightly(client, way,
     asker = Asker(model)
     ask = getattr(asker, way)
     ask()
+    if way == "call":
+        stride = 1  # its few steps are all there is in Python: the rest is one native call
     moment = 0
     while True:
         with Moments(moment) as moments:

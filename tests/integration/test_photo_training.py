@@ -68,7 +68,7 @@ def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_pa
     summary = json.loads((out / "summary.json").read_text())
     assert summary["env_steps"] == 32 and summary["verdict"] in ("yes", "no", "undecided")
     assert "held-out photos" in (out / "report.html").read_text()
-    assert "pictures in a batch" in (out / "report.html").read_text(), "the server's part"
+    assert "rows in a batch" in (out / "report.html").read_text(), "the server's part"
 
 
 def test_without_a_server_it_is_told_how_to_start_one(tmp_path, monkeypatch):

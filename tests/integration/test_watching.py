@@ -153,7 +153,7 @@ def test_the_stream_shows_the_load_as_it_happens(server):
     affine = next(model for model in last["models"] if model["name"] == "affine")
     assert affine["rates"]["rows"] > 0
     assert affine["batch"]["mean"] == 3.0
-    assert affine["lanes"]["in_use"] == 1
+    assert affine["lanes"]["in_use"] in (1, 2)  # the gateway holds one, too, once its health was asked
     assert 0 < affine["latency"]["request"]["p50"] <= affine["latency"]["request"]["p99"] < 30
     assert last["engines"][0]["state"] == "serving"
     assert 0 < last["engines"][0]["busy"] <= 1
@@ -207,14 +207,14 @@ def press(keys: bytes, address: str) -> tuple[int, str]:
     top = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm"})
     try:
         screen, until = b"", time.monotonic() + 60
-        while b"jurybox" not in screen and time.monotonic() < until:
+        while b"affine" not in screen and time.monotonic() < until:
             if select.select([parent], [], [], 1.0)[0]:
                 screen += os.read(parent, 65536)
         os.write(parent, keys)
         until = time.monotonic() + 30
         while top.poll() is None and time.monotonic() < until:
             if select.select([parent], [], [], 0.1)[0]:
-                os.read(parent, 65536)  # what nobody reads would block it
+                screen += os.read(parent, 65536)  # what nobody reads would block it
         status = top.wait(1)
         assert termios.tcgetattr(child)[3] == echo, "the terminal was left as top wanted it"
         return status, screen.decode(errors="replace")

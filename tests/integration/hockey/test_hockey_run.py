@@ -56,7 +56,7 @@ def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> 
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert any(row["critic_loss"] for row in rows) and any(row["eval_wins_strong"] for row in rows)
-    assert float(max(row["pool"] for row in rows if row["pool"])) >= 1, "past selves joined"
+    assert max(float(row["pool"]) for row in rows if row["pool"]) > 0, "past selves joined"
     assert "Who worked when" in (tmp_path / "report.html").read_text()
     assert segments() == before
 
