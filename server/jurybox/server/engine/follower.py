@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.protocol.errors import Timeout, VersionNotHeld, said
+from jurybox.protocol.errors import Error, Timeout, VersionNotHeld, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.page_lock import staging
 from jurybox.server.engine.streams import Mark, Stream
@@ -158,8 +158,11 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stopped.is_set():
-            if not self._reader.wait_newer_than(self.version, _SLICE):
-                continue
+            try:
+                if not self._reader.wait_newer_than(self.version, _SLICE):
+                    continue
+            except Error:  # the channel is closed: its model was unloaded, or the server is gone
+                return
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     age = self._copies[0].fill(_SLICE)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.protocol.errors import Timeout, said
+from jurybox.protocol.errors import Error, Timeout, said
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.server.engine.group import Grouped, Member, Stacks
 
@@ -195,7 +195,11 @@ class _Reader:
     def _listen(self) -> None:
         seen = 0
         while not self._stopped and not self._all_stopped.is_set():
-            if self.reader.wait_newer_than(seen, _SLICE):
+            try:
+                newer = self.reader.wait_newer_than(seen, _SLICE)
+            except Error:  # the channel is closed: its model was unloaded, left the group, or the server is gone
+                return
+            if newer:
                 seen = self.reader.newest
                 self._news.set()
 
