@@ -24,7 +24,7 @@ from jurybox.client import connect
 from jurybox.client.publisher import Publisher
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol import remote_weights_pb2
-from jurybox.protocol.errors import TABLE, Code, Error, Refused, Timeout
+from jurybox.protocol.errors import Busy, Code, Error, Refused, Timeout
 from jurybox.protocol.remote_weights_pb2 import (
     BeginPublication,
     Opened,
@@ -46,7 +46,7 @@ from jurybox.protocol.weights.transfer import (
     transfer_layout,
 )
 from jurybox.server.gateway.grpc_server import Service
-from jurybox.server.security.grpc import CODE
+from jurybox.server.security.grpc import abort
 
 _CONNECT = 5.0  # seconds
 _STALL = 30.0  # seconds between two messages of one publication, in either direction
@@ -57,7 +57,6 @@ _MOST_KEPT = 4  # publications of one model that are on their way to readers; sl
 _PIECE_BYTES = 256 << 10  # of a publication, in one message to a reader: so much waits for each that does not read
 _MOST_NAME = 1024  # characters of a model's name
 _MOST_SAID = 1000  # characters of an error
-_STATUSES = {status.value[0]: status for status in grpc.StatusCode}
 _NAME = PUBLISH.rpartition("/")[0].lstrip("/")  # of the service
 _T = TypeVar("_T")
 _M = TypeVar("_M")
@@ -172,12 +171,12 @@ class RemoteWeights:
     async def _come(self, kind: str, context: Any) -> None:
         """Count a stream in, or end it where there are as many as there may be."""
         if self._streams[kind] >= self._most_streams:
-            code = Code.BUSY
-            context.set_trailing_metadata(((CODE, str(int(code))),))
-            await context.abort(
-                _STATUSES[TABLE[code].grpc],
-                f"{self._most_streams} {kind} of weights are connected from elsewhere, as many as there may be: close "
-                "those that are done, or read once a host and share what was read",
+            await abort(
+                context,
+                Busy(
+                    f"{self._most_streams} {kind} of weights are connected from elsewhere, as many as there may be: "
+                    "close those that are done, or read once a host and share what was read"
+                ),
             )
         self._streams[kind] += 1
 
