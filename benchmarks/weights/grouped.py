@@ -26,9 +26,8 @@ import torch
 
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.group import Member, Stacks
-from jurybox.server.engine.groups import Groups
-from jurybox.server.engine.stack import Stack, StackedForward
+from jurybox.server.groups.group import Member, Stack, StackedForward, Stacks
+from jurybox.server.groups.groups import Groups
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jurybox.server.gateway.metrics.metric import Kind, Metric
-from jurybox.server.gateway.metrics.table import TABLE
+from jurybox.server.gateway.metrics import Kind, Metric
+from jurybox.server.gateway.metrics_table import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("docker/monitoring")

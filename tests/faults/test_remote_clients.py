@@ -18,8 +18,8 @@ from tests.serving import segments, serving, wait_until
 from jurybox.client import Refused, ServerGone, connect
 from jurybox.client.local_link import LocalLink
 from jurybox.protocol.segment import sweep
-from jurybox.server.relay.front import Front
 from jurybox.server.relay.relay import Relay
+from jurybox.server.relay.remote_clients import Front
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 

@@ -30,8 +30,8 @@ from typer.main import get_command
 
 from jurybox.protocol.segment import directory
 from jurybox.server.commands.app import app
-from jurybox.server.config import ModelSettings, load_settings
-from jurybox.server.engine.loader import load
+from jurybox.server.engine.model_code import load
+from jurybox.server.settings.config import ModelSettings, load_settings
 from jurybox.training.replay import Replay
 
 ROOT = Path(__file__).parents[2]

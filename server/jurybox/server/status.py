@@ -57,7 +57,7 @@ def status_document(
         lanes: those leased, or about to be free.
         segments: bytes of each of the server's segments, by name.
         engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
-        events: of jurybox.server.supervisor.events.
+        events: of jurybox.server.supervisor.run.
         devices: of the engines.
         now: seconds since 1970 instead of the clock's.
         monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.

@@ -14,7 +14,7 @@ from jurybox.client.remote.curve import keys
 from jurybox.protocol import wire
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, LoadRequest, ReleaseRequest
 from jurybox.protocol.errors import Code
-from jurybox.server.security.curve import make_pair
+from jurybox.server.security.access import make_pair
 
 MODELS = {"affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64}}
 X = np.ones((2, 4), np.float32)

@@ -442,13 +442,13 @@ def test_no_operation_id_is_given_twice(server):
     import warnings
 
     from jurybox.server.gateway.app import create_app
-    from jurybox.server.gateway.inference import http_routes
-    from jurybox.server.gateway.inference.door import OpenInference
+    from jurybox.server.gateway.inference import http_inference
+    from jurybox.server.gateway.inference.inference import OpenInference
 
     door = OpenInference(server.address, None, shared_memory="")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        described = create_app(None, routers=[http_routes.router(door)]).openapi()
+        described = create_app(None, routers=[http_inference.router(door)]).openapi()
     names = [one["operationId"] for path in described["paths"].values() for one in path.values()]
     assert len(names) == len(set(names))
 

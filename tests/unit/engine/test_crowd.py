@@ -13,8 +13,8 @@ from jurybox.protocol.board import Board
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
+from jurybox.server.engine.batcher import QUICK, BatchCost
 from jurybox.server.engine.core import Engine
-from jurybox.server.engine.crowd import QUICK, BatchCost
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
 

@@ -14,14 +14,11 @@ from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import Batches
-from jurybox.server.engine.device_served import DeviceServed, neighbours, pays
-from jurybox.server.engine.follower import Follower
-from jurybox.server.engine.graphs import ladder, rung
-from jurybox.server.engine.inbox import Queue
-from jurybox.server.engine.meters import Meters
-from jurybox.server.engine.slot import Slot
-from jurybox.server.engine.streams import Mark, Stream
+from jurybox.server.engine.batcher import Queue
+from jurybox.server.engine.batches import Batches, Meters
+from jurybox.server.engine.core import Slot
+from jurybox.server.engine.device import DeviceServed, Mark, Stream, ladder, neighbours, pays, rung
+from jurybox.server.engine.weights_updater import Follower
 from jurybox.server.models import ServedModel
 
 ROWS = 16

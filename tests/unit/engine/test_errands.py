@@ -4,7 +4,7 @@ import select
 import threading
 import time
 
-from jurybox.server.engine.errands import Errands
+from jurybox.server.engine.process import Errands
 
 
 def readable(errands):

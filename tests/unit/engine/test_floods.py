@@ -12,9 +12,9 @@ from tests.serving import wait_until
 
 from jurybox.protocol.errors import Code
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, TICKET, lane_identity
-from jurybox.server.doors.zmq import ZmqDoor
 from jurybox.server.inproc import InprocServer
 from jurybox.server.logs import Seldom
+from jurybox.server.transports import ZmqDoor
 
 EPOCH = 5
 

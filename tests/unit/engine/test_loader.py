@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from jurybox.server.config import ModelSettings
-from jurybox.server.engine.loader import LoadError, load
+from jurybox.server.engine.model_code import LoadError, load
+from jurybox.server.settings.config import ModelSettings
 
 CPU = torch.device("cpu")
 NETS = """

@@ -11,9 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from jurybox.server.jurors.criteria import Naturalness
-from jurybox.server.jurors.criteria.pixels import split
-from jurybox.server.jurors.criteria.scene_statistics import halve
+from jurybox.server.jurors.criteria import Naturalness, split
+from jurybox.server.jurors.scene_statistics import halve
 
 Images = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]

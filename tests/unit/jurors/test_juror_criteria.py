@@ -7,9 +7,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure, Sharpness
-from jurybox.server.jurors.criteria.plausible import plausible
-from jurybox.server.jurors.example import example_images
+from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure, Sharpness, plausible
+from jurybox.server.jurors.panels import example_images
 
 Images = npt.NDArray[np.uint8]
 

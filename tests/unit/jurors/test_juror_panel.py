@@ -12,8 +12,8 @@ from safetensors import safe_open
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.jurors import colour, exposure, naturalness, panel, sharpness
-from jurybox.server.jurors.criteria.regressor import PUBLISHED
-from jurybox.server.jurors.example import example_images
+from jurybox.server.jurors.criteria import PUBLISHED
+from jurybox.server.jurors.panels import example_images
 from jurybox.server.models import ServedModel
 
 CRITERIA = ["naturalness", "exposure", "colour", "sharpness"]

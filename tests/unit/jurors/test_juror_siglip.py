@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from jurybox.protocol import TensorSpec
 from jurybox.server.jurors import siglip
 from jurybox.server.jurors.aesthetic import AestheticHead, AestheticPredictor, normalised
-from jurybox.server.jurors.example import example_images
+from jurybox.server.jurors.panels import example_images
 
 TINY = {
     "hidden_size": 32,

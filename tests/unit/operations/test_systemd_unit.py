@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jurybox.server.commands.serve import _CONFIG
-from jurybox.server.config import load_settings
+from jurybox.server.commands.app import _CONFIG
+from jurybox.server.settings.config import load_settings
 from jurybox.server.supervisor.service_manager import ServiceManager
 
 UNIT = Path(__file__).parents[3] / "deploy" / "jurybox.service"

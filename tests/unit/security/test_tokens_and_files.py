@@ -7,12 +7,9 @@ import stat
 import pytest
 from pydantic import SecretStr
 
-from jurybox.server.config import ConfigError, ServerSettings, Settings, load_settings, require_servable
-from jurybox.server.security import token as token_module
-from jurybox.server.security.access import Access
-from jurybox.server.security.curve import make_pair, read_pair
-from jurybox.server.security.secret_files import read_secret
-from jurybox.server.security.token import Token
+from jurybox.server.security import access
+from jurybox.server.security.access import Access, Token, make_pair, read_pair, read_secret
+from jurybox.server.settings.config import ConfigError, ServerSettings, Settings, load_settings, require_servable
 
 SECRET = "0123456789abcdef-secret"
 MODEL = '[models.photo]\nfactory = "a:b"\n'
@@ -38,7 +35,7 @@ def test_anything_else_does_not(shown):
 
 def test_tokens_are_compared_in_constant_time(monkeypatch):
     seen = []
-    monkeypatch.setattr(token_module.hmac, "compare_digest", lambda a, b: seen.append((len(a), len(b))) or a == b)
+    monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: seen.append((len(a), len(b))) or a == b)
     assert Token(SECRET).is_shown_by(f"Bearer {SECRET}")
     assert not Token(SECRET).is_shown_by("Bearer short")
     assert seen == [(32, 32), (32, 32)]  # of digests: not even the length shows

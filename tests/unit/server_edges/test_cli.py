@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import jurybox.client
 from jurybox.protocol.errors import ProtocolMismatch, ServerGone
 from jurybox.protocol.wire import build_version
-from jurybox.server import doctor as doctor_module
 from jurybox.server.cli import main
-from jurybox.server.commands import plugins
+from jurybox.server.commands import app as commands
 from jurybox.server.commands.app import app
 from jurybox.server.commands.show import duration
-from jurybox.server.doctor import Finding, Level
+from jurybox.server.doctor import checks
+from jurybox.server.doctor.checks import Finding, Level
 
 MODEL = '[models.photo]\nfactory = "nets:photo"\n'
 
@@ -225,7 +225,7 @@ def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level
         fixed.append(fix)
         return [Finding("memory", Level.OK, "much"), Finding("locks", level, "[none]", "buy some")]
 
-    monkeypatch.setattr(doctor_module, "examine", examine)
+    monkeypatch.setattr(checks, "examine", examine)
     result = run("doctor", "--fix")
     assert (result.exit_code, fixed) == (status, [True])
     assert f"{level.upper():<5}locks: [none]" in result.output
@@ -254,7 +254,7 @@ def test_help_costs_neither_torch_nor_the_server():
     code = (
         "import sys, typer.testing\nfrom jurybox.server.commands.app import app\n"
         "result = typer.testing.CliRunner().invoke(app, ['--help'])\n"
-        "heavy = ['torch', 'zmq', 'fastapi', 'stable_baselines3', 'gymnasium', 'jurybox.server.config']\n"
+        "heavy = ['torch', 'zmq', 'fastapi', 'stable_baselines3', 'gymnasium', 'jurybox.server.settings.config']\n"
         "print(result.exit_code, [name for name in heavy if name in sys.modules])"
     )
     assert in_a_process(code).stdout == "0 []\n"
@@ -285,8 +285,8 @@ def plugin(tmp_path, monkeypatch):
         (tmp_path / "edges_plugin.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "edges_plugin", raising=False)
-        points = [EntryPoint(name, f"edges_plugin:{target}", plugins.GROUP)]
-        monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == plugins.GROUP else [])
+        points = [EntryPoint(name, f"edges_plugin:{target}", commands.GROUP)]
+        monkeypatch.setattr(commands, "entry_points", lambda group: points if group == commands.GROUP else [])
         return app
 
     yield install

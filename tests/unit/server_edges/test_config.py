@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jurybox.protocol.errors import Refused
-from jurybox.server import config as config_module
-from jurybox.server.config import (
+from jurybox.server.settings import config as config_module
+from jurybox.server.settings.config import (
     ConfigError,
     ModelSettings,
     ServerSettings,
@@ -18,7 +18,7 @@ from jurybox.server.config import (
     model_settings_from_json,
     require_servable,
 )
-from jurybox.server.settings_sources import parse_key, parse_value
+from jurybox.server.settings.sources import parse_key, parse_value
 
 PHOTO = '[models.photo]\nfactory = "nets:photo"\n'
 AGENT = '[models."policy/agent0"]\nfactory = "nets:agent"\n'

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jurybox.server import cuda_devices
-from jurybox.server.cuda_devices import torch_has_cuda, visible_cuda_devices
+from jurybox.server.doctor import host
+from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_the_version_file_says_whether_torch_is_built_for_cuda(torch_version, te
 def test_a_driver_that_fails_means_no_device(torch_version, monkeypatch, status, output, expected):
     torch_version("cuda = '13.0'\n")
     done = subprocess.CompletedProcess([], status, output, "")
-    monkeypatch.setattr(cuda_devices.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(host.subprocess, "run", lambda *_, **__: done)
     assert visible_cuda_devices() == expected
 
 
@@ -57,26 +57,26 @@ def test_a_driver_that_hangs_means_no_device(torch_version, monkeypatch):
     def hang(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("python", 30.0)
 
-    monkeypatch.setattr(cuda_devices.subprocess, "run", hang)
+    monkeypatch.setattr(host.subprocess, "run", hang)
     assert visible_cuda_devices() == 0
 
 
 def test_a_cpu_build_asks_no_driver(torch_version, monkeypatch):
     torch_version("cuda: Optional[str] = None\n")
-    monkeypatch.setattr(cuda_devices.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(host.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
     assert visible_cuda_devices() == 0
 
 
 def test_the_driver_is_asked_in_a_process_of_its_own():
     done = subprocess.run(
-        [sys.executable, "-m", "jurybox.server.cuda_devices"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "jurybox.server.doctor.checks.host"], capture_output=True, text=True, check=True
     )
     assert done.stdout.isdigit()
     assert done.stderr == ""
 
 
 def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch):
-    from jurybox.server import config
+    from jurybox.server.settings import config
 
     def told(devices, *, has_cuda, visible):
         monkeypatch.setattr(config, "torch_has_cuda", lambda: has_cuda)
@@ -92,7 +92,7 @@ def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch
 
 
 def test_a_server_that_is_told_to_use_what_is_not_there_does_not_start(monkeypatch):
-    from jurybox.server import config
+    from jurybox.server.settings import config
 
     monkeypatch.setattr(config, "torch_has_cuda", lambda: False)
     settings = config.Settings.model_validate(

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from jurybox.protocol.segment import Segment, segment_name
-from jurybox.server import doctor, host_checks
-from jurybox.server.doctor import examine
-from jurybox.server.findings import Finding, Level
+from jurybox.server.doctor import checks, host
+from jurybox.server.doctor.checks import examine
+from jurybox.server.doctor.host import Finding, Level
 
 MIB = 1 << 20
 
 
 def test_dockers_64_mib_of_shared_memory_do_for_a_server_and_the_flag_is_named_for_trainings():
-    finding = doctor.check_room(64 * MIB, 63 * MIB, Path("/dev/shm"))
+    finding = checks.check_room(64 * MIB, 63 * MIB, Path("/dev/shm"))
     assert finding.level is Level.WARN
     assert "63 of 64 MiB free" in finding.found
     assert "--shm-size=1g" in finding.remedy
@@ -30,14 +30,14 @@ def test_dockers_64_mib_of_shared_memory_do_for_a_server_and_the_flag_is_named_f
 
 @pytest.mark.parametrize(("free", "level"), [(127, Level.FAIL), (128, Level.WARN), (511, Level.WARN), (512, Level.OK)])
 def test_memory_is_judged_by_what_models_take(free, level):
-    finding = doctor.check_memory(free * MIB, "the limit /sys/fs/cgroup/memory.max")
+    finding = checks.check_memory(free * MIB, "the limit /sys/fs/cgroup/memory.max")
     assert finding.level is level
     assert "/sys/fs/cgroup/memory.max" in finding.found
 
 
 def test_a_folder_that_is_not_there_has_no_room_and_no_segments(monkeypatch, tmp_path):
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path / "absent"))
-    for finding in (doctor.check_segment(), doctor.check_locks(), _of("shared memory")):
+    for finding in (checks.check_segment(), checks.check_locks(), _of("shared memory")):
         assert finding.level is Level.FAIL, finding
         assert finding.remedy
 
@@ -50,10 +50,10 @@ def test_a_file_system_without_locks_fails(monkeypatch):
     def refuse(*_: object, **__: object) -> bool:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(doctor, "try_lock", refuse)
-    assert doctor.check_locks().level is Level.FAIL
-    monkeypatch.setattr(doctor, "try_lock", lambda *_: False)
-    assert "did not keep another out" in doctor.check_locks().found
+    monkeypatch.setattr(checks, "try_lock", refuse)
+    assert checks.check_locks().level is Level.FAIL
+    monkeypatch.setattr(checks, "try_lock", lambda *_: False)
+    assert "did not keep another out" in checks.check_locks().found
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_a_file_system_without_locks_fails(monkeypatch):
     [((3, 11, 0), "linux", Level.OK), ((3, 10, 9), "linux", Level.FAIL), ((3, 12, 1), "darwin", Level.FAIL)],
 )
 def test_python_and_platform(version, platform, level):
-    assert doctor.check_python(version, platform).level is level
+    assert checks.check_python(version, platform).level is level
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it():
-    finding = doctor.check_packages({"numpy": "2.0", "fastapi": None})
+    finding = checks.check_packages({"numpy": "2.0", "fastapi": None})
     assert finding.level is Level.FAIL
     assert finding.found.startswith("fastapi not installed")
     assert "jurybox[server]" in finding.remedy
@@ -73,12 +73,12 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it():
 
 def test_a_missing_native_core_fails(monkeypatch):
     monkeypatch.setitem(sys.modules, "jurybox.native", None)
-    assert doctor.check_native().level is Level.FAIL
+    assert checks.check_native().level is Level.FAIL
 
 
 def test_a_missing_torch_fails_but_not_the_doctor(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    finding = doctor.check_torch()
+    finding = checks.check_torch()
     assert finding.level is Level.FAIL
     assert "clients do without it" in finding.remedy
 
@@ -88,39 +88,39 @@ def test_a_missing_torch_fails_but_not_the_doctor(monkeypatch):
 )
 def test_open_files_are_counted_in_clients(hard, level, clients):
     """By the hard limit: a server raises its own to that."""
-    finding = doctor.check_files((min(hard, 1024), hard))
+    finding = checks.check_files((min(hard, 1024), hard))
     assert (finding.level, f"{clients} clients" in finding.found) == (level, True)
     assert "LimitNOFILE=65536" in finding.remedy or level is Level.OK
 
 
 def test_no_limit_is_no_problem():
-    assert doctor.check_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).level is Level.OK
-    assert doctor.check_memlock(resource.RLIM_INFINITY, has_gpu=True).level is Level.OK
+    assert checks.check_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).level is Level.OK
+    assert checks.check_memlock(resource.RLIM_INFINITY, has_gpu=True).level is Level.OK
 
 
 def test_more_threads_than_cores_are_a_warning():
-    assert doctor.check_cores(4, {"OMP_NUM_THREADS": "4"}).level is Level.OK
-    finding = doctor.check_cores(4, {"OMP_NUM_THREADS": "64"})
+    assert checks.check_cores(4, {"OMP_NUM_THREADS": "4"}).level is Level.OK
+    finding = checks.check_cores(4, {"OMP_NUM_THREADS": "64"})
     assert (finding.level, "unset OMP_NUM_THREADS" in finding.remedy) == (Level.WARN, True)
-    assert doctor.check_cores(1, {}).level is Level.WARN
+    assert checks.check_cores(1, {}).level is Level.WARN
 
 
 def test_a_quota_of_the_control_group_counts_as_cores(tmp_path):
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert doctor.available_cores(tmp_path) == min(1.5, len(os.sched_getaffinity(0)))
+    assert checks.available_cores(tmp_path) == min(1.5, len(os.sched_getaffinity(0)))
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert doctor.available_cores(tmp_path) == len(os.sched_getaffinity(0))
+    assert checks.available_cores(tmp_path) == len(os.sched_getaffinity(0))
 
 
 def test_locked_memory_matters_only_with_a_gpu():
-    assert doctor.check_memlock(8 * MIB, has_gpu=False).level is Level.OK
-    finding = doctor.check_memlock(8 * MIB, has_gpu=True)
+    assert checks.check_memlock(8 * MIB, has_gpu=False).level is Level.OK
+    finding = checks.check_memlock(8 * MIB, has_gpu=True)
     assert (finding.level, "memlock=-1" in finding.remedy) == (Level.WARN, True)
 
 
 def test_a_runtime_folder_is_judged_by_owner_and_mode(tmp_path, monkeypatch):
     def found(folder: Path) -> Finding:
-        return doctor.check_runtime_folder(f"ipc://{folder}/engine")
+        return checks.check_runtime_folder(f"ipc://{folder}/engine")
 
     assert found(tmp_path / "new" / "deep").level is Level.OK
     (tmp_path / "open").mkdir()
@@ -129,7 +129,7 @@ def test_a_runtime_folder_is_judged_by_owner_and_mode(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir(mode=0o700)
     assert found(tmp_path / "mine").level is Level.OK
     owner = os.getuid()
-    monkeypatch.setattr(doctor.os, "getuid", lambda: owner + 1)
+    monkeypatch.setattr(checks.os, "getuid", lambda: owner + 1)
     os.chown(tmp_path / "mine", owner or 12345, -1)
     assert found(tmp_path / "mine").level is Level.FAIL
 
@@ -144,12 +144,12 @@ def test_segments_of_the_dead_are_found_and_fixed(monkeypatch, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
     with Segment.create(segment_name("alive", "board"), 4096):
         stale = [segment_name(server, "board")]
-        assert doctor.stale_segments() == stale
-        warning = doctor.check_stale(doctor.stale_segments(), None)
+        assert checks.stale_segments() == stale
+        warning = checks.check_stale(checks.stale_segments(), None)
         assert (warning.level, "--fix" in warning.remedy) == (Level.WARN, True)
         fixed = next(finding for finding in examine(fix=True) if finding.subject == "stale segments")
         assert (fixed.level, fixed.found) == (Level.OK, "1 removed")
-        assert doctor.stale_segments() == []
+        assert checks.stale_segments() == []
         assert (tmp_path / segment_name("alive", "board")).exists()
 
 
@@ -161,10 +161,10 @@ def test_this_host_can_run_a_server():
 
 
 def test_a_file_system_without_inodes_fails_and_one_without_bound_does_not():
-    finding = host_checks.check_inodes(1000, 3, Path("/dev/shm"))
+    finding = host.check_inodes(1000, 3, Path("/dev/shm"))
     assert (finding.level, "nr_inodes" in finding.remedy) == (Level.FAIL, True)
-    assert host_checks.check_inodes(1000, 900, Path("/dev/shm")).level is Level.OK
-    assert host_checks.check_inodes(0, 0, Path("/dev/shm")).level is Level.OK
+    assert host.check_inodes(1000, 900, Path("/dev/shm")).level is Level.OK
+    assert host.check_inodes(0, 0, Path("/dev/shm")).level is Level.OK
 
 
 def test_sockets_of_the_dead_are_found_and_removed_and_those_of_the_living_are_not(tmp_path):
@@ -173,20 +173,20 @@ def test_sockets_of_the_dead_are_found_and_removed_and_those_of_the_living_are_n
     with socket.socket(socket.AF_UNIX) as once:
         once.bind(str(dead))
         once.listen()
-        assert host_checks.dead_sockets(address) == [], "somebody listens"
-    assert host_checks.dead_sockets(address) == [dead]
+        assert host.dead_sockets(address) == [], "somebody listens"
+    assert host.dead_sockets(address) == [dead]
     with (tmp_path / "engine.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert host_checks.dead_sockets(address) == [], "a server that is just starting holds the address"
-    assert host_checks.check_sockets([dead], fix=False).level is Level.WARN
-    assert "1 removed" in host_checks.check_sockets([dead], fix=True).found
+        assert host.dead_sockets(address) == [], "a server that is just starting holds the address"
+    assert host.check_sockets([dead], fix=False).level is Level.WARN
+    assert "1 removed" in host.check_sockets([dead], fix=True).found
     assert not dead.exists()
 
 
 def test_a_slow_clock_is_a_warning():
-    assert host_checks.check_clock("hpet").level is Level.WARN
-    assert host_checks.check_clock("tsc").level is Level.OK
-    assert host_checks.check_clock("").level is Level.OK
+    assert host.check_clock("hpet").level is Level.WARN
+    assert host.check_clock("tsc").level is Level.OK
+    assert host.check_clock("").level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -194,4 +194,4 @@ def test_a_slow_clock_is_a_warning():
     [("3.10.0-1160.el7", Level.FAIL), ("4.18.0", Level.WARN), ("5.14.0-1", Level.OK), ("6.18.44-x", Level.OK)],
 )
 def test_the_kernel_is_judged_by_what_it_has(release, level):
-    assert host_checks.check_kernel(release).level is level
+    assert host.check_kernel(release).level is level

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jurybox.protocol.lifeline import spawn
-from jurybox.server.gateway.listening import CannotListen, listen
+from jurybox.server.gateway.http_server import CannotListen, listen
 
 
 class Gateway:
@@ -132,7 +132,8 @@ def test_a_supervisor_that_dies_before_it_configures_is_noticed():
 def test_it_never_imports_torch():
     code = (
         "import sys, json, jurybox.server.gateway.process\n"
-        "print(json.dumps([m for m in ('torch', 'typer', 'grpc', 'jurybox.server.config') if m in sys.modules]))"
+        "heavy = ('torch', 'typer', 'grpc', 'jurybox.server.settings.config')\n"
+        "print(json.dumps([name for name in heavy if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jurybox.protocol.errors import ServerGone, Timeout
-from jurybox.server.gateway.source import ClientSource
+from jurybox.server.gateway.live import ClientSource
 
 
 class Server:
@@ -78,7 +78,7 @@ async def test_a_server_that_went_is_connected_to_anew(server):
 
 
 async def test_a_server_that_hangs_is_a_time_out_and_its_late_answer_serves_the_next(server, monkeypatch):
-    monkeypatch.setattr("jurybox.server.gateway.source._MARGIN", 0.0)
+    monkeypatch.setattr("jurybox.server.gateway.live._MARGIN", 0.0)
     server.may_answer.clear()
     asking = source(server, timeout=0.05, keep=60.0)
     with pytest.raises(Timeout, match=r"ipc:///x did not answer within 0.05 s"):

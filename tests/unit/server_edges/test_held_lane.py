@@ -8,7 +8,7 @@ import zmq
 
 from jurybox.client.doors.door import Answer
 from jurybox.protocol.errors import Code, Error
-from jurybox.server.relay.held_lane import HeldLane, InlineTicket, head
+from jurybox.server.relay.remote_clients import HeldLane, InlineTicket, head
 
 
 class Sent:

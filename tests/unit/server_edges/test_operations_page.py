@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jurybox.server.config import ModelSettings, ServerSettings, load_settings
-from jurybox.server.doctor import examine
-from jurybox.server.settings_sources import RESERVED_VARIABLES
+from jurybox.server.doctor.checks import examine
+from jurybox.server.settings.config import ModelSettings, ServerSettings, load_settings
+from jurybox.server.settings.sources import RESERVED_VARIABLES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
 

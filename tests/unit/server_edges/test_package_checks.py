@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from jurybox.server.findings import Level
-from jurybox.server.package_checks import Installed, check_conflicts, installed
+from jurybox.server.doctor.host import Level
+from jurybox.server.doctor.packages import Installed, check_conflicts, installed
 
 
 def packages(**requires: tuple[str, list[str]]) -> dict[str, Installed]:

@@ -9,7 +9,7 @@ import pytest
 
 from jurybox.protocol.errors import Code, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.gateway.self_test import SelfTest
+from jurybox.server.gateway.app import SelfTest
 
 SPEC = ModelSpec("affine", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
 

@@ -15,7 +15,7 @@ from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.board import TIME_BUCKETS, Board, EngineState
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.config import ModelSettings
+from jurybox.server.settings.config import ModelSettings
 from jurybox.server.status import percentile, status_document, status_json
 from jurybox.server.supervisor.leases import LeasedLane
 from jurybox.server.supervisor.models import HeldModel

@@ -13,8 +13,8 @@ from jurybox.client import Busy, Error, ModelFailed, ServerGone, Timeout
 from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
+from jurybox.server.gateway.inference.coalescer import Together
 from jurybox.server.gateway.inference.lanes import Held
-from jurybox.server.gateway.inference.together import Together
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 ROW = {"x": np.ones((1, 2), np.float32)}
@@ -92,7 +92,7 @@ async def test_somebody_elses_unreadable_answer_is_nothing_to_whoever_asks_now()
 
 
 async def test_a_ticket_that_never_ends_is_ended_and_nobody_waits_behind_it(monkeypatch):
-    monkeypatch.setattr("jurybox.server.gateway.inference.together._OVERDUE", 0.05)
+    monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._OVERDUE", 0.05)
     together, told = coalescer(Lane(None))
     with pytest.raises(Timeout):
         await together.ask(ROW, 1, 0.05, 0)
@@ -104,7 +104,7 @@ async def test_a_ticket_that_never_ends_is_ended_and_nobody_waits_behind_it(monk
 
 async def test_an_answer_lost_on_its_way_is_asked_for_anew(monkeypatch):
     """What the event loop's handler of exceptions does: nobody knows whose answer it was."""
-    monkeypatch.setattr("jurybox.server.gateway.inference.together._DOUBT", 0.05)
+    monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._DOUBT", 0.05)
     together, told = coalescer(Lane(None))
     asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
     await asyncio.sleep(0.01)

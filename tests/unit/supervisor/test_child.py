@@ -8,7 +8,7 @@ import pytest
 from tests.serving import wait_until
 
 from jurybox.protocol.errors import SharedMemoryError
-from jurybox.server.supervisor.child import Child
+from jurybox.server.supervisor.children import Child
 
 ORDERS = 3000  # far more than a socket holds
 

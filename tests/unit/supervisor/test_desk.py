@@ -9,7 +9,7 @@ from tests.serving import wait_until
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, StatusRequest
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.wire import PREFIX
-from jurybox.server.supervisor.desk import Desk
+from jurybox.server.supervisor.control import Desk
 
 
 class Speechless(Exception):

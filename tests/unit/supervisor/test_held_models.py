@@ -5,7 +5,7 @@ import pytest
 from jurybox.protocol.board import Board
 from jurybox.protocol.errors import ModelNotFound
 from jurybox.protocol.segment import Segment, segment_name
-from jurybox.server.config import ModelSettings
+from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.models import HeldModel, Models
 
 GOOD = ModelSettings.model_validate({"factory": "tests.models:affine"})

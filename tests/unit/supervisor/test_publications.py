@@ -1,6 +1,6 @@
 """The rate at which weights are published."""
 
-from jurybox.server.supervisor.publications import PublicationRate
+from jurybox.server.supervisor.models import PublicationRate
 
 
 def test_the_rate_is_that_of_the_last_ten_seconds():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jurybox.server.supervisor.child import Child
-from jurybox.server.supervisor.vigil import Vigil
+from jurybox.server.supervisor.children import Child, Vigil
 
 SILENCE, PATIENCE = 10.0, 100.0
 

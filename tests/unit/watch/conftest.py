@@ -10,10 +10,10 @@ import pytest
 
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.segment import segment_name
-from jurybox.server.config import ModelSettings
+from jurybox.server.settings.config import ModelSettings
 from jurybox.server.status import status_document
 from jurybox.server.supervisor.models import HeldModel
-from jurybox.server.watch.snapshot import BoardReader, Snapshot
+from jurybox.server.watch.sample import BoardReader, Snapshot
 
 SECOND = 10**9
 

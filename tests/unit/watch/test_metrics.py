@@ -8,9 +8,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from jurybox.server.gateway.metrics.collector import exposition
-from jurybox.server.gateway.metrics.metric import Kind
-from jurybox.server.gateway.metrics.table import TABLE
+from jurybox.server.gateway.metrics import Kind, exposition
+from jurybox.server.gateway.metrics_table import TABLE
 
 PHOTO, POLICY = 3, 7
 OPEN = "application/openmetrics-text;version=1.0.0"

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-import jurybox.server.gateway.watching as watching
 from jurybox.protocol.errors import Refused, ServerGone, Timeout
+from jurybox.server.gateway import live
 from jurybox.server.gateway.app import create_app
-from jurybox.server.gateway.watch import Broadcast, Watch
+from jurybox.server.gateway.live import Broadcast, Watch
 
-PAGE = Path(watching.__file__).parent / "page"
+PAGE = Path(live.__file__).parent / "page"
 
 
 class Source:
@@ -90,10 +90,10 @@ async def test_metrics_without_a_server_are_unavailable(http, source):
 async def test_a_supervisor_that_is_slow_to_answer_does_not_end_the_numbers(source, monkeypatch, error):
     watch = Watch(source)
     await watch.snapshot()
-    monkeypatch.setattr("jurybox.server.gateway.watch._NAMES_FOR", 0.0)
+    monkeypatch.setattr("jurybox.server.gateway.live._NAMES_FOR", 0.0)
     source.error = error
     assert (await watch.snapshot()).models
-    monkeypatch.setattr("jurybox.server.gateway.watch._SILENT_FOR", 0.0)
+    monkeypatch.setattr("jurybox.server.gateway.live._SILENT_FOR", 0.0)
     with pytest.raises(type(error)):
         await watch.snapshot()
     watch.close()
@@ -102,7 +102,7 @@ async def test_a_supervisor_that_is_slow_to_answer_does_not_end_the_numbers(sour
 async def test_a_server_that_died_is_gone_at_once_though_its_names_are_known(source, scene, monkeypatch):
     watch = Watch(source)
     await watch.snapshot()
-    monkeypatch.setattr("jurybox.server.gateway.watch._NAMES_FOR", 0.0)
+    monkeypatch.setattr("jurybox.server.gateway.live._NAMES_FOR", 0.0)
     source.error = ServerGone("no answer within 1.0 s")
     scene.board.close()
     with pytest.raises(ServerGone, match="is gone"):
@@ -152,7 +152,7 @@ async def test_close_ends_the_streams(source):
 
 
 async def test_there_is_a_bound_to_the_watchers(source, monkeypatch):
-    monkeypatch.setattr("jurybox.server.gateway.watch._MOST_WATCHERS", 1)
+    monkeypatch.setattr("jurybox.server.gateway.live._MOST_WATCHERS", 1)
     broadcast = Broadcast(Watch(source), interval=0.05)
     stream = broadcast.stream()
     await anext(stream)

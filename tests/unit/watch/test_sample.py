@@ -8,10 +8,8 @@ import pytest
 
 from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ServerGone
-from jurybox.server.watch.events import sentence
-from jurybox.server.watch.history import History
-from jurybox.server.watch.sample import growth, sample
-from jurybox.server.watch.snapshot import BoardReader
+from jurybox.server.watch.history import History, sentence
+from jurybox.server.watch.sample import BoardReader, growth, sample
 
 SECOND = 10**9
 PHOTO, POLICY = 3, 7

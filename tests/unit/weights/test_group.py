@@ -19,9 +19,8 @@ from jurybox.client.publisher import Publisher  # noqa: E402
 from jurybox.protocol import TensorSpec  # noqa: E402
 from jurybox.protocol.segment import segment_name  # noqa: E402
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
-from jurybox.server.engine.group import Member, plan  # noqa: E402
-from jurybox.server.engine.group_check import CannotGroup, check_groupable, require_alike  # noqa: E402
-from jurybox.server.engine.groups import Groups  # noqa: E402
+from jurybox.server.groups.group import Member, plan  # noqa: E402
+from jurybox.server.groups.groups import CannotGroup, Groups, check_groupable, require_alike  # noqa: E402
 from jurybox.server.inproc import InprocServer  # noqa: E402
 from jurybox.server.models import ServedModel  # noqa: E402
 

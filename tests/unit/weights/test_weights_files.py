@@ -17,7 +17,7 @@ import safetensors.torch  # noqa: E402
 
 from jurybox.server import safetensors_file  # noqa: E402
 from jurybox.server.safetensors_file import DamagedFile  # noqa: E402
-from jurybox.server.weights_files import WeightsFiles  # noqa: E402
+from jurybox.server.supervisor.weights_saver import WeightsFiles  # noqa: E402
 from jurybox.training.torch_weights import TorchWeights  # noqa: E402
 
 
@@ -133,7 +133,7 @@ def test_a_save_that_fails_leaves_the_one_before_it(make, state, tmp_path, monke
     def full(_: int) -> None:
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr("jurybox.server.weights_files.os.fsync", full)
+    monkeypatch.setattr("jurybox.server.supervisor.weights_saver.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         files.save()
     assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -1,19 +1,205 @@
-"""The command line put together."""
+"""The command line put together: `jurybox serve`, `doctor`, `keys`, and the commands that other packages bring."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import ast
+import dataclasses
+import importlib.util
+import json
+from enum import StrEnum
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.commands.doctor import doctor
-from jurybox.server.commands.keys import keys
-from jurybox.server.commands.plugins import PluginGroup
-from jurybox.server.commands.serve import serve
 from jurybox.server.commands.show import health, models, status
 from jurybox.server.commands.top import top
 from jurybox.server.revision import source_revision
+
+GROUP = "jurybox.commands"
+_USAGE = 2
+
+
+class PluginCommand(TyperCommand):
+    """Stands for a command that is not imported yet."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        super().__init__(name=point.name, help=_summary(point))
+        self.point = point
+
+    def load(self) -> Any:
+        """The command itself. Ends the process with a message when something that it needs is not installed."""
+        try:
+            target = self.point.load()
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] == "jurybox":
+                raise
+            package = self.point.dist.name if self.point.dist else "its package"
+            extra = "jurybox[training]" if package == "jurybox" else package
+            typer.echo(
+                f"jurybox {self.name}: {error.name} is not installed. Install it with: pip install '{extra}'", err=True
+            )
+            raise typer.Exit(_USAGE) from error
+        if isinstance(target, typer.Typer):
+            command: Any = get_group(target)
+        else:
+            single = typer.Typer(add_completion=False)
+            single.command()(target)
+            command = get_command(single)
+        command.name = self.name
+        return command
+
+
+class PluginGroup(TyperGroup):
+    """The group of all commands, our own first."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+            if point.name not in self.commands:
+                self.add_command(PluginCommand(point))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command that is run, imported if it is another package's."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, PluginCommand) else command, rest
+
+
+def _summary(point: EntryPoint) -> str:
+    """The first line of what a command's source says of it: help=, its docstring, or its module's; not imported."""
+    fallback = f"From {point.module}."
+    try:
+        spec = importlib.util.find_spec(point.module)
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8")) if spec and spec.origin else None
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return fallback
+    if tree is None:
+        return fallback
+    own = next((text for node in tree.body if (text := _help_in(node, point.attr))), None)
+    return (own or ast.get_docstring(tree) or fallback).splitlines()[0]
+
+
+def _help_in(node: ast.stmt, name: str) -> str | None:
+    """What a statement says of `name`, when it is `def name` or `name = Typer(help=...)`."""
+    match node:
+        case ast.FunctionDef() if node.name == name:
+            return ast.get_docstring(node)
+        case ast.Assign(targets=[ast.Name(id=target)], value=ast.Call(keywords=keywords)) if target == name:
+            for keyword in keywords:
+                if keyword.arg == "help" and isinstance(keyword.value, ast.Constant):
+                    return str(keyword.value.value)
+    return None
+
+
+# ----
+# `jurybox keys`: pairs of CURVE keys for servers and clients that meet on a network.
+
+
+_FAILED = 1
+
+
+def keys(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="Where to write NAME.key and NAME.key_secret.")],
+) -> None:
+    """Make a pair of CURVE keys: NAME.key to give to the other side, NAME.key_secret to keep."""
+    from jurybox.server.security.access import make_pair
+
+    try:
+        public_file, secret_file, public = make_pair(name)
+    except OSError as error:
+        typer.echo(f"jurybox keys: {error}", err=True)
+        raise typer.Exit(_FAILED) from error
+    typer.echo(f"{public_file}: public, give it to the other side: {public}\n{secret_file}: secret, keep it")
+
+
+# ----
+# `jurybox doctor`: what this host lacks, and what to do about it.
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Remove the shared memory and sockets that dead servers left.")
+    ] = False,
+) -> None:
+    """Say what this host lacks; exit status 1 where a server could not run."""
+    from jurybox.server.doctor.checks import examine
+    from jurybox.server.doctor.host import Level
+
+    findings = examine(fix=fix)
+    failed = any(finding.level is Level.FAIL for finding in findings)
+    if as_json:
+        report = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        console = Console(soft_wrap=True, highlight=False)
+        for finding in findings:
+            line = Text(f"{finding.level.upper():<5}", style=_STYLES[finding.level])
+            line.append(f"{finding.subject}: {finding.found}", style="default")
+            console.print(line)
+            if finding.remedy:
+                console.print(Text(f"     {finding.remedy}"))
+    raise typer.Exit(_FAILED if failed else 0)
+
+
+# ----
+# `jurybox serve`: run a server until it is told to stop.
+
+
+_CONFIG = 2
+
+
+class LogFormat(StrEnum):
+    """How logs are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def serve(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Settings in TOML.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set one setting, such as models.photo.max_batch=32; repeatable."
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this host without tokens, TLS or CURVE keys.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Load and warm up every model, say what would be used, and stop.")
+    ] = False,
+    log_format: Annotated[LogFormat | None, typer.Option(help="As server.log_format.")] = None,
+) -> None:
+    """Run a server until SIGTERM or SIGINT; a second signal stops it at once."""
+    from jurybox.server.settings.config import ConfigError, load_settings, require_servable
+
+    flags = [*(sets or []), *([f"server.log_format={log_format.value}"] if log_format else [])]
+    try:
+        settings = load_settings(config, flags)
+        require_servable(settings, insecure=insecure)
+    except ConfigError as error:
+        typer.echo(f"jurybox serve: wrong configuration\n{error}", err=True)
+        raise typer.Exit(_CONFIG) from error
+
+    from jurybox.server.supervisor.run import run
+
+    raise typer.Exit(run(settings, dry_run=dry_run))
+
+
+# ----
+# The command line put together.
+
 
 app = typer.Typer(
     cls=PluginGroup,

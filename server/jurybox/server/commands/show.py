@@ -99,7 +99,7 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
 
 def health(address: Address = None) -> None:
     """Say whether the server is ready for requests; exit status 1, with the reasons, where it is not."""
-    from jurybox.server.gateway.health import not_ready
+    from jurybox.server.gateway.app import not_ready
 
     reasons = not_ready(_ask(address))
     typer.echo("\n".join(reasons) or "ready", err=bool(reasons))

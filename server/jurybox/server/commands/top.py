@@ -74,7 +74,7 @@ class _Looker:
 
     def __init__(self, address: str, window: float) -> None:
         from jurybox.server.watch.history import History
-        from jurybox.server.watch.snapshot import BoardReader
+        from jurybox.server.watch.sample import BoardReader
 
         self._address = address
         self._server: Any = None

@@ -1,14 +1,10 @@
-"""The engine's core: from tickets to replies, one batch a turn.
-
-It opens nothing and waits for nothing, so it runs the same in a process of its own (process.py) and inside a
-caller (jurybox.server.inproc), and tests drive it turn by turn.
-"""
+"""What the engine's core asks of a way in."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +13,62 @@ from jurybox import native
 from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import Batches
-from jurybox.server.engine.crowd import QUICK
-from jurybox.server.engine.door import Door
-from jurybox.server.engine.inbox import Queue
-from jurybox.server.engine.meters import Meters
+from jurybox.server.engine.batcher import QUICK, BatchCost, Queue
+from jurybox.server.engine.batches import Batches, Meters
 from jurybox.server.engine.served import Served
-from jurybox.server.engine.slot import Slot
+from jurybox.server.groups.group import Grouped
+
+
+class Door(Protocol):
+    """A source of tickets and the way back for replies. None of its methods waits."""
+
+    number: int  # the core writes it into the tickets that came through this door
+
+    def collect(self, out: NDArray[Any]) -> int:
+        """Write tickets that arrived to `out`, n records of wire.TICKET; gives how many, at most n."""
+
+    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
+        """Answer tickets that came through this door, all with the same code, weights version and message."""
+
+
+# ----
+# A model's place in an engine.
+
+
+class Slot:
+    """A model in this engine: its queue, its module, its counters. Models of a group share one (group_slot.py)."""
+
+    def __init__(self, served: Served | Grouped, queue: Queue, meters: Meters) -> None:
+        self.served = served
+        self.queue = queue
+        self.meters = meters
+        self.cost = BatchCost()
+        self.shown = 0  # 1 + number of the model, as the board shows who computes; 0: ask the tickets
+
+    def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
+        """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""
+        return ((tickets, version or self.served.version),)
+
+    def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        """What of a batch may fail without the rest."""
+        return (tickets,)
+
+    def name(self, tickets: NDArray[Any]) -> str:
+        """Of the model whose tickets these are."""
+        return self.served.spec.name
+
+    def release(self) -> None:
+        """A model is served by this slot no longer."""
+        if isinstance(self.served, Served):
+            self.served.close()
+
+
+# ----
+# The engine's core: from tickets to replies, one batch a turn.
+#
+# It opens nothing and waits for nothing, so it runs the same in a process of its own (process.py) and inside a caller
+# (jurybox.server.inproc), and tests drive it turn by turn.
+
 
 _ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its door
 

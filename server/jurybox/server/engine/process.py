@@ -1,35 +1,160 @@
-"""The engine's process: settings and orders from the lifeline, tickets from the doors, one loop.
-
-Models are loaded by a thread beside the loop, so that those already ready are served meanwhile; a finished model
-is installed between two turns.
-"""
+"""Working memory that stays: on a CPU half of an image model's time would otherwise go into page faults."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import zmq
+from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.lifeline import Lifeline, exact_sleeps
 from jurybox.protocol.timings import Timings
-from jurybox.server.allocator import keep_freed_memory
-from jurybox.server.doors.native import NativeDoor
-from jurybox.server.doors.zmq import ZmqDoor
-from jurybox.server.engine.core import Engine
-from jurybox.server.engine.device_memory import show_device_memory
-from jurybox.server.engine.door import Door
-from jurybox.server.engine.errands import Errands
-from jurybox.server.engine.workshop import Workshop
+from jurybox.server.engine.batches import Batches
+from jurybox.server.engine.core import Door, Engine, Slot
+from jurybox.server.engine.device import show_device_memory
+from jurybox.server.engine.model_loader import Workshop
 from jurybox.server.logs import Seldom, configure, traced
+from jurybox.server.transports import NativeDoor, ZmqDoor
+
+# From malloc.h of the GNU C library; other C libraries have no mallopt, or know other numbers and refuse these.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 256 * 2**20
+# The most that every glibc takes.
+_LARGEST_KEPT_BLOCK = 32 * 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep up to 256 MiB of freed memory instead of handing it back after every batch.
+
+    By default glibc maps every block of a few megabytes anew and unmaps it when freed, so that each intermediate of
+    each batch is paid for in page faults. Counts for the whole process, and again costs nothing.
+
+    Returns:
+        Whether the C library took the settings; without them everything works, slower.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = ((_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK), (_TRIM_THRESHOLD, _KEPT_BYTES))
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+# ----
+# What other threads want done in the loop's thread, between two turns.
+
+
+class Errands:
+    """Actions in order, and a file that is readable while there are any.
+
+    Args:
+        failed: told what an action raised; the others are run all the same.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None] | None = None) -> None:
+        self._failed = failed
+        self._actions: list[Callable[[], None]] = []
+        # List and file change together: apart, the file could be found empty, or stay readable for nothing.
+        self._both = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def put(self, action: Callable[[], None]) -> None:
+        """From any thread: have an action run, soon."""
+        with self._both:
+            self._actions.append(action)
+            os.eventfd_write(self._wake, 1)
+
+    def run(self) -> None:
+        """In the loop's thread: run what there is. Next to nothing where there is nothing."""
+        if not self._actions:
+            return
+        with self._both:
+            actions, self._actions = self._actions, []
+            os.eventfd_read(self._wake)
+        for action in actions:
+            try:
+                action()
+            except BaseException as error:
+                if self._failed is None:
+                    raise
+                self._failed(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._wake)
+
+
+# ----
+# An engine that leaves for traces when the batch of a ticket began and ended (jurybox.protocol.timings).
+#
+# It stands around the core, so that an engine without traces runs not one instruction more.
+
+
+class TracedBatches(Batches):
+    """As Batches; leaves a batch's times before it answers, so that who has the answer finds them.
+
+    Args:
+        timings: where to leave them.
+        engine: number to leave with them.
+        parts: of Batches.
+    """
+
+    def __init__(self, timings: Timings, engine: int, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._timings = timings
+        self._engine = engine
+
+    def _computed(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int) -> None:
+        self._timings.write(
+            tickets,
+            began=began,
+            ended=self._clock(),
+            engine=self._engine,
+            batch_rows=rows,
+            batch_tickets=len(tickets),
+        )
+        super()._computed(slot, tickets, rows, version, began)
+
+
+class TracedEngine(Engine):
+    """As Engine, with what traces need.
+
+    Args:
+        timings: where to leave it; the engine does not close it.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        index: int,
+        doors: Sequence[Door],
+        timings: Timings,
+        pause: Callable[[float, int], None],
+        report: Callable[..., None],
+    ) -> None:
+        super().__init__(board, index, doors, pause=pause, report=report)
+        self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, report)
+
+
+# ----
+# The engine's process: settings and orders from the lifeline, tickets from the doors, one loop.
+#
+# Models are loaded by a thread beside the loop, so that those already ready are served meanwhile; a finished model is
+# installed between two turns.
+
 
 _HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
 _MEND_NS = 250_000_000  # between two looks at what other processes may have overwritten
@@ -88,7 +213,6 @@ class EngineProcess:
         doors: list[Door] = [self._native, self._zmq]
         if self._timings is None:
             return Engine(self._board, index, doors, pause=self._native.pause, report=self._report)
-        from jurybox.server.engine.traced import TracedEngine
 
         return TracedEngine(self._board, index, doors, self._timings, pause=self._native.pause, report=self._report)
 

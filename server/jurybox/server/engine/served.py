@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jurybox import native
 from jurybox.protocol.errors import ModelFailed, VersionNotHeld
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.engine.follower import Following
+from jurybox.server.engine.weights_updater import Following
 from jurybox.server.models import ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.

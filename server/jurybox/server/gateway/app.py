@@ -1,26 +1,162 @@
-"""The HTTP application: health, version and status."""
+"""From a status document to health: live, ready, and if not, why."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jurybox.client import Error
-from jurybox.protocol.errors import TABLE, Code, said
+from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, said
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.gateway.health import reasons
-from jurybox.server.gateway.source import StatusSource
-from jurybox.server.gateway.watching import Watching
+from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.gateway.live import Document, StatusSource, Watching
 from jurybox.server.revision import source_revision
+
+
+async def reasons(source: StatusSource) -> list[str]:
+    """Why the server should get no requests now, a silent one included; empty when it is ready."""
+    try:
+        return not_ready(await source.status())
+    except Error as error:
+        return [str(error)]
+
+
+def not_ready(document: dict[str, Any]) -> list[str]:
+    """Why the server should get no requests now; empty when it is ready.
+
+    Ready means: it does not drain, at least one engine serves with a fresh heartbeat, every configured model is loaded,
+    and none is in quarantine.
+    """
+    reasons = []
+    state = document["server"]["state"]
+    if state == "draining":
+        reasons.append("the server is draining")
+    elif state != "serving":
+        reasons += [_engine(engine) for engine in document["engines"]] or ["there is no engine"]
+    for model in document["models"]:
+        # One that a client has just asked for is not missed by anybody before it has come.
+        if model["state"] != "ready" and (model.get("configured", True) or model["state"] != "loading"):
+            why = f": {model['reason']}" if model["reason"] else ""
+            reasons.append(f"model {model['name']!r} is {model['state']}{why}")
+    return reasons
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    if engine["hung"]:
+        return f"engine {engine['index']} hangs: its last heartbeat is {engine['heartbeat_age']:.1f} s old"
+    return f"engine {engine['index']} is {engine['state']}, restarted {engine['restarts']} times"
+
+
+# ----
+# Whether models answer: each has answered somebody here just now, or is asked one row.
+#
+# It is asked as everybody who comes through the gateway is, on the same lanes: only so does it fail when they do.
+# Nobody asking, nothing runs. Where real requests are answered, none is added to them.
+
+
+FRESH = 0.05  # seconds for which an answer shows that a model answers
+_TIMEOUT = 2.0  # seconds a model has for the row; health checks commonly wait for 1 to 10
+_SILENT_FOR = 30.0  # seconds a supervisor may be busy while its engines answer all the same
+_TRIES = 3  # as a request has
+
+
+class SelfTest:
+    """Keeps when each model last answered, and asks those that have not lately.
+
+    Args:
+        lanes: those that requests are answered on.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, source: StatusSource, lanes: Lanes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
+        self._lanes = lanes
+        self._clock = clock
+        self._answered: dict[str, float] = {}
+        self._asking: dict[str, tuple[float, asyncio.Task[str]]] = {}  # when it began, the last of each model
+        self._document: Document | None = None  # the last there was, and when
+        self._asked = 0.0
+
+    def told(self, model: str, answered: bool) -> None:
+        """A real request of that model has just been answered, or has failed."""
+        if answered:
+            self._answered[model] = self._clock()
+        else:
+            self._answered.pop(model, None)
+
+    async def reasons(self) -> list[str]:
+        """Why the server should get no requests now; empty when every model is loaded and answers."""
+        try:
+            document = self._document = await self._source.status()
+            self._asked = self._clock()
+        except (ServerGone, Timeout) as error:
+            # Who leases lanes and restarts engines is away or busy. Whoever has a lane is answered all the same.
+            if self._document is None or self._clock() - self._asked >= _SILENT_FOR:
+                return [str(error)]
+            document = self._document
+        except Error as error:
+            return [str(error)]
+        if document["server"]["state"] == "draining":
+            return not_ready(document)
+        # Asked even where the document says that no engine serves: a request waits for the next one, as this row does.
+        asked = [
+            model["name"]
+            for model in document["models"]
+            if model["state"] == "ready" or (model["state"] == "loading" and model.get("configured", True))
+        ]
+        silent = [why for why in await asyncio.gather(*(self.silent(name) for name in asked)) if why]
+        broken = any(model["state"] not in ("ready", "loading") for model in document["models"])
+        return not_ready(document) + silent if silent or broken or not asked else []
+
+    async def silent(self, name: str) -> str:
+        """Why a model does not answer; empty where it does."""
+        now = self._clock()
+        if now - self._answered.get(name, -FRESH) < FRESH:
+            return ""
+        # Who asks at nearly the same moment shares the answer. No row is shared for longer: one that was sent a second
+        # ago has a second left, and its time-out says nothing about a request that is sent now.
+        began, asking = self._asking.get(name, (-FRESH, None))
+        if asking is None or now - began >= FRESH:
+            asking = asyncio.create_task(self.ask(name))
+            self._asking[name] = now, asking
+        return await asyncio.shield(asking)
+
+    async def ask(self, name: str, version: int = 0) -> str:
+        """Ask one row of zeros, of a weights version (0: the newest); gives why there was no answer."""
+        tries = _TRIES
+        until = self._clock() + _TIMEOUT
+        while True:
+            try:
+                held = await self._lanes.hold(name, trying=True)
+                row = {key: np.zeros((1, *spec.shape), spec.numpy_dtype) for key, spec in held.spec.inputs.items()}
+                await self._lanes.ask(held, row, 1, until - self._clock(), version)
+            except Error as error:
+                tries -= 1
+                if error.code == Code.STALE_LEASE and tries:
+                    continue  # it was loaded again just now
+                if error.code == Code.MODEL_NOT_FOUND and not version:
+                    return ""  # it was unloaded just now
+                return f"model {name!r} does not answer: {error}"
+            except Exception as error:  # noqa: BLE001  a probe tells what is wrong, whatever it is
+                return f"model {name!r} does not answer: {said(error)}"
+            self._answered[name] = self._clock()
+            return ""
+
+
+# ----
+# The HTTP application: health, version and status.
+
 
 _UNAVAILABLE = 503
 

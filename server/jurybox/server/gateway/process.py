@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from jurybox.protocol.errors import said
 from jurybox.protocol.lifeline import Lifeline
-from jurybox.server.endpoints import is_loopback, split_host
+from jurybox.server.child_process import signs_of_life
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
-from jurybox.server.gateway.inference import http_routes
-from jurybox.server.gateway.inference.door import OpenInference
-from jurybox.server.gateway.source import ClientSource, StatusSource
+from jurybox.server.gateway.inference import http_inference
+from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
-from jurybox.server.signs_of_life import signs_of_life
+from jurybox.server.settings.endpoints import is_loopback, split_host
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.grpc_server import GrpcServer
@@ -37,7 +37,7 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     # Clients on other hosts could name this host's memory, so there it is off whatever the setting says.
     door = OpenInference(orders["address"], source, shared_memory=access.shared_memory_prefix if local else "")
     try:
-        app = create_app(source, door.reasons, [http_routes.router(door, most=access.max_message)])
+        app = create_app(source, door.reasons, [http_inference.router(door, most=access.max_message)])
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
         rpc = _grpc_server(orders, door, source, access) if orders["grpc"] else None
     except (OSError, ValueError) as error:
@@ -67,13 +67,12 @@ def _grpc_server(orders: dict[str, Any], door: OpenInference, source: StatusSour
     # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
     from jurybox.protocol import control_pb2, control_pb2_grpc
     from jurybox.server.gateway import remote_weights
-    from jurybox.server.gateway.grpc_health import Status
-    from jurybox.server.gateway.grpc_server import GrpcServer, Service
-    from jurybox.server.gateway.inference import grpc_service
+    from jurybox.server.gateway.grpc_server import GrpcServer, Service, Status
+    from jurybox.server.gateway.inference import grpc_inference
 
     add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
-    services = [grpc_service.service(door, access.room()), remote_weights.service(orders["address"]), status]
+    services = [grpc_inference.service(door, access.room()), remote_weights.service(orders["address"]), status]
     return GrpcServer(orders["grpc"], services, door.reasons, access)
 
 

@@ -4,6 +4,6 @@ What each criterion measures, and how well, is in ``docs/jurors.md``.
 """
 
 from jurybox.server.jurors.aesthetic import siglip
-from jurybox.server.jurors.factories import colour, exposure, naturalness, panel, sharpness
+from jurybox.server.jurors.panels import colour, exposure, naturalness, panel, sharpness
 
 __all__ = ["colour", "exposure", "naturalness", "panel", "sharpness", "siglip"]

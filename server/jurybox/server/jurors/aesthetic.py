@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
-from jurybox.server.jurors.example import example_images
+from jurybox.server.jurors.panels import example_images
 from jurybox.server.models import ServedModel
 
 _SHOWN = 5

@@ -12,10 +12,10 @@ import zmq
 from jurybox.client.local_link import LocalLink
 from jurybox.protocol.errors import ServerGone
 from jurybox.protocol.lifeline import Lifeline
+from jurybox.server.child_process import signs_of_life
 from jurybox.server.logs import Log, configure
-from jurybox.server.relay.front import Front
 from jurybox.server.relay.relay import Relay
-from jurybox.server.signs_of_life import signs_of_life
+from jurybox.server.relay.remote_clients import Front
 
 _CONFIGURED = 30.0  # seconds to wait for the first message
 _CONNECT = 10.0  # seconds for the server's own door

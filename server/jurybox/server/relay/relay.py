@@ -30,8 +30,7 @@ from jurybox.protocol.wire import (
     require_control_size,
     require_name,
 )
-from jurybox.server.relay.front import Front
-from jurybox.server.relay.held_lane import HeldLane, InlineTicket, head
+from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
 
 _MOST_LANES = 1024  # half of all there are: clients of this host must find some, too
 _MOST_CALLS = 4096  # passed on and not answered yet

@@ -11,8 +11,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 
 from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
-from jurybox.server.security.access import Access, Room
-from jurybox.server.security.token import Token
+from jurybox.server.security.access import Access, Room, Token
 
 # As in http.py: probes carry no token, and these answer yes or no.
 OPEN_METHODS = frozenset(

@@ -10,9 +10,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.endpoints import is_loopback
-from jurybox.server.security.access import Access, Room
-from jurybox.server.security.token import CHALLENGES, Token
+from jurybox.server.security.access import CHALLENGES, Access, Room, Token
+from jurybox.server.settings.endpoints import is_loopback
 
 # Probes of orchestrators and load balancers carry no token. To whom shows none they say yes or no, not why.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})

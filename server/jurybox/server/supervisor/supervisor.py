@@ -19,19 +19,16 @@ from jurybox.protocol.segment import segment_name, sweep
 from jurybox.protocol.segment_server import SegmentServer
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.server.config import Settings, named_factories
 from jurybox.server.logs import Log, Seldom, traced
-from jurybox.server.supervisor.child import Bystanders, Child
-from jurybox.server.supervisor.desk import Desk
-from jurybox.server.supervisor.edges import edges
-from jurybox.server.supervisor.events import Events
-from jurybox.server.supervisor.fleet import Fleet
-from jurybox.server.supervisor.keeper import Keeper
+from jurybox.server.settings.config import Settings, named_factories
+from jurybox.server.supervisor.children import Bystanders, Child, Vigil, edges
+from jurybox.server.supervisor.control import Desk, Reception
+from jurybox.server.supervisor.engines import Fleet
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
-from jurybox.server.supervisor.reception import Reception
+from jurybox.server.supervisor.run import Events
 from jurybox.server.supervisor.service_manager import ServiceManager
-from jurybox.server.supervisor.vigil import Vigil
+from jurybox.server.supervisor.weights_saver import Keeper
 
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten

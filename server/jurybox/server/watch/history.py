@@ -1,12 +1,95 @@
-"""The last seconds of a server, kept by whoever watches it."""
+"""What happened, for whoever watches: failed requests as events, and every event as a sentence.
+
+The supervisor's events are log lines, which the status document hands on as they are, for programs. Failed requests the
+supervisor does not see; the scoreboard counts them.
+"""
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 
-from jurybox.server.watch.events import Failures, sentence
-from jurybox.server.watch.sample import sample
-from jurybox.server.watch.snapshot import Document, Snapshot
+from jurybox.server.watch.sample import FAILURES, Document, Snapshot, growth, sample
+
+_KEPT = 32
+_TOGETHER = 5.0  # seconds within which failures of a kind are one event
+_KINDS = {
+    "failed": "the model failed",
+    "expired": "requests expired while they waited",
+    "refused": "requests refused",
+    "not_held": "requests named a version that is not held",
+}
+_SENTENCES = {
+    "serving": "The server serves: {models}",
+    "child died": "{role} {end}",
+    "child hangs, killing it": "{role} hangs and is killed: {why}",
+    "gave up on a child": "{role} failed {failures} times; the server gives up",
+    "cannot start a child yet": "{role} cannot be started yet: {error}",
+    "client gone, rows taken back": "A client is gone: its {rows} rows are free again (lane {lane})",
+    "model ready": "{model} is ready on {role}",
+    "model failed": "{model} failed to load on {role}: {reason}",
+    "weights restored": "{model} goes on with saved weights, version {version}",
+    "draining; a second signal stops at once": "The server drains",
+    "draining took too long, stopping": "Draining took too long; the server stops",
+    "removed shared memory of dead owners": "Shared memory of dead processes was removed: {segments} segments",
+    "the model failed": "{model}: {requests} requests failed",
+    "requests expired while they waited": "{model}: {requests} requests expired while they waited",
+    "requests refused": "{model}: {requests} requests were refused",
+    "requests named a version that is not held": "{model}: {requests} requests named a version that is not held",
+}
+
+
+def sentence(event: Document) -> str:
+    """An event in words; of one that has none here its name, and its fields as they are."""
+    fields = dict(event["fields"])
+    if "role" in fields:
+        fields["role"] = str(fields["role"]).replace("engine-", "engine ")
+    if isinstance(status := fields.get("status"), int):
+        fields["end"] = f"was killed by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
+    try:
+        text = _SENTENCES[event["event"]].format(**fields)
+    except KeyError:
+        told = ", ".join(f"{key} {value}" for key, value in fields.items() if key != "end")
+        text = f"{event['event']}: {told}" if told else str(event["event"])
+    return text[:1].upper() + text[1:] if text.startswith(("engine ", "gateway", "relay")) else text
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Failures:
+    """The last failures, those of one model and kind that come close together as one event."""
+
+    def __init__(self) -> None:
+        self._events: deque[Document] = deque(maxlen=_KEPT)
+
+    def between(self, earlier: Snapshot | None, later: Snapshot) -> list[Document]:
+        """Take note of what failed between two snapshots; gives all that is kept, as the status document's events."""
+        if earlier is not None and earlier.server_id == later.server_id:
+            grown = growth(earlier, later)
+            for at, model in enumerate(later.models):
+                for kind in FAILURES:
+                    if count := int(grown[kind][:, at].sum()):
+                        self._note(model["name"], kind, count, later.at)
+        return list(self._events)
+
+    def _note(self, model: str, kind: str, count: int, at: float) -> None:
+        text = _KINDS[kind]
+        for event in self._events:
+            if event["event"] == text and event["fields"]["model"] == model and at - event["at"] < _TOGETHER:
+                event["fields"]["requests"] += count
+                return
+        fields = {"model": model, "requests": count}
+        self._events.append({"at": at, "level": "error", "event": text, "fields": fields})
+
+
+# ----
+# The last seconds of a server, kept by whoever watches it.
+
 
 _SHOWN = 30  # events
 

@@ -21,7 +21,7 @@ from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.protocol.errors import Code, ModelFailed, Refused
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
-from jurybox.server.gateway.inference.together import Arrays, Together
+from jurybox.server.gateway.inference.coalescer import Arrays, Together
 
 T = TypeVar("T")
 

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Refused, plain
-from jurybox.server.gateway.inference.parameters import Place
-from jurybox.server.gateway.inference.tensors import malformed
-from jurybox.server.security.settings import OWN_PREFIX
+from jurybox.server.gateway.inference.tensors import Place, malformed
+from jurybox.server.security.access import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects, whatever JURYBOX_SHM_DIR says of ours
 _KEY = re.compile(r"/?[^/\0]{1,254}")

@@ -1,0 +1,1 @@
+"""What `jurybox doctor` looks at."""

@@ -1,0 +1,320 @@
+"""What this host lacks for a server: a list of findings, each with what to do about it.
+
+Checks are functions from what was measured to a finding, so that every verdict can be tested on any host; `examine`
+measures this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jurybox.protocol.address import default_address, ipc_path
+from jurybox.protocol.errors import Error
+from jurybox.protocol.locks import is_locked, try_lock
+from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, segment_name, sweep
+from jurybox.protocol.segment_server import SegmentServer, available_memory
+from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
+from jurybox.server.doctor import host
+from jurybox.server.doctor.host import Finding, Level
+
+_MIB = 1 << 20
+_ARENA = 128 * _MIB  # what a model's arena takes by default, at most
+_COMFORT = 512 * _MIB
+_FILES_OF_A_CLIENT = 2  # its connection to the supervisor, and one to an engine
+_FILES_OF_A_SERVER = 128
+_PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "uvicorn", "pydantic", "structlog")
+
+
+def examine(*, fix: bool = False) -> list[Finding]:
+    """Look at this host. With `fix`, remove the shared memory of dead owners."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        lambda: check_python(sys.version_info[:3], sys.platform),
+        lambda: check_packages(_installed()),
+        _check_conflicts,
+        check_native,
+        lambda: host.check_kernel(os.uname().release),
+        lambda: check_memory(*available_memory()),
+        lambda: check_room(*_room(directory()), directory()),
+        lambda: host.check_inodes(*host.inodes(directory()), directory()),
+        check_segment,
+        check_sealed,
+        check_locks,
+        lambda: check_stale(stale_segments(), sweep if fix else None),
+        lambda: host.check_sockets(host.dead_sockets(default_address()), fix=fix),
+        lambda: check_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        lambda: check_cores(available_cores(), os.environ),
+        lambda: host.check_clock(host.clock_source()),
+        check_torch,
+        lambda: check_runtime_folder(default_address()),
+        lambda: check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=Path("/dev/nvidiactl").exists()),
+    )
+    return [check() for check in checks]
+
+
+def check_python(found: tuple[int, int, int], platform: str) -> Finding:
+    """Python 3.11 on Linux."""
+    text = f"Python {'.'.join(map(str, found))} on {platform}"
+    if platform != "linux":
+        return Finding("python", Level.FAIL, text, "a server needs Linux: run it there, or in a container")
+    if found < (3, 11, 0):
+        return Finding("python", Level.FAIL, text, "install Python 3.11 or newer")
+    return Finding("python", Level.OK, text)
+
+
+def check_packages(installed: Mapping[str, str | None]) -> Finding:
+    """Versions of what a server imports; None where it is not installed."""
+    missing = [name for name, found in installed.items() if found is None]
+    text = ", ".join(f"{name} {found}" for name, found in installed.items() if found is not None)
+    text = f"jurybox {build_version()} (protocol {PROTOCOL_VERSION}), {text}"
+    if missing:
+        return Finding(
+            "packages", Level.FAIL, f"{', '.join(missing)} not installed; {text}", "pip install 'jurybox[server]'"
+        )
+    return Finding("packages", Level.OK, text)
+
+
+def _check_conflicts() -> Finding:
+    try:
+        from jurybox.server.doctor import packages
+    except ModuleNotFoundError as error:
+        return Finding("versions", Level.WARN, f"not looked at: no {error.name}", "pip install 'jurybox[server]'")
+    return packages.check_conflicts(packages.installed())
+
+
+def check_native() -> Finding:
+    """The native module can be imported."""
+    try:
+        module = importlib.import_module("jurybox.native")
+    except ImportError as error:
+        return Finding(
+            "native core",
+            Level.FAIL,
+            str(error),
+            "install a wheel for this platform, or a C++17 compiler and reinstall",
+        )
+    return Finding("native core", Level.OK, str(module.__file__))
+
+
+def check_memory(free: int, where: str) -> Finding:
+    """Bytes that a server's arenas and weights may take, and what bounds them."""
+    text = f"{free / _MIB:.0f} MiB left of {where}"
+    remedy = "stop what takes memory, or give it more (docker run --memory); or set a smaller 'rows' for each model"
+    if free < _ARENA:
+        return Finding("memory", Level.FAIL, f"{text}; one model's arena takes up to {_ARENA // _MIB}", remedy)
+    if free < _COMFORT:
+        return Finding("memory", Level.WARN, f"{text}; enough for {free // _ARENA} models' arenas", remedy)
+    return Finding("memory", Level.OK, text)
+
+
+def check_room(total: int, free: int, folder: Path) -> Finding:
+    """Size and free bytes of the shared-memory file system, in which trainings and replays are; servers are not."""
+    text = f"{folder}: {free / _MIB:.0f} of {total / _MIB:.0f} MiB free"
+    remedy = (
+        "in a container: docker run --shm-size=1g (compose: shm_size: 1g); elsewhere: mount -o remount,size=2g "
+        f"{folder}, or point JURYBOX_SHM_DIR at a larger tmpfs"
+    )
+    if free < _MIB:
+        return Finding("shared memory", Level.FAIL, text, remedy)
+    if free < _ARENA:
+        return Finding("shared memory", Level.WARN, f"{text}; a training's weights and replay may need more", remedy)
+    return Finding("shared memory", Level.OK, text)
+
+
+def check_segment() -> Finding:
+    """A segment can be made: a nameless file (O_TMPFILE), allocated, then linked."""
+    try:
+        with Segment.create(segment_name(f"doctor{secrets.token_hex(4)}", "probe"), 4096):
+            pass
+    except (Error, OSError) as error:
+        return Finding(
+            "segments",
+            Level.FAIL,
+            f"{directory()}: {error}",
+            "expected a writable tmpfs with O_TMPFILE and a mounted /proc; point JURYBOX_SHM_DIR at one",
+        )
+    return Finding("segments", Level.OK, f"can be made in {directory()}")
+
+
+def check_sealed() -> Finding:
+    """Memory can be made whose size nobody changes, and be had over a socket (Linux 3.17)."""
+    owner = f"doctor{secrets.token_hex(4)}"
+    try:
+        with SegmentServer(owner) as server, server.create(segment_name(owner, "probe"), 4096) as segment:
+            Segment.attach(segment.name).close()
+    except (Error, OSError) as error:
+        return Finding(
+            "sealed memory",
+            Level.FAIL,
+            str(error),
+            "a server needs memfd_create with seals (Linux 3.17), and a socket in the folder of shared memory",
+        )
+    return Finding("sealed memory", Level.OK, "can be made and handed over")
+
+
+def check_locks() -> Finding:
+    """The kernel has open-file-description locks, and they exclude each other (Linux 3.15)."""
+    kernel = os.uname().release
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory(), prefix=".jurybox-locks-") as file:
+            other = os.open(file.name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                works = try_lock(file.fileno(), OWNER_LOCK) and is_locked(other, OWNER_LOCK)
+            finally:
+                os.close(other)
+        text = f"kernel {kernel}" if works else f"kernel {kernel}: a lock did not keep another out"
+    except OSError as error:
+        works, text = False, f"kernel {kernel}: {error}"
+    if not works:
+        return Finding("locks", Level.FAIL, text, f"leases need fcntl's F_OFD_SETLK in {directory()}: use a tmpfs")
+    return Finding("locks", Level.OK, f"{text} has open-file-description locks")
+
+
+def stale_segments() -> list[str]:
+    """Segments of this user whose owners are dead."""
+    return [path.name for path in sorted(directory().glob(f"jurybox-{os.getuid()}-*")) if dead(path)]
+
+
+def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Finding:
+    """Shared memory that dead owners left; removed where `remove` is given."""
+    if not stale:
+        return Finding("stale segments", Level.OK, "none")
+    if remove is None:
+        some = ", ".join(stale[:3]) + (", ..." if len(stale) > 3 else "")
+        return Finding(
+            "stale segments", Level.WARN, f"{len(stale)}: {some}", "jurybox doctor --fix removes them, as a start does"
+        )
+    return Finding("stale segments", Level.OK, f"{len(remove())} removed")
+
+
+def check_files(limits: tuple[int, int]) -> Finding:
+    """The limit of open files (soft, hard): a server raises its own to the hard one; every client takes some."""
+    soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in limits)
+    clients = max(0, (hard - _FILES_OF_A_SERVER) // _FILES_OF_A_CLIENT)
+    text = f"a server may have {hard}, enough for {clients} clients; other processes {soft}"
+    if hard == sys.maxsize:
+        text = "no limit of open files"
+    remedy = "raise the hard limit (limits.conf; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536)"
+    if hard < 256:
+        return Finding("open files", Level.FAIL, text, remedy)
+    if hard < 4096:
+        return Finding("open files", Level.WARN, text, remedy)
+    return Finding("open files", Level.OK, text)
+
+
+def check_cores(cores: float, environ: Mapping[str, str]) -> Finding:
+    """Cores that this process may use, and thread settings beyond them."""
+    text = f"{cores:g} cores"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if environ.get(name, "").isdecimal() and int(environ[name]) > cores:
+            return Finding(
+                "cores", Level.WARN, f"{text}, {name}={environ[name]}", f"unset {name}: more threads than cores wait"
+            )
+    if cores < 2:
+        return Finding(
+            "cores", Level.WARN, text, "clients and engine share one core: latencies will be those of its scheduler"
+        )
+    return Finding(
+        "cores", Level.OK, f"{text}; an engine on the CPU takes {max(1, int(cores) // 2)} threads by default"
+    )
+
+
+def check_torch() -> Finding:
+    """torch can be imported, and sees the GPUs that the host has."""
+    nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return Finding("torch", Level.FAIL, str(error), "pip install 'jurybox[server]'; clients do without it")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        return Finding("torch", Level.OK, f"torch {torch.__version__}, {len(names)} CUDA devices: {', '.join(names)}")
+    if nodes:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        return Finding(
+            "torch",
+            Level.WARN,
+            f"torch {torch.__version__} ({built}) uses no GPU, though there are {', '.join(nodes)}; "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}",
+            "install torch for the driver's CUDA version (pytorch.org), or update the driver",
+        )
+    return Finding("torch", Level.OK, f"torch {torch.__version__}, no GPU: engines run on the CPU")
+
+
+def check_runtime_folder(address: str) -> Finding:
+    """The folder of the default address is this user's alone, or can be made."""
+    path = ipc_path(address)
+    if path is None:
+        return Finding("runtime folder", Level.OK, f"none needed for {address}")
+    folder = path.parent
+    if not folder.exists():
+        parent = next(above for above in folder.parents if above.exists())
+        if os.access(parent, os.W_OK | os.X_OK):
+            return Finding("runtime folder", Level.OK, f"{folder} will be made")
+        return Finding(
+            "runtime folder", Level.FAIL, f"{folder} cannot be made in {parent}", "set JURYBOX_ADDRESS=ipc://..."
+        )
+    found = folder.stat()
+    text = f"{folder}, mode {found.st_mode & 0o7777:o}, user {found.st_uid}"
+    if found.st_uid not in (os.getuid(), 0) or not os.access(folder, os.W_OK | os.X_OK):
+        return Finding(
+            "runtime folder",
+            Level.FAIL,
+            text,
+            f"it must be writable and belong to user {os.getuid()}: set JURYBOX_ADDRESS=ipc://... to another",
+        )
+    if found.st_mode & 0o077:
+        return Finding("runtime folder", Level.FAIL, text, f"others may enter it, a server refuses: chmod 700 {folder}")
+    return Finding("runtime folder", Level.OK, text)
+
+
+def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
+    """The limit of locked memory, which page-locking of arenas for a GPU may count against."""
+    text = (
+        "no limit of locked memory"
+        if limit in (resource.RLIM_INFINITY, -1)
+        else f"{limit / _MIB:.0f} MiB of locked memory"
+    )
+    if has_gpu and 0 <= limit < _ARENA:
+        return Finding(
+            "locked memory",
+            Level.WARN,
+            text,
+            "ulimit -l unlimited (docker: --ulimit memlock=-1): copies are slower else",
+        )
+    return Finding("locked memory", Level.OK, text)
+
+
+def available_cores(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores by CPU affinity and by the control group's quota (cpu.max of cgroup v2)."""
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, float(quota) / float(period))
+
+
+def _installed() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _room(folder: Path) -> tuple[int, int]:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

@@ -1,0 +1,204 @@
+"""What the doctor says: of one subject, how it is and what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from jurybox.protocol.address import ipc_path
+
+
+class Level(StrEnum):
+    """How bad a finding is: a server runs well, runs with limits, does not run."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, how it is, and what to do (empty where nothing is)."""
+
+    subject: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+# ----
+# How many CUDA devices there are, found out without importing torch and without opening a device in this process.
+
+
+_TIMEOUT = 30.0  # seconds; a driver that has to load its modules first takes a few
+
+
+@functools.cache
+def visible_cuda_devices() -> int:
+    """CUDA devices that the installed torch could use; CUDA_VISIBLE_DEVICES counts. Asked once a process.
+
+    The driver is asked in a process of its own: it keeps files of the device open for as long as its asker lives.
+    """
+    if not torch_has_cuda():
+        return 0
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 0
+    return int(asked.stdout) if asked.returncode == 0 and asked.stdout.strip().isdigit() else 0
+
+
+def torch_has_cuda() -> bool:
+    """Whether torch is installed and built for CUDA, as its version file says."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    return version.is_file() and bool(re.search(r"^cuda\b.*=\s*['\"]\d", version.read_text(), re.MULTILINE))
+
+
+def ask_driver() -> int:
+    """The number of devices the CUDA driver shows; 0 without one (cuInit and cuDeviceGetCount of its driver API)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+if __name__ == "__main__":
+    sys.stdout.write(str(ask_driver()))
+
+
+# ----
+# Checks of the doctor that faults under load have taught: inodes, sockets of the dead, the clock, the kernel.
+
+
+_FILES = 64  # in shared memory, of a server with some engines and models
+_CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+_SLOW_CLOCKS = ("acpi_pm", "hpet", "pit", "jiffies")  # each reading is a call of the kernel, a microsecond or more
+_OLDEST, _FULL = (3, 17), (5, 14)  # sealed memory; MADV_POPULATE_WRITE
+
+
+def inodes(folder: Path) -> tuple[int, int]:
+    """Of the file system: how many files it can hold and how many more fit; zeros where there is no bound."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0, 0
+    return found.f_files, found.f_favail
+
+
+def check_inodes(total: int, free: int, folder: Path) -> Finding:
+    """A tmpfs holds a number of files, however small they are."""
+    if total and free < _FILES:
+        return Finding(
+            "inodes",
+            Level.FAIL,
+            f"{folder}: {free} more files of {total} fit",
+            f"remove what is left there (jurybox doctor --fix), or: mount -o remount,nr_inodes=1m {folder}",
+        )
+    return Finding("inodes", Level.OK, f"{free} more files fit" if total else "as many files as fit")
+
+
+def dead_sockets(address: str) -> list[Path]:
+    """Sockets beside an ipc address that nobody listens on, where no server holds the address."""
+    path = ipc_path(address)
+    if path is None or not path.parent.is_dir() or _held(Path(f"{path}.lock")):
+        return []
+    return [other for other in sorted(path.parent.glob(f"{path.name}*")) if other.is_socket() and not _listens(other)]
+
+
+def check_sockets(dead: list[Path], *, fix: bool) -> Finding:
+    """Sockets of dead servers; removed with `fix`. Clients that try them wait until their time-out."""
+    if not dead:
+        return Finding("stale sockets", Level.OK, "none")
+    if fix:
+        for path in dead:
+            path.unlink(missing_ok=True)
+        return Finding("stale sockets", Level.OK, f"{len(dead)} removed")
+    return Finding(
+        "stale sockets",
+        Level.WARN,
+        f"{len(dead)}: {', '.join(map(str, dead[:3]))}",
+        "a server there was killed: start it again (jurybox serve), or jurybox doctor --fix removes them",
+    )
+
+
+def clock_source() -> str:
+    """What the kernel reads the time from; empty where it does not say."""
+    try:
+        return _CLOCK.read_text().strip()
+    except OSError:
+        return ""
+
+
+def check_clock(source: str) -> Finding:
+    """The monotonic clock is read several times a request."""
+    if source in _SLOW_CLOCKS:
+        return Finding(
+            "clock",
+            Level.WARN,
+            f"the kernel reads the time from {source}, which takes microseconds",
+            f"choose a faster one, where there is one (cat {_CLOCK.with_name('available_clocksource')}): echo tsc > "
+            f"{_CLOCK}",
+        )
+    return Finding("clock", Level.OK, f"{source or 'unknown source'}; time-outs go by the monotonic clock")
+
+
+def check_kernel(release: str) -> Finding:
+    """Linux 3.17 has what a server's memory needs; 5.14 maps shared memory ahead of its use."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    version = tuple(map(int, numbers.groups())) if numbers else (0, 0)
+    if version < _OLDEST:
+        return Finding("kernel", Level.FAIL, release, "Linux 3.17 or newer is needed, 5.14 or newer is well")
+    if version < _FULL:
+        return Finding(
+            "kernel",
+            Level.WARN,
+            f"{release}: pages of weights and replay are mapped at their first use",
+            "Linux 5.14 or newer maps them ahead (MADV_POPULATE_WRITE); nothing else is missing",
+        )
+    return Finding("kernel", Level.OK, release)
+
+
+def _held(lock: Path) -> bool:
+    """Whether a server lives that holds the lock file of an address."""
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(1.0)
+        try:
+            caller.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # not for us to judge
+    return True

@@ -1,0 +1,170 @@
+"""What the doctor checks of the packages: whether versions fit together, by what each says of the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import Distribution, distributions
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from jurybox.server.doctor.host import Finding, Level
+
+OURS = "jurybox"
+_MOST = 4  # conflicts that one finding names
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A package that is here: its name as its metadata spells it, its version, and what it asks for."""
+
+    name: str
+    version: str
+    requires: tuple[Requirement, ...] = ()
+
+    @classmethod
+    def read(cls, name: str, version: str, requires: Iterable[str]) -> Installed:
+        """From metadata; requirements that cannot be read are left out, as pip does."""
+        read = []
+        for text in requires:
+            try:
+                read.append(Requirement(text))
+            except InvalidRequirement:
+                continue
+        return cls(name, version, tuple(read))
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """`asker` wants versions `wanted` of `package`, and another one is here (None: it is not here at all)."""
+
+    asker: Installed
+    package: str
+    wanted: SpecifierSet
+    found: str | None
+
+    def __str__(self) -> str:
+        has = f"{self.found} is installed" if self.found is not None else "it is not installed"
+        return f"{self.asker.name} {self.asker.version} asks for {self.package}{self.wanted}, {has}"
+
+
+def installed() -> dict[str, Installed]:
+    """Every distribution that can be imported here, by its canonical name; where one is twice, the one that is used."""
+    found: dict[str, Installed] = {}
+    for each in distributions():
+        name = _name_of(each)
+        if name and canonicalize_name(name) not in found:
+            found[canonicalize_name(name)] = Installed.read(name, each.version, each.requires or ())
+    return found
+
+
+def conflicts(packages: Mapping[str, Installed], extras: Iterable[str] = ("server",)) -> list[Conflict]:
+    """Of what Jurybox needs, directly or through others: who asks for versions that are not here.
+
+    Args:
+        packages: as from `installed`.
+        extras: of Jurybox, that are meant to be here.
+    """
+    ours = _closure(packages, extras)
+    found = []
+    for name, asker in packages.items():
+        for requirement in _wishes(asker, extras if name == OURS else ()):
+            wanted = canonicalize_name(requirement.name)
+            if wanted not in ours and name not in ours:
+                continue  # between others: none of our business
+            here = packages.get(wanted)
+            if here is None and name not in ours:
+                continue
+            if here is None or not _admits(requirement.specifier, here.version):
+                found.append(Conflict(asker, requirement.name, requirement.specifier, here.version if here else None))
+    return sorted(found, key=lambda conflict: (canonicalize_name(conflict.asker.name) != OURS, str(conflict)))
+
+
+def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) -> str:
+    """The pip line that makes them fit; where no version can, what else to do."""
+    lines, hopeless = [], []
+    for package in dict.fromkeys(canonicalize_name(conflict.package) for conflict in conflicts):
+        askers = [
+            (asker.name, requirement.specifier)
+            for name, asker in packages.items()
+            for requirement in _wishes(asker, ("server",) if name == OURS else ())
+            if canonicalize_name(requirement.name) == package
+        ]
+        together = SpecifierSet(",".join(str(specifier) for _, specifier in askers if str(specifier)))
+        if _can_be(together):
+            lines.append(f"'{package}{together}'")
+        else:
+            hopeless.append(f"{package} for {' and '.join(sorted({name for name, asked in askers if str(asked)}))}")
+    told = f"pip install {' '.join(lines)}" if lines else ""
+    if hopeless:
+        names = sorted({name for text in hopeless for name in text.partition(" for ")[2].split(" and ")})
+        more = (
+            f"no version suits all: {'; '.join(hopeless)}: pip install --upgrade {' '.join(names)}, or give Jurybox's "
+            "server an environment of its own (its clients bound nothing above)"
+        )
+        told = f"{told}; {more}" if told else more
+    return told
+
+
+def check_conflicts(packages: Mapping[str, Installed]) -> Finding:
+    """Whether versions fit together: what Jurybox needs, and what others ask of the same packages."""
+    found = conflicts(packages)
+    if not found:
+        return Finding("versions", Level.OK, "every package that Jurybox needs suits those that ask for it")
+    rest = f"; and {len(found) - _MOST} more (pip check)" if len(found) > _MOST else ""
+    level = Level.FAIL if canonicalize_name(found[0].asker.name) == OURS else Level.WARN
+    return Finding("versions", level, "; ".join(map(str, found[:_MOST])) + rest, mending(found, packages))
+
+
+def _wishes(asker: Installed, extras: Iterable[str]) -> Iterator[Requirement]:
+    for requirement in asker.requires:
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield requirement
+
+
+def _closure(packages: Mapping[str, Installed], extras: Iterable[str]) -> set[str]:
+    """Names of what Jurybox needs, directly or through others; itself included."""
+    found: set[str] = set()
+    waiting = [OURS]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name in packages:
+            wishes = _wishes(packages[name], extras if name == OURS else ())
+            waiting += [canonicalize_name(requirement.name) for requirement in wishes]
+    return found
+
+
+def _admits(wanted: SpecifierSet, version: str) -> bool:
+    try:
+        return wanted.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return True  # not for us to judge
+
+
+def _can_be(wanted: SpecifierSet) -> bool:
+    """Whether some version is in all of them: one that a bound names, or one just beside it."""
+    candidates = [Version("0")]
+    for specifier in wanted:
+        try:
+            bound = Version(re.sub(r"\.\*$", "", specifier.version))
+        except (InvalidVersion, InvalidSpecifier):
+            return True
+        release = bound.release
+        candidates += [bound, Version(".".join(map(str, (*release, 1)))), Version(f"{release[0] + 1}")]
+        for place, number in enumerate(release):
+            if number:  # a little below: 6.999 for <7
+                candidates.append(Version(".".join(map(str, (*release[:place], number - 1, 999)))))
+    return any(wanted.contains(candidate, prereleases=True) for candidate in candidates)
+
+
+def _name_of(each: Distribution) -> str | None:
+    name: str | None = each.metadata["Name"] if each.metadata is not None else None  # of a broken install, none
+    return name

@@ -1,0 +1,364 @@
+"""Memory that a GPU reads and writes by itself, without the CPU copying it first."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jurybox import native
+from jurybox.protocol.errors import ModelFailed
+from jurybox.server.engine.served import Served, dtype_of
+from jurybox.server.models import ServedModel
+
+_ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
+
+
+class PageLock:
+    """Keeps memory that exists already, such as an arena's, in place for the device's DMA (cudaHostRegister).
+
+    Attributes:
+        held: whether it worked. Without it copies go through staging memory.
+        reason: why not; a limit on locked memory is a usual one.
+    """
+
+    def __init__(self, memory: NDArray[Any], device: torch.device) -> None:
+        self.held = False
+        self.reason = "" if device.type == "cuda" else f"{device.type} has no memory of its own"
+        self._address = memory.ctypes.data
+        if device.type != "cuda":
+            return
+        status = int(torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        self.held = status == 0
+        if status:
+            self.reason = f"cudaHostRegister gave {status}" + (", locked by another" if status == _ALREADY else "")
+
+    def release(self) -> None:
+        """Let the memory go. Nothing that was queued may still use it."""
+        if self.held:
+            self.held = False
+            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
+
+
+def staging(rows: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
+    """Rows of host memory that copies to and from the device go through, page-locked for a GPU."""
+    return torch.zeros((rows, *shape), dtype=getattr(torch, dtype.name), pin_memory=device.type == "cuda")
+
+
+# ----
+# Streams of a device: work queued on one runs in order, work on two at the same time.
+#
+# The CPU has none. There everything is done when it has been said, and the same code runs, which is how tests without
+# a GPU reach it.
+
+
+class Mark:
+    """A point in a stream's work."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """Whether the work up to here is done."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until it is."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Stream:
+    """A queue of work on a device; in a ``with``, what torch is asked to do goes there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def running(self) -> AbstractContextManager[object]:
+        """Queue what is done inside."""
+        return torch.cuda.stream(self._cuda) if self._cuda is not None else contextlib.nullcontext()
+
+    def after(self, mark: Mark) -> None:
+        """What is queued from now on runs after that point of another stream."""
+        if self._cuda is not None and mark.event is not None:
+            self._cuda.wait_event(mark.event)
+
+    def mark(self) -> Mark:
+        """The end of what is queued now."""
+        if self._cuda is None:
+            return Mark(None)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._cuda)
+        return Mark(event)
+
+
+# ----
+# CUDA graphs for a ladder of batch sizes: a forward of many small kernels is launched as one.
+#
+# A graph has fixed shapes and addresses, so a batch is computed by the graph of the next larger rung, on static
+# inputs whose rows beyond the batch hold whatever was there. Models answer row by row, so those rows change nothing.
+
+
+Tensors = Mapping[str, torch.Tensor]
+_WARM_UPS = 3  # forwards before a capture: libraries choose their kernels and allocate in the first ones
+
+
+def ladder(max_batch: int) -> list[int]:
+    """Batch sizes that get a graph: powers of two, and the largest batch."""
+    rungs = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch]
+    return [*rungs, max_batch]
+
+
+def rung(rungs: list[int], rows: int) -> int:
+    """The smallest rung that holds so many rows."""
+    return rungs[bisect_left(rungs, rows)]
+
+
+class Graphs:
+    """The captured forwards of one set of static inputs.
+
+    Args:
+        inputs: static inputs of max_batch rows by name; they stay where they are.
+        forward: computes the outputs by name of some rows of them.
+        stream: where they will run, which is where they are captured.
+    """
+
+    def __init__(
+        self, inputs: Tensors, forward: Callable[[Tensors], Tensors], stream: torch.cuda.Stream, max_batch: int
+    ) -> None:
+        self._rungs = ladder(max_batch)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
+        pool = None
+        for rows in reversed(self._rungs):  # the largest first: the others find room in its memory
+            part = {name: tensor[:rows] for name, tensor in inputs.items()}
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    forward(part)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                outputs = forward(part)
+            pool = pool or graph.pool()
+            self._graphs[rows] = (graph, outputs)
+
+    def run(self, rows: int) -> Tensors:
+        """Compute the static inputs' first rows; gives the outputs, of which the first rows are meant."""
+        graph, outputs = self._graphs[rung(self._rungs, rows)]
+        graph.replay()
+        return {name: tensor[:rows] for name, tensor in outputs.items()}
+
+
+# ----
+# What an engine holds of its device's memory, shown on the board.
+
+
+_EVERY = 1.0  # seconds: asking takes torch's allocator some tens of microseconds, beside the loop
+
+
+def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:
+    """Keep `device_bytes` of a board's engine record, shape (1,), at what torch's allocator has reserved.
+
+    Nothing is done for a CPU. The thread ends with the process.
+    """
+
+    def show() -> None:
+        while True:
+            record["device_bytes"] = torch.cuda.memory_reserved(device)
+            time.sleep(_EVERY)
+
+    if device.type == "cuda":
+        threading.Thread(target=show, name="memory", daemon=True).start()
+
+
+# ----
+# A model on a device of its own: two batches on their way, one computing while the next is copied in.
+#
+# Each batch goes through one of two *berths*: static inputs on the device, staging memory on the host, and a stream
+# for its copies. Forwards share one stream, so that they run in order and weights change between two of them.
+#
+#     berth 0   copy in | forward | copy out          copy in | ...
+#     berth 1             copy in | forward | copy out
+
+
+# A copy of its own costs the CPU about what it takes to gather this much.
+_DIRECT_BYTES = 64 * 1024
+_BERTHS = 2
+
+
+class DeviceServed(Served):
+    """As `Served`, with batches that are begun first and finished later.
+
+    Args:
+        memory: the whole arena, to be page-locked.
+        graphs: capture CUDA graphs when warming up; a model that cannot be captured is run as it is.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ServedModel,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        memory: NDArray[np.uint8],
+        max_batch: int,
+        device: torch.device | str,
+        compute: torch.dtype | None = None,
+        *,
+        graphs: bool = True,
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        super().__init__(name, model, inputs, outputs, max_batch, device, compute)
+        self._report = report
+        self._wants_graphs = graphs and self.device.type == "cuda"
+        self.arena_inputs, self.arena_outputs = dict(inputs), dict(outputs)
+        self.arena_tensors = {key: torch.from_numpy(array) for key, array in inputs.items()}
+        self._lock = PageLock(memory, self.device)
+        if not self._lock.held and self.device.type == "cuda":
+            report("arena not page-locked", model=name, reason=self._lock.reason)
+        self.forwards = Stream(self.device)
+        self._berths = [_Berth(self, max_batch) for _ in range(_BERTHS)]
+
+    def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
+        """Queue a batch's copies and forward; as `run`, of a batch to be finished later.
+
+        Raises:
+            Refused, and whatever the model raises; torch.OutOfMemoryError where the device has no room.
+        """
+        self._berths.append(berth := self._berths.pop(0))
+        with berth.copies.running():
+            berth.copy_in(tickets, rows, direct=self._lock.held)
+        self.forwards.after(berth.copies.mark())
+        with self.forwards.running():
+            self._use(version)
+            results = berth.forward(rows)
+        berth.copies.after(self.forwards.mark())
+        with berth.copies.running():
+            berth.copy_out(results, rows)
+        return Batch(self, berth, tickets, rows, berth.copies.mark())
+
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
+        """As `Served.run`: begin and finish."""
+        self.begin(tickets, rows, version).finish()
+
+    def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
+        """As `Served.warm_up`; then captures graphs."""
+        super().warm_up(example)
+        if not self._wants_graphs:
+            return
+        try:
+            with torch.inference_mode():
+                for berth in self._berths:
+                    berth.capture()
+        except Exception as error:  # noqa: BLE001  what cannot be captured runs all the same
+            for berth in self._berths:
+                berth.graphs = None
+            torch.cuda.synchronize(self.device)
+            self._report("no CUDA graphs", model=self.spec.name, reason=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """As `Served.close`; every batch has been finished."""
+        super().close()
+        self._lock.release()
+
+
+class Batch:
+    """A batch on its way."""
+
+    def __init__(self, served: DeviceServed, berth: _Berth, tickets: NDArray[Any], rows: int, end: Mark) -> None:
+        self._served = served
+        self._berth = berth
+        self._tickets = tickets
+        self._rows = rows
+        self._end = end
+
+    def done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._end.done()
+
+    def finish(self) -> None:
+        """Wait for the outputs and write them to the tickets' rows."""
+        self._end.wait()
+        for name, array in self._served.arena_outputs.items():
+            native.scatter(array, self._tickets, self._berth.results[name][: self._rows].numpy())
+
+
+class _Berth:
+    """What one batch on its way occupies."""
+
+    def __init__(self, served: DeviceServed, max_batch: int) -> None:
+        self._served = served
+        self._max_batch = max_batch
+        device, spec = served.device, served.spec
+        self.copies = Stream(device)
+        self.graphs: Graphs | None = None
+        self._staged = {
+            key: staging(max_batch, item.shape, item.numpy_dtype, device) for key, item in spec.inputs.items()
+        }
+        self.results = {
+            key: staging(max_batch, item.shape, item.numpy_dtype, device) for key, item in spec.outputs.items()
+        }
+        self._inputs = {
+            key: torch.zeros((max_batch, *item.shape), dtype=dtype_of(item), device=device)
+            for key, item in spec.inputs.items()
+        }
+
+    def copy_in(self, tickets: NDArray[Any], rows: int, *, direct: bool) -> None:
+        """Queue the copies of the tickets' rows to the device, straight from the arena where it pays."""
+        runs = neighbours(tickets)
+        for key, arena in self._served.arena_inputs.items():
+            target = self._inputs[key]
+            if direct and pays(runs, self._served.spec.inputs[key].row_bytes):
+                at = 0
+                for first, n in runs:
+                    target[at : at + n].copy_(self._served.arena_tensors[key][first : first + n], non_blocking=True)
+                    at += n
+            else:
+                native.gather(arena, tickets, self._staged[key].numpy())
+                target[:rows].copy_(self._staged[key][:rows], non_blocking=True)
+
+    def forward(self, rows: int) -> Mapping[str, torch.Tensor]:
+        """Queue the forward of the rows copied in."""
+        if self.graphs is not None:
+            return self.graphs.run(rows)
+        return self._served.forward({key: tensor[:rows] for key, tensor in self._inputs.items()})
+
+    def copy_out(self, results: Mapping[str, torch.Tensor], rows: int) -> None:
+        """Queue the copies of the outputs to the host. Raises ModelFailed where they are not what the spec promises."""
+        for key, item in self._served.spec.outputs.items():
+            if key not in results:
+                raise ModelFailed(f"the model gave no output {key!r}; it gave {', '.join(results)}")
+            if results[key].shape != (rows, *item.shape):
+                raise ModelFailed(
+                    f"output {key!r} has shape {list(results[key].shape)}, the spec promises {[rows, *item.shape]}"
+                )
+            self.results[key][:rows].copy_(results[key], non_blocking=True)
+            if results[key].is_cuda and self.graphs is None:
+                # Its memory belongs to the forwards' stream, which must not reuse it before this copy.
+                results[key].record_stream(torch.cuda.current_stream(results[key].device))
+
+    def capture(self) -> None:
+        """Capture graphs over this berth's inputs."""
+        stream = torch.cuda.Stream(self._served.device)  # type: ignore[no-untyped-call]
+        self.graphs = Graphs(self._inputs, self._served.forward, stream, self._max_batch)
+
+
+def neighbours(tickets: NDArray[Any]) -> list[tuple[int, int]]:
+    """The tickets' rows in order, as (first, rows) of runs that lie next to each other."""
+    firsts, rows = tickets["first"].astype(np.int64), tickets["rows"].astype(np.int64)
+    begins = np.flatnonzero(np.r_[True, firsts[1:] != firsts[:-1] + rows[:-1]])
+    lengths = np.add.reduceat(rows, begins)
+    return list(zip(firsts[begins].tolist(), lengths.tolist(), strict=True))
+
+
+def pays(runs: Sequence[tuple[int, int]], row_bytes: int) -> bool:
+    """Whether one copy a run is cheaper than gathering all rows first and copying once."""
+    return len(runs) == 1 or sum(n for _, n in runs) * row_bytes >= len(runs) * _DIRECT_BYTES

@@ -1,0 +1,319 @@
+"""From settings to a module: factories, exported programs, weights files, digests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import threading
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from jurybox.protocol.errors import Error, plain, said
+from jurybox.protocol.spec import TensorSpec
+from jurybox.protocol.weights import WeightsLayout
+from jurybox.server.models import ServedModel
+from jurybox.server.settings.config import ModelSettings
+
+
+class LoadError(Error):
+    """A model could not be loaded; the message names the setting to change."""
+
+
+class Loaded(NamedTuple):
+    """A model ready for its device, and what it was before it was made so."""
+
+    model: ServedModel
+    digest: str
+    layout: WeightsLayout | None  # as a learner publishes it, in the factory's dtypes; None: it takes no publications
+
+
+def load(name: str, settings: ModelSettings, device: torch.device, factories: Collection[str] | None = None) -> Loaded:
+    """Build the model that `settings` describe and move it to `device`.
+
+    Args:
+        factories: may be any callable, since the configuration names them. Of another factory's module, allowed as a
+            whole, only what it defines itself (or lists in `__all__`) is called, not what it happens to import. None:
+            any may.
+
+    Raises:
+        LoadError: the factory or file is missing, raises, or gives something else than a ServedModel.
+    """
+    model = _from_factory(name, settings, factories) if settings.factory else _from_exported(name, settings)
+    if settings.weights:
+        _load_weights(name, model.module, Path(settings.weights))
+    layout = WeightsLayout.of(model.module.state_dict()) if settings.publish else None
+    digits = digest(model.module)
+    module = model.module.to(device).eval()
+    if settings.dtype:
+        module = module.to(getattr(torch, settings.dtype))
+    if settings.channels_last:
+        # torch's stubs know only the overloads of .to() without memory_format
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.module = torch.compile(module, dynamic=True) if settings.compile else module  # type: ignore[assignment]
+    return Loaded(model, digits, layout)
+
+
+def digest(module: torch.nn.Module) -> str:
+    """The first 16 hex digits of the SHA-256 over every parameter and buffer: name, dtype, shape, bytes."""
+    sha = hashlib.sha256()
+    for key, value in sorted(module.state_dict().items()):
+        if not isinstance(value, torch.Tensor):
+            continue
+        sha.update(f"{key}|{value.dtype}|{list(value.shape)}|".encode())
+        sha.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:16]
+
+
+def _from_factory(name: str, settings: ModelSettings, named: Collection[str] | None) -> ServedModel:
+    where = f"models.{name}.factory = {settings.factory!r}"
+    module_name, _, attribute = str(settings.factory).partition(":")
+    try:
+        module = _imported(module_name)
+        factory: Callable[..., Any] = getattr(module, attribute)
+    except ImportError as error:
+        raise LoadError(f"{where}: cannot import {module_name!r}: {plain(error)}") from error
+    except AttributeError as error:
+        raise LoadError(f"{where}: module {module_name!r} has no {attribute!r}") from error
+    except BaseException as error:  # a module that ends the process, too
+        raise LoadError(f"{where}: importing {module_name!r} raised {said(error)}") from error
+    own = attribute in getattr(module, "__all__", ()) or getattr(factory, "__module__", None) == module_name
+    if named is not None and settings.factory not in named and (not own or attribute.startswith("_")):
+        raise LoadError(
+            f"{where}: {module_name!r} does not define {attribute!r} for others, so that {module_name}:* does not "
+            f'allow it: name it in server.factories = ["{settings.factory}"]'
+        )
+    try:
+        model = factory(**settings.args)
+    except TypeError as error:
+        raise LoadError(
+            f"{where}: {plain(error)}; it takes {_signature(factory)}, models.{name}.args gives {plain(settings.args)}"
+        ) from error
+    except BaseException as error:
+        raise LoadError(f"{where} raised {said(error)}") from error
+    if not isinstance(model, ServedModel):
+        raise LoadError(f"{where} gave a {type(model).__name__}, expected jurybox.server.models.ServedModel")
+    return model
+
+
+def _signature(factory: Callable[..., Any]) -> str:
+    try:
+        return plain(inspect.signature(factory))
+    except (TypeError, ValueError):  # of an extension module's callable
+        return "other arguments"
+
+
+# ---- code that changed since it was imported
+
+_imported_as: dict[str, tuple[int, int]] = {}  # source file -> its time (ns) and size when it was imported
+
+
+def _imported(name: str) -> ModuleType:
+    """A factory's module, imported anew, with the user's modules around it, where a source file of theirs has changed.
+
+    Models that are in service keep the classes and functions they were made of. Where the new code cannot be imported,
+    the old one stays.
+    """
+    module = sys.modules.get(name)
+    family = _family(module) if module is not None else {}
+    if module is None or not any(_changed(file) for file in family.values()):
+        module = importlib.import_module(name)
+        _note(module)
+        return module
+    before = {name: sys.modules.pop(name) for name in family}
+    for file in family.values():  # Python takes a cached file of the same second for the source's
+        with contextlib.suppress(OSError, NotImplementedError):
+            Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except BaseException:
+        for child in family:
+            sys.modules.pop(child, None)
+        sys.modules.update(before)
+        for child, old in before.items():
+            parent, _, attribute = child.rpartition(".")
+            if parent in sys.modules:
+                setattr(sys.modules[parent], attribute, old)
+        raise
+    _note(module)
+    return module
+
+
+def _family(module: ModuleType) -> dict[str, str]:
+    """The source file of every loaded module of the user's that lies where the factory's package does, by name."""
+    file = getattr(module, "__file__", None)
+    if not file:
+        return {}
+    package = Path(file).name == "__init__.py"
+    root = Path(file).resolve().parents[module.__name__.count(".") + package]
+    if package or "." in module.__name__:
+        root /= module.__name__.partition(".")[0]  # what lies beside a package is somebody else's
+    foreign = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    found = {}
+    for name, other in list(sys.modules.items()):
+        source = getattr(other, "__file__", None)
+        if not source or not source.endswith(".py") or name == "__main__" or name.partition(".")[0] == "jurybox":
+            continue
+        path = Path(source).resolve()
+        installed = {"site-packages", "dist-packages"} & set(path.parts) or any(at in path.parents for at in foreign)
+        if root in path.parents and not installed:
+            found[name] = source
+    return found
+
+
+def _changed(file: str) -> bool:
+    seen, now = _imported_as.get(file), _stamp(file)
+    return now is not None and seen is not None and now != seen
+
+
+def _note(module: ModuleType) -> None:
+    for file in _family(module).values():
+        if (stamp := _stamp(file)) is not None:
+            _imported_as[file] = stamp
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+# ---- exported programs
+
+
+def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
+    path = Path(str(settings.exported))
+    where = f"models.{name}.exported = {str(path)!r}"
+    if not path.is_file():
+        raise LoadError(f"{where}: there is no such file; write one with torch.export.save(torch.export.export(...))")
+    _refuse_objects(where, path)
+    try:
+        with _weights_only():
+            program = torch.export.load(path)
+    except Exception as error:
+        raise LoadError(f"{where}: not a program of torch.export: {plain(error)}") from error
+    arguments, keywords = program.example_inputs or ((), {})
+    names = [str(name) for name in program.graph_signature.user_inputs]
+    examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
+    inputs = _given(settings.inputs) or {key: _spec_of(where, key, value) for key, value in examples.items()}
+    module = _ByName(program.module(), list(inputs)[: len(arguments)])
+    if not inputs:
+        raise LoadError(f"{where} keeps no example inputs: give models.{name}.inputs and .outputs in the config")
+    outputs = _given(settings.outputs) or _probe_outputs(where, module, inputs)
+    return ServedModel(module, inputs, outputs)
+
+
+# All parts of a program that are tensors, names and numbers; those before torch 2.8 lie in no folder.
+_PLAIN = re.compile(
+    r"[^/]+/(data/(weights|constants)/((weight|tensor)_\d+|model_(weights|constants)_config\.json|model\.pt)|"
+    r"data/sample_inputs/model\.pt|models/model\.json|extra/[^/]+|archive_format|archive_version|byteorder|version|"
+    r"\.data/\w+)|serialized_(exported_program|state_dict|constants|example_inputs)\.(json|pt)|version|extra_files/[^/]+"
+)
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_loading = threading.Lock()
+
+
+def _refuse_objects(where: str, path: Path) -> None:
+    """Refuse an archive with a part that torch would run or unpickle without limits: objects, libraries.
+
+    What is left still is code, as a factory is: a graph names the functions that it calls.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise LoadError(f"{where}: not a program of torch.export: {error}") from error
+    if odd := next((name for name in names if not _PLAIN.fullmatch(name)), None):
+        raise LoadError(
+            f"{where}: {odd!r} in it is neither tensors nor a graph, and to load it might run code: export the program "
+            "without custom objects and compiled parts, or write a factory"
+        )
+
+
+@contextlib.contextmanager
+def _weights_only() -> Iterator[None]:
+    """Have torch.load refuse pickles that hold more than tensors: torch.export.load would fall back to run them."""
+    with _loading:
+        before = os.environ.get(_WEIGHTS_ONLY)
+        os.environ[_WEIGHTS_ONLY] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_WEIGHTS_ONLY]
+            else:
+                os.environ[_WEIGHTS_ONLY] = before
+
+
+class _ByName(torch.nn.Module):
+    """An exported program called by its inputs' names; it remembers which of them it takes by position."""
+
+    def __init__(self, program: torch.nn.Module, positional: list[str]) -> None:
+        super().__init__()
+        self.program = program
+        self._positional = positional
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.program(*[inputs.pop(name) for name in self._positional], **inputs)
+
+    def eval(self) -> _ByName:
+        """An exported program has no modes."""
+        return self
+
+
+def _given(specs: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
+    return {key: TensorSpec(spec.dtype, tuple(spec.shape)) for key, spec in (specs or {}).items()}
+
+
+def _spec_of(where: str, name: str, value: object) -> TensorSpec:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        raise LoadError(f"{where}: input {name!r} is {value!r}, expected tensors whose first dimension is the batch")
+    return TensorSpec(str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
+
+
+def _probe_outputs(where: str, module: torch.nn.Module, inputs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Run two rows to see names and shapes of the outputs; that also tells whether the batch size may vary."""
+    for rows in (2, 3):
+        zeros = {
+            key: torch.zeros((rows, *spec.shape), dtype=getattr(torch, spec.dtype)) for key, spec in inputs.items()
+        }
+        try:
+            with torch.inference_mode():
+                results = module(**zeros)
+        except Exception as error:
+            raise LoadError(
+                f"{where} does not run on {rows} rows: {plain(error)}; export it with a dynamic batch: "
+                "dynamic_shapes={'input': {0: torch.export.Dim('batch')}}"
+            ) from error
+    if isinstance(results, torch.Tensor):
+        results = {"output": results}
+    elif not isinstance(results, Mapping):
+        results = {f"output{i}": value for i, value in enumerate(results)}
+    return {key: _spec_of(where, key, value) for key, value in results.items()}
+
+
+def _load_weights(name: str, module: torch.nn.Module, path: Path) -> None:
+    where = f"models.{name}.weights = {str(path)!r}"
+    try:
+        state = load_file(path)
+    except Exception as error:
+        raise LoadError(f"{where}: not a readable safetensors file: {plain(error)}") from error
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise LoadError(f"{where} does not fit the module: {plain(error)}") from error

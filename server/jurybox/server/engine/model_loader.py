@@ -1,0 +1,240 @@
+"""Where models are made ready: a thread that loads, warms up, and hands over to the loop.
+
+The supervisor makes the arena, and for that must know the model's spec, so a load has two halves: load and tell
+the spec; then, with the arena's name, attach, warm up, install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.errors import said
+from jurybox.protocol.spec import ModelSpec, plain_specs
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.server.engine.core import Engine
+from jurybox.server.engine.device import DeviceServed
+from jurybox.server.engine.model_code import LoadError
+from jurybox.server.engine.model_code import load as load_model
+from jurybox.server.engine.served import Served
+from jurybox.server.engine.weights_updater import Follower
+from jurybox.server.groups.group import Member
+from jurybox.server.groups.groups import Groups
+from jurybox.server.logs import traced
+from jurybox.server.models import ServedModel
+from jurybox.server.settings.config import ModelSettings
+
+
+@dataclass(slots=True)
+class _Half:
+    """A model that is loaded and waits for its arena."""
+
+    load: int
+    name: str
+    settings: ModelSettings
+    model: ServedModel
+
+
+class Workshop:
+    """Loads models beside the engine's loop.
+
+    Every load has a number of the supervisor's. A model that was unloaded, or ordered anew, while it was being loaded
+    is dropped at the next step: nothing of it is installed or told.
+
+    Args:
+        device: where modules go.
+        tell: sends a message to the supervisor; thread-safe.
+        later: runs an action in the loop's thread between two turns.
+        engine: the core into which finished models are installed.
+        report: called with (event, fields) for what should be logged.
+        factories: those that the configuration names; None: all there are. See `loader.load`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tell: Callable[..., None],
+        later: Callable[[Callable[[], None]], None],
+        engine: Engine,
+        report: Callable[..., None] = lambda event, **fields: None,
+        factories: Collection[str] | None = None,
+    ) -> None:
+        self._report = report
+        self._factories = factories
+        self._device = device
+        self._tell = tell
+        self._later = later
+        self._engine = engine
+        self._groups = Groups(engine, device, later, report)
+        self._halves: dict[int, _Half] = {}
+        self._wanted: dict[int, int] = {}  # model -> the load that counts; the loop's thread alone writes it
+        # Of the models in service; the loop's thread alone touches it.
+        self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
+        self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="workshop", daemon=True).start()
+
+    def load(self, model: int, load: int, name: str, settings: dict[str, Any]) -> None:
+        """Begin to load; ends in a message "loaded" or "failed"."""
+        self._wanted[model] = load
+        self._jobs.put((model, load, lambda: self._load(model, load, name, ModelSettings.model_validate(settings))))
+
+    def arena(self, model: int, load: int, segment: str, number: int, rows: int, weights: str) -> None:
+        """Go on with a loaded model: its arena, and its weights channel where it takes publications.
+
+        Ends in a message "ready" or "failed".
+        """
+        self._jobs.put((model, load, lambda: self._finish(model, load, segment, number, rows, weights)))
+
+    def abandon(self, model: int, load: int, reason: str) -> None:
+        """Let go of a loaded model that the supervisor has no arena or weights channel for; ends in "failed"."""
+        self._jobs.put((model, load, lambda: self._abandon(model, load, reason)))
+
+    def unload(self, model: int) -> None:
+        """In the loop's thread: a model is wanted no longer, however far it has come."""
+        self._wanted.pop(model, None)
+        for attached in self._attached.pop(model, ()):
+            if attached is not None:
+                attached.close()
+        self._jobs.put((model, 0, lambda: self._left(model)))
+
+    def _work(self) -> None:
+        while True:
+            model, load, job = self._jobs.get()
+            with contextlib.suppress(OSError):  # the supervisor is gone, and this process ends
+                try:
+                    if load and self._wanted.get(model) == load:
+                        # Should this process end in it, the supervisor knows by whom.
+                        self._tell("begins", model=model, load=load)
+                        job()
+                        self._tell("ends")
+                    elif not load:
+                        job()
+                except BaseException as error:  # noqa: BLE001  whatever it was, this model failed and the others go on
+                    self._failed(model, load, error)
+                    self._tell("ends")
+
+    def _load(self, model: int, load: int, name: str, settings: ModelSettings) -> None:
+        loaded = load_model(name, settings, self._device, self._factories)
+        spec = ModelSpec(name, dict(loaded.model.inputs), dict(loaded.model.outputs))
+        if self._wanted.get(model) != load:
+            return
+        self._halves[model] = _Half(load, name, settings, loaded.model)
+        self._tell(
+            "loaded",
+            model=model,
+            load=load,
+            inputs=plain_specs(spec.inputs),
+            outputs=plain_specs(spec.outputs),
+            digest=loaded.digest,
+            weights=json.loads(loaded.layout.to_json()) if loaded.layout else [],
+        )
+
+    def _finish(self, model: int, load: int, segment: str, number: int, rows: int, weights: str) -> None:
+        half = self._halves.pop(model, None)
+        if half is None or half.load != load:
+            raise LoadError("an arena came for a model that is not loaded: load it again")
+        settings = half.settings
+        with contextlib.ExitStack() as undo:
+            spec = ModelSpec(half.name, dict(half.model.inputs), dict(half.model.outputs))
+            arena = Arena.attach(segment, ArenaLayout(spec, rows))
+            undo.callback(arena.close)
+            compute = getattr(torch, settings.dtype) if settings.dtype else None
+            served = self._served(half, arena, compute)
+            undo.callback(served.close)
+            served.warm_up(half.model.example)
+            channel = WeightsChannel.attach(weights) if weights else None
+            if channel is not None:
+                undo.callback(channel.close)
+            meters = self._engine.meters(model)
+            if settings.group:
+                member = Member(model, served, arena.inputs, arena.outputs, channel, meters, number)
+                self._groups.join(
+                    settings.group,
+                    member,
+                    compute,
+                    lambda: self._ready(model, load, arena, channel),
+                    half.model.example,
+                )
+                undo.pop_all()
+                return
+            if channel is not None:
+                served.follower = Follower(
+                    channel,
+                    getattr(half.model.module, "_orig_mod", half.model.module),  # behind torch.compile's wrapper
+                    self._device,
+                    settings.keep_versions,
+                    self._later,
+                    meters.adopted,
+                    served.forwards if isinstance(served, DeviceServed) else None,
+                    self._report,
+                )
+                served.follower.start()
+            clean = undo.pop_all()
+
+        def install() -> None:
+            if self._wanted.get(model) != load:
+                clean.close()
+                return
+            try:
+                self._engine.install(model, served, settings.min_batch, settings.max_wait_us * 1000, number)
+            except BaseException as error:  # noqa: BLE001  in the loop, which must not end by it
+                clean.close()
+                self._failed(model, load, error)
+                return
+            self._ready(model, load, arena, channel)
+            self._jobs.put((model, 0, lambda: self._groups.leave(model)))
+
+        self._later(install)
+
+    def _served(self, half: _Half, arena: Arena, compute: torch.dtype | None) -> Served:
+        name, model, settings = half.name, half.model, half.settings
+        # A group stacks its members' batches itself.
+        if self._device.type == "cpu" or settings.group:
+            return Served(name, model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute)
+        return DeviceServed(
+            name,
+            model,
+            arena.inputs,
+            arena.outputs,
+            arena.segment.array(np.uint8, (arena.segment.size,)),
+            settings.max_batch,
+            self._device,
+            compute,
+            graphs=settings.cuda_graphs,
+            report=self._report,
+        )
+
+    def _left(self, model: int) -> None:
+        """A model was unloaded: nothing of it is kept, and the group it may have been in goes on without it."""
+        if model not in self._wanted:
+            self._halves.pop(model, None)
+            self._groups.leave(model)
+
+    def _ready(self, model: int, load: int, arena: Arena, channel: WeightsChannel | None) -> None:
+        """In the loop's thread: a model is in service."""
+        if self._wanted.get(model) != load:  # one of a group, unloaded meanwhile; `_left` takes it out of the group
+            if model not in self._wanted:
+                self._engine.remove(model)
+            return
+        for earlier in self._attached.pop(model, ()):
+            if earlier is not None:
+                earlier.close()
+        self._attached[model] = (arena, channel)
+        self._tell("ready", model=model, load=load, arena=self._engine.arena(model))
+
+    def _abandon(self, model: int, load: int, reason: str) -> None:
+        self._halves.pop(model, None)
+        self._tell("failed", model=model, load=load, reason=reason)
+
+    def _failed(self, model: int, load: int, error: BaseException) -> None:
+        self._report("load failed", model=model, error=said(error), exception=traced(error))
+        self._tell("failed", model=model, load=load, reason=said(error))

@@ -1,0 +1,201 @@
+"""How published weights reach a model that is being served: a thread copies, the loop switches between two batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.errors import Error, Timeout, VersionNotHeld, said
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.server.engine.device import Mark, Stream, staging
+
+_SLICE = 0.25  # seconds between two looks whether to stop
+_NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
+
+
+class Following(Protocol):
+    """Where a served model has its weights from."""
+
+    @property
+    def version(self) -> int:
+        """In use; 0 while the model computes with what it was loaded with."""
+        ...
+
+    def use(self, version: int) -> None:
+        """Compute with a version until told otherwise; 0: the newest. Raises VersionNotHeld."""
+        ...
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        ...
+
+    def join(self) -> None:
+        """Wait for the end of the thread that was told to stop."""
+        ...
+
+
+class Copy:
+    """One version of a model's weights, where and as the module computes with them."""
+
+    def __init__(self, reader: WeightsReader, module: torch.nn.Module, stream: Stream, device: torch.device) -> None:
+        self.version = 0
+        self.used = Mark(None)  # the last work that reads it
+        self._stream = stream
+        self._reader = reader
+        memory = staging(reader.layout.nbytes, (), np.dtype(np.uint8), device)
+        self._flat = memory.numpy()
+        self._host: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, target in module.state_dict(keep_vars=True).items():
+            place = reader.layout.places[name]
+            part = memory[place.offset : place.offset + place.nbytes]
+            host = part.view(getattr(torch, place.dtype)).reshape(place.shape)
+            same = host.dtype == target.dtype and target.is_cpu
+            self._host[name] = host
+            self.tensors[name] = host if same else torch.empty_like(target.data)
+
+    def fill(self, timeout: float) -> float:
+        """Take the newest publication; gives its age in seconds. Raises Timeout."""
+        version, _ = self._reader.read_flat(self._flat, timeout=timeout)
+        self._stream.after(self.used)
+        with self._stream.running():
+            for name, tensor in self.tensors.items():
+                if tensor is not self._host[name]:
+                    tensor.copy_(self._host[name], non_blocking=True)
+        self._stream.mark().wait()
+        self.version = version
+        return self._reader.age_seconds
+
+
+class Follower:
+    """Keeps a module at the newest version of a weights channel.
+
+    Besides the copy in use there is one being filled, and `keep` earlier ones for tickets that ask for a version.
+
+    Args:
+        module: as it is served; its parameters and buffers are pointed at the copies.
+        device: where the module is.
+        keep: how many earlier versions stay usable.
+        later: runs an action between two batches of the engine's loop.
+        adopted: told (version, seconds from publication to use) after every switch.
+        forwards: the stream that the module computes on. Its weights are then copied over between two forwards and stay
+            where they are, which CUDA graphs need; without it the module is pointed at another copy.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        channel: WeightsChannel,
+        module: torch.nn.Module,
+        device: torch.device,
+        keep: int,
+        later: Callable[[Callable[[], None]], None],
+        adopted: Callable[[int, float], None],
+        forwards: Stream | None = None,
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self._report = report
+        self.channel = channel
+        self._reader = WeightsReader(channel)
+        self._targets = dict(module.state_dict(keep_vars=True).items())
+        stream = Stream(device)
+        copies = (Copy(self._reader, module, stream, device) for _ in range(keep + 2))
+        self._copies = deque(copies)  # the oldest first
+        self._forwards = forwards
+        self._later = later
+        self._adopted = adopted
+        self._used = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="weights", daemon=True)
+
+    @property
+    def version(self) -> int:
+        """In use; 0 while the model computes with what it was loaded with."""
+        return self._copies[-1].version
+
+    def start(self) -> None:
+        """Take what has been published already, at once, and follow what comes; before the model is in service."""
+        if self._reader.newer_than(0):
+            age = self._copies[0].fill(_NO_NEWS)
+            self._switch(age)
+        self._thread.start()
+
+    def use(self, version: int) -> None:
+        """Compute with a version until told otherwise; 0 or the newest: with the newest.
+
+        Raises:
+            VersionNotHeld: it is not held (any more).
+        """
+        wanted = version or self.version
+        if wanted == self._used:
+            return
+        held = list(self._copies)[1:]  # the oldest may be half filled with the next version
+        for copy in held:
+            if copy.version == wanted:
+                self._point(copy)
+                return
+        there = ", ".join(str(copy.version) for copy in held if copy.version) or "none"
+        raise VersionNotHeld(
+            f"weights version {version} is not held, {there} are: the model's keep_versions says how many"
+        )
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        self._stopped.set()
+
+    def join(self) -> None:
+        """Wait for the end of the thread that was told to stop."""
+        if self._thread.is_alive():
+            self._thread.join(4 * _SLICE)
+
+    def _follow(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                if not self._reader.wait_newer_than(self.version, _SLICE):
+                    continue
+            except Error:  # the channel is closed: its model was unloaded, or the server is gone
+                return
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    age = self._copies[0].fill(_SLICE)
+            except Timeout:
+                continue  # a publisher in the middle of a snapshot, or far ahead: the next look finds a whole one
+            except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
+                self._report("weights not adopted", error=said(error))
+                self._stopped.wait(_SLICE)
+                continue
+            done = threading.Event()
+            began = time.monotonic()
+            self._later(lambda age=age, done=done, began=began: self._between(age, done, began))  # type: ignore[misc]
+            # The copy must not be filled again before it is in use; without a loop there is nothing left to follow.
+            while not done.wait(_SLICE) and not self._stopped.is_set():
+                pass
+
+    def _between(self, age: float, done: threading.Event, began: float) -> None:
+        try:
+            if not self._stopped.is_set():
+                self._switch(age + time.monotonic() - began)
+        finally:
+            done.set()
+
+    def _switch(self, age: float) -> None:
+        copy = self._copies.popleft()
+        self._copies.append(copy)  # the next batch uses it
+        self._adopted(copy.version, age)
+
+    def _point(self, copy: Copy) -> None:
+        for name, tensor in copy.tensors.items():
+            if self._forwards is not None:
+                self._targets[name].data.copy_(tensor, non_blocking=True)
+            else:
+                self._targets[name].data = tensor
+        if self._forwards is not None:
+            copy.used = self._forwards.mark()
+        self._used = copy.version

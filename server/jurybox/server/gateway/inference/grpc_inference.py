@@ -1,0 +1,302 @@
+"""Inference requests and answers as messages of open_inference.proto."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache
+from typing import Any, NoReturn, TypeAlias
+
+from google.protobuf.json_format import ParseDict
+
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol import open_inference_pb2_grpc
+from jurybox.protocol.errors import Code, Refused, said
+from jurybox.server.gateway.grpc_server import Service
+from jurybox.server.gateway.inference import models
+from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Wanted
+from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
+from jurybox.server.security.access import Room
+
+_FIELDS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_REGION = "shared_memory_region"
+
+
+def request_of(message: pb.ModelInferRequest, seconds: float | None) -> InferRequest:
+    """The request in a message.
+
+    Args:
+        seconds: until the call's deadline; None: it has none.
+
+    Raises:
+        ProtocolMismatch (code MALFORMED): raw contents and inputs don't fit together.
+    """
+    for what, there in (("inputs", len(message.inputs)), ("outputs", len(message.outputs))):
+        if there > MOST_TENSORS:
+            raise malformed(f"{what}: {there} came, expected at most {MOST_TENSORS}")
+    raw = message.raw_input_contents
+    inputs = [_input(tensor, raw=bool(raw)) for tensor in message.inputs]
+    if raw:
+        waiting = [tensor for tensor in inputs if _REGION not in tensor.parameters]
+        if len(waiting) != len(raw):
+            raise malformed(
+                f"{len(raw)} raw_input_contents came for {len(waiting)} inputs: expected one for each that is not in "
+                "shared memory"
+            )
+        for tensor, data in zip(waiting, raw, strict=True):
+            tensor.data, tensor.raw = data, True
+    return InferRequest(
+        message.model_name,
+        message.model_version,
+        message.id,
+        inputs,
+        [Wanted(output.name, _plain(output.parameters)) for output in message.outputs],
+        _plain(message.parameters),
+        seconds,
+    )
+
+
+def message_of(response: InferResponse) -> pb.ModelInferResponse:
+    """The message of an answer; outputs in shared memory have empty contents, so that places stay in order."""
+    message = pb.ModelInferResponse()
+    message.CopyFrom(
+        _head(response.model, response.version, tuple((o.name, o.datatype, o.shape) for o in response.outputs))
+    )
+    if response.id:
+        message.id = response.id
+    if response.parameters:
+        _told(message.parameters, response.parameters)
+    for place, output in enumerate(response.outputs):
+        if output.parameters:
+            _told(message.outputs[place].parameters, output.parameters)
+    message.raw_output_contents.extend([b"" if o.array is None else o.array.tobytes() for o in response.outputs])
+    return message
+
+
+@lru_cache(maxsize=1024)
+def _head(model: str, version: str, outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> pb.ModelInferResponse:
+    """What answers to requests of the same form have in common."""
+    message = pb.ModelInferResponse(model_name=model, model_version=version)
+    for name, datatype, shape in outputs:
+        message.outputs.add(name=name, datatype=datatype, shape=shape)
+    return message
+
+
+def _input(tensor: pb.ModelInferRequest.InferInputTensor, *, raw: bool) -> Input:
+    data: Any = None
+    if tensor.HasField("contents"):
+        if raw:
+            raise malformed(f"input {tensor.name!r} has contents beside raw_input_contents: expected one of the two")
+        field = _FIELDS.get(tensor.datatype)
+        if field is None:
+            raise malformed(f"input {tensor.name!r}: {tensor.datatype!r} has no typed contents: send it raw")
+        data = getattr(tensor.contents, field)  # a list only where their number is right
+    if len(tensor.shape) > MOST_DIMENSIONS:
+        raise malformed(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most {MOST_DIMENSIONS}")
+    return Input(tensor.name, tensor.datatype, tuple(tensor.shape), data, False, _plain(tensor.parameters))
+
+
+def _plain(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    if not parameters:
+        return {}
+    if len(parameters) > MOST_TENSORS:
+        raise malformed(f"{len(parameters)} parameters came, expected at most {MOST_TENSORS}")
+    return {name: plain_value(name, value) for name, value in parameters.items()}
+
+
+def plain_value(name: str, value: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
+    """What a parameter holds. Raises ProtocolMismatch where it is empty."""
+    chosen = value.WhichOneof("parameter_choice")
+    if chosen is None:
+        raise malformed(f"parameter {name!r} holds no value")
+    return getattr(value, chosen)
+
+
+def _told(target: Any, parameters: Mapping[str, Any]) -> None:
+    for name, value in parameters.items():
+        field = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+        setattr(target[name], field, value)
+
+
+# ----
+# The Open Inference Protocol over gRPC: inference.GRPCInferenceService.
+
+
+Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
+
+_PIPELINED = 64  # requests of one stream in flight
+_MOST_SAID = 1000  # characters of an error
+_METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+
+
+def service(door: OpenInference, room: Room) -> Service:
+    """The service, for a GrpcServer; `room` bounds the requests of all streams together."""
+    return Service(
+        _METHODS.full_name,
+        pb.DESCRIPTOR,
+        InferenceServicer(door, room),
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+    )
+
+
+class InferenceServicer:
+    """Every call of the service; errors are those of the table in jurybox.protocol.errors."""
+
+    def __init__(self, door: OpenInference, room: Room) -> None:
+        self._door = door
+        self._room = room
+
+    # ---- health and metadata
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=await self._door.live())
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=not await self._door.reasons())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        why = await self._door.model_reason(request.name, request.version)
+        return pb.ModelReadyResponse(ready=not why)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**self._door.metadata())
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        model = await self._door.described(request.name, request.version)
+        return ParseDict(models.metadata(model), pb.ModelMetadataResponse())
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        model = await self._door.described(request.name, request.version)
+        return ParseDict({"config": models.config(model)}, pb.ModelConfigResponse())
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        found = await self._door.statistics(request.name, request.version)
+        return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
+
+    # ---- inference
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        return message_of(await self._door.inference.infer(request_of(request, context.time_remaining())))
+
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """One answer or one error for every request, in their order; many are in flight at once."""
+        room = asyncio.Semaphore(_PIPELINED)
+        asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
+
+        async def take_in() -> None:
+            try:
+                async for request in requests:
+                    await room.acquire()
+                    asked.put_nowait(asyncio.create_task(self._streamed(request)))
+            finally:
+                asked.put_nowait(None)
+
+        taking = asyncio.create_task(take_in())
+        try:
+            while (answer := await asked.get()) is not None:
+                yield await answer
+                room.release()
+            await taking  # what came last may have been no request
+        finally:
+            taking.cancel()
+            while not asked.empty():
+                if (left := asked.get_nowait()) is not None:
+                    left.cancel()
+
+    async def _streamed(self, request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+        size = request.ByteSize()
+        try:
+            self._room.take(size)
+            try:
+                answer = message_of(await self._door.inference.infer(request_of(request, None)))
+            finally:
+                self._room.give(size)
+        except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
+            named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+            return pb.ModelStreamInferResponse(error_message=said(error, _MOST_SAID), infer_response=named)
+        return pb.ModelStreamInferResponse(infer_response=answer)
+
+    # ---- model repository
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        found = await self._door.index(request.repository_name, ready=request.ready)
+        return ParseDict({"models": found}, pb.RepositoryIndexResponse())
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        given = {name: plain_value(name, value) for name, value in request.parameters.items()}
+        await self._door.repository.load(request.repository_name, request.model_name, given)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        given = {name: plain_value(name, value) for name, value in request.parameters.items()}
+        await self._door.repository.unload(request.repository_name, request.model_name, given)
+        return pb.RepositoryModelUnloadResponse()
+
+    # ---- shared memory
+
+    async def SystemSharedMemoryStatus(
+        self, request: pb.SystemSharedMemoryStatusRequest, context: Context
+    ) -> pb.SystemSharedMemoryStatusResponse:
+        answer = pb.SystemSharedMemoryStatusResponse()
+        for region in self._door.regions.status(request.name):
+            answer.regions[region.name].MergeFrom(
+                pb.SystemSharedMemoryStatusResponse.RegionStatus(
+                    name=region.name, key=region.key, offset=region.offset, byte_size=region.size
+                )
+            )
+        return answer
+
+    async def SystemSharedMemoryRegister(
+        self, request: pb.SystemSharedMemoryRegisterRequest, context: Context
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        self._door.regions.register(request.name, request.key, request.offset, request.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def SystemSharedMemoryUnregister(
+        self, request: pb.SystemSharedMemoryUnregisterRequest, context: Context
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
+        self._door.regions.unregister(request.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(
+        self, request: pb.CudaSharedMemoryStatusRequest, context: Context
+    ) -> pb.CudaSharedMemoryStatusResponse:
+        return pb.CudaSharedMemoryStatusResponse()  # there are none
+
+    async def CudaSharedMemoryRegister(self, request: pb.CudaSharedMemoryRegisterRequest, context: Context) -> NoReturn:
+        raise unsupported("CUDA shared memory")
+
+    async def CudaSharedMemoryUnregister(
+        self, request: pb.CudaSharedMemoryUnregisterRequest, context: Context
+    ) -> pb.CudaSharedMemoryUnregisterResponse:
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+    async def TraceSetting(self, request: pb.TraceSettingRequest, context: Context) -> NoReturn:
+        raise unsupported("the trace extension")
+
+    async def LogSettings(self, request: pb.LogSettingsRequest, context: Context) -> NoReturn:
+        raise unsupported("the logging extension")
+
+
+def unsupported(what: str) -> Refused:
+    """The error for a part of the protocol that is not served."""
+    return Refused(f"{what} is not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED)

@@ -1,0 +1,405 @@
+"""Inference requests and answers as HTTP bodies: JSON, and JSON with binary tensors after it.
+
+After the protocol's "binary tensor data" extension: where the header Inference-Header-Content-Length is there, so many
+bytes of JSON come first, then the binary tensors one after another in the order in which the JSON names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for, plain
+from jurybox.server.gateway.app import AnyText
+from jurybox.server.gateway.inference import models
+from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Output, Wanted
+from jurybox.server.gateway.inference.shared_memory import Region
+from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, shown
+from jurybox.server.security.http import TAKEN, Taken
+
+LENGTH = "Inference-Header-Content-Length"
+# What JSON of so many bytes becomes in memory: numbers eight times as much, lists and objects thirty times.
+_MOST_PARTS = {b"{": 8 * MOST_TENSORS, b"[": 1 << 20, b'"': 64 * MOST_TENSORS}
+_SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
+
+
+def request_of(model: str, version: str, body: bytes, json_length: str | None) -> tuple[InferRequest, set[str], bool]:
+    """The request in a body.
+
+    Args:
+        json_length: the header's value, where it is there.
+
+    Returns:
+        The request, the names of the outputs asked for in binary, and whether all others are.
+
+    Raises:
+        ProtocolMismatch (code MALFORMED): says what is wrong where.
+    """
+    length = len(body)
+    if json_length is not None:
+        length = whole(json_length, len(body))
+        if length < 0:
+            raise malformed(f"{LENGTH}: {json_length[:20]!r}: expected 0 to {len(body)}, the body's length")
+    given = read_json(body[:length])
+    binary = memoryview(body)[length:]
+    _fields(given, "request", ("id", "parameters", "inputs", "outputs"))
+    inputs = []
+    for part in _objects(given, "inputs"):
+        tensor, taken = _input(part, binary)
+        inputs.append(tensor)
+        binary = binary[taken:]
+    if len(binary):
+        raise malformed(f"{len(binary)} bytes came after the tensors that {_SIZE} tells of: expected none")
+    parameters = _parameters(given, "request")
+    all_binary = _flag(parameters.pop(_ALL_BINARY, False), _ALL_BINARY)
+    names: set[str] = set()
+    outputs: list[Wanted] = []
+    for part in _objects(given, "outputs") if "outputs" in given else []:
+        _fields(part, "output", ("name", "parameters"))
+        told = _parameters(part, "output")
+        name = _text(part, "name", "output")
+        if _flag(told.pop(_BINARY, all_binary), _BINARY):
+            names.add(name)
+        outputs.append(Wanted(name, told))
+    identity = _text(given, "id", "request") if "id" in given else ""
+    return InferRequest(model, version, identity, inputs, outputs, parameters), names, all_binary and not outputs
+
+
+def body_of(response: InferResponse, binary: set[str], *, all_binary: bool) -> tuple[bytes, int | None]:
+    """The body of an answer, and the length of its JSON where binary tensors follow."""
+    raw: list[bytes] = []
+    outputs = [_output(output, raw, binary=all_binary or output.name in binary) for output in response.outputs]
+    told: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+    if response.id:
+        told["id"] = response.id
+    if response.parameters:
+        told["parameters"] = response.parameters
+    head = json.dumps({**told, "outputs": outputs}, separators=(",", ":"), allow_nan=False).encode()
+    return b"".join((head, *raw)), len(head) if raw else None
+
+
+def whole(text: str, most: int) -> int:
+    """A whole number from 0 to `most` in ASCII digits; -1 where the text is none."""
+    if not (text.isascii() and text.isdigit()) or len(text) > 20:
+        return -1
+    number = int(text)
+    return number if number <= most else -1
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """An object. Raises ProtocolMismatch: it is none, or has more parts than a request has."""
+    for mark, most in _MOST_PARTS.items():
+        if (there := body.count(mark)) > most:
+            raise malformed(
+                f"the JSON has {there} {mark.decode()}, expected at most {most}: send tensors as binary data"
+            )
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise malformed(f"the body is no JSON: {plain(error, 200)}") from error
+    if not isinstance(given, dict):
+        raise malformed(f"the body is a JSON {type(given).__name__}: expected an object")
+    return given
+
+
+def _input(part: dict[str, Any], binary: memoryview) -> tuple[Input, int]:
+    _fields(part, "input", ("name", "shape", "datatype", "parameters", "data"))
+    name = _text(part, "name", "input")
+    shape = part.get("shape")
+    if not isinstance(shape, list):
+        raise malformed(f"input {name!r}: shape is {type(shape).__name__}, expected a list of whole numbers")
+    parameters = _parameters(part, f"input {name!r}")
+    tensor = Input(name, _text(part, "datatype", f"input {name!r}"), tuple(shape), None, False, parameters)
+    if _SIZE in parameters:
+        size = parameters.pop(_SIZE)
+        if type(size) is not int or not 0 <= size <= len(binary) or "data" in part:
+            raise malformed(
+                f"input {name!r}: {_SIZE}={shown(size)}: expected 0 to {len(binary)}, the bytes left after the "
+                f"JSON ({LENGTH} says where that ends), and no data beside it"
+            )
+        tensor.data, tensor.raw = binary[:size], True
+        return tensor, size
+    if "data" in part:
+        if not isinstance(part["data"], list):
+            raise malformed(f"input {name!r}: data is {type(part['data']).__name__}, expected a list of numbers")
+        tensor.data = part["data"]
+    return tensor, 0
+
+
+def _output(output: Output, raw: list[bytes], *, binary: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+    parameters = dict(output.parameters)
+    if output.array is not None and binary:
+        raw.append(output.array.tobytes())
+        parameters[_SIZE] = len(raw[-1])
+    elif output.array is not None:
+        if output.array.dtype.kind == "f" and not math.isfinite(float(np.sum(output.array, dtype=np.float64))):
+            raise Refused(
+                f"output {output.name!r} holds NaN or infinity, which JSON cannot say: ask for it with binary_data",
+                Code.UNSUPPORTED,
+            )
+        told["data"] = output.array.ravel().tolist()
+    if parameters:
+        told["parameters"] = parameters
+    return told
+
+
+def _fields(given: dict[str, Any], where: str, known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise malformed(f"{where}: field {name[:40]!r} is not known here; there are: {', '.join(known)}")
+
+
+def _objects(given: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    parts = given.get(name)
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise malformed(f"{name}: expected a list of objects, came {type(parts).__name__}")
+    if len(parts) > MOST_TENSORS:
+        raise malformed(f"{name}: {len(parts)} came, expected at most {MOST_TENSORS}")
+    return parts
+
+
+def _text(given: dict[str, Any], name: str, where: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise malformed(f"{where}: {name} is {type(value).__name__}, expected a string")
+    return value
+
+
+def _parameters(given: dict[str, Any], where: str) -> dict[str, Any]:
+    value = given.get("parameters", {})
+    if not isinstance(value, dict):
+        raise malformed(f"{where}: parameters is {type(value).__name__}, expected an object")
+    if len(value) > MOST_TENSORS:
+        raise malformed(f"{where}: {len(value)} parameters came, expected at most {MOST_TENSORS}")
+    return dict(value)
+
+
+def _flag(value: object, name: str) -> bool:
+    if type(value) is not bool:
+        raise malformed(f"parameter {name}={shown(value)}: expected true or false")
+    return value
+
+
+# ----
+# The Open Inference Protocol over HTTP: the paths under /v2.
+
+
+MAX_BODY_BYTES = 64 << 20
+_PIECE = 1 << 20  # bytes that are unpacked at a time, so that nobody waits for all of a body
+_MODEL = "/v2/models/{name:path}"
+_WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+def router(door: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
+    """The paths, for `create_app`; `most` bounds a body in bytes, compressed or not."""
+    paths = APIRouter(tags=["Open Inference Protocol"])
+    _health(paths, door)
+    _repository(paths, door, most)
+    _shared_memory(paths, door, most)
+    _models(paths, door, most)  # last: a model's name may have slashes, so its path takes what nobody else did
+    return paths
+
+
+def _health(paths: APIRouter, door: OpenInference) -> None:
+    @paths.get("/v2")
+    @paths.get("/v2/", include_in_schema=False)
+    async def metadata() -> dict[str, Any]:
+        """Name, build and extensions."""
+        return door.metadata()
+
+    @paths.get("/v2/health/live")
+    async def live() -> Response:
+        """200 while the supervisor answers."""
+        return AnyText({"live": True}) if await door.live() else AnyText({"live": False}, 503)
+
+    @paths.get("/v2/health/ready")
+    async def ready() -> Response:
+        """200 when every model is loaded and answers; 503 with the reasons when not."""
+        return _ready(await door.reasons())
+
+
+def _models(paths: APIRouter, door: OpenInference, most: int) -> None:
+    @paths.get("/v2/models/stats")
+    async def every_statistics() -> dict[str, Any]:
+        """Counters of every model."""
+        return {"model_stats": await door.statistics("", "")}
+
+    for prefix in (_MODEL + "/versions/{version}", _MODEL):
+        _model(paths, prefix, door, most)
+
+
+def _model(paths: APIRouter, prefix: str, door: OpenInference, most: int) -> None:
+    @paths.post(prefix + "/infer")
+    async def infer(request: Request, name: str, version: str = "") -> Response:
+        """Answer rows: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
+        body = await _body(request, most)
+        asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
+        answer = await door.inference.infer(asked)
+        content, length = body_of(answer, binary, all_binary=all_binary)
+        if length is None:
+            return Response(content, media_type="application/json")
+        return Response(content, headers={LENGTH: str(length)}, media_type="application/octet-stream")
+
+    @paths.get(prefix + "/ready")
+    async def ready(name: str, version: str = "") -> Response:
+        """200 when the model is loaded and answers; 503 with the reason when not."""
+        why = await door.model_reason(name, version)
+        return _ready([why] if why else [])
+
+    @paths.get(prefix + "/config")
+    async def config(name: str, version: str = "") -> dict[str, Any]:
+        """The model's configuration."""
+        return models.config(await door.described(name, version))
+
+    @paths.get(prefix + "/stats")
+    async def statistics(name: str, version: str = "") -> dict[str, Any]:
+        """The model's counters."""
+        return {"model_stats": await door.statistics(name, version)}
+
+    @paths.get(prefix)
+    async def metadata(name: str, version: str = "") -> dict[str, Any]:
+        """What the model takes and gives."""
+        return models.metadata(await door.described(name, version))
+
+
+def _repository(paths: APIRouter, door: OpenInference, most: int) -> None:
+    @paths.post("/v2/repository/index")
+    async def index(request: Request) -> list[dict[str, Any]]:
+        """The models there are; {"ready": true} for those that are ready."""
+        given = await _json(request, most)
+        ready = given.pop("ready", False)
+        if given or type(ready) is not bool:
+            raise malformed('expected no body, or {"ready": true}')
+        return await door.index("", ready=ready)
+
+    @paths.post("/v2/repository/models/{name:path}/load")
+    async def load(request: Request, name: str) -> Response:
+        """Load a configured model, or load it again."""
+        await door.repository.load("", name, await _repository_parameters(request, most))
+        return AnyText({})
+
+    @paths.post("/v2/repository/models/{name:path}/unload")
+    async def unload(request: Request, name: str) -> Response:
+        """Serve a model no longer."""
+        await door.repository.unload("", name, await _repository_parameters(request, most))
+        return AnyText({})
+
+
+def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
+    @paths.get("/v2/systemsharedmemory/status")
+    @paths.get("/v2/systemsharedmemory/region/{name}/status")
+    async def status(name: str = "") -> list[dict[str, Any]]:
+        """The registered regions."""
+        return [_region(region) for region in door.regions.status(name)]
+
+    @paths.post("/v2/systemsharedmemory/region/{name}/register")
+    async def register(request: Request, name: str) -> Response:
+        """Register memory that the client made: {"key": "/name", "offset": 0, "byte_size": 1024}."""
+        given = await _json(request, most)
+        key, offset, size = given.pop("key", None), given.pop("offset", 0), given.pop("byte_size", None)
+        if given or type(key) is not str or type(offset) is not int or type(size) is not int:
+            raise malformed('expected {"key": "/name", "offset": bytes, "byte_size": bytes}')
+        door.regions.register(name, key, offset, size)
+        return AnyText({})
+
+    @paths.post("/v2/systemsharedmemory/unregister")
+    @paths.post("/v2/systemsharedmemory/region/{name}/unregister")
+    async def unregister(name: str = "") -> Response:
+        """Let a region go, or all."""
+        door.regions.unregister(name)
+        return AnyText({})
+
+    @paths.get("/v2/cudasharedmemory/status")
+    async def cuda_status() -> list[dict[str, Any]]:
+        """There are none."""
+        return []
+
+    @paths.post("/v2/cudasharedmemory/{what:path}")
+    async def cuda(what: str) -> Response:
+        """Not served."""
+        raise Refused("CUDA shared memory is not served here: use system shared memory", Code.UNSUPPORTED)
+
+    @paths.api_route("/v2/trace/setting", methods=["GET", "POST"], include_in_schema=False)
+    @paths.api_route("/v2/logging", methods=["GET", "POST"], include_in_schema=False)
+    async def absent() -> Response:
+        raise Refused(
+            f"trace and log settings are not served here; there are: {', '.join(models.EXTENSIONS)}", Code.UNSUPPORTED
+        )
+
+    @paths.api_route("/v2/{path:path}", methods=["PUT", "DELETE", "PATCH"], include_in_schema=False)
+    async def nowhere(path: str) -> Response:
+        raise ModelNotFound(f"/v2/{path[:80]} takes GET or POST")
+
+
+def _ready(reasons: list[str]) -> Response:
+    return AnyText({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+def _region(region: Region) -> dict[str, Any]:
+    return {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.size}
+
+
+async def _repository_parameters(request: Request, most: int) -> dict[str, Any]:
+    given = await _json(request, most)
+    parameters = given.pop("parameters", {})
+    if given or not isinstance(parameters, dict):
+        raise malformed('expected no body, or {"parameters": {...}}')
+    return parameters
+
+
+async def _json(request: Request, most: int) -> dict[str, Any]:
+    body = await _body(request, most)
+    return read_json(body) if body else {}
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body, decompressed where it is compressed, and at most so many bytes of it."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        parts.append(part)
+    body = b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        return body
+    if encoding not in _WINDOW:
+        raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
+    return await _unpacked(body, encoding, most, request.scope.get(TAKEN))
+
+
+async def _unpacked(body: bytes, encoding: str, most: int, taken: Taken | None) -> bytes:
+    """What was compressed, piece by piece: a small body may become a large one, and others want their turn."""
+    decoder = zlib.decompressobj(_WINDOW[encoding])
+    parts: list[bytes] = []
+    left, size = body, 0
+    while not decoder.eof:
+        try:
+            part = decoder.decompress(left, _PIECE)
+        except zlib.error as error:
+            raise malformed(f"the body is no {encoding}: {error}") from error
+        left = decoder.unconsumed_tail
+        if not part and not decoder.eof:
+            raise malformed(f"the body is no whole {encoding}: it ends early")
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        if taken is not None:
+            taken.take(len(part))
+        parts.append(part)
+        await asyncio.sleep(0)
+    if decoder.unused_data:
+        raise malformed(f"{len(decoder.unused_data)} bytes came after the end of the {encoding} body: expected none")
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> Exception:
+    return error_for(Code.TOO_LARGE, f"the body has more than {most} bytes: send fewer rows in a request")

@@ -1,0 +1,344 @@
+"""The weights of several modules of one architecture as one tensor per name, and one forward over all of them.
+
+`torch.func.functional_call` under `torch.vmap` (pytorch.org, "Model ensembling") turns the modules' products into
+batched ones. On the CPU matrices are kept as they are multiplied, inputs first, and shown to the module transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jurybox import native
+from jurybox.protocol.board import MAX_MODELS
+from jurybox.protocol.errors import ModelFailed, VersionNotHeld
+from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.server.engine.batches import Meters
+from jurybox.server.engine.served import Served
+
+if TYPE_CHECKING:
+    from jurybox.server.groups.weights_updater import GroupFollower
+
+
+_MATRIX = 2
+
+
+class Stack:
+    """Weights of n modules: `tensors` by name, (n, *shape), and the version each of them holds.
+
+    Args:
+        module: any of them; says names, shapes and dtypes, and where the weights lie.
+        members: n.
+    """
+
+    def __init__(self, module: torch.nn.Module, members: int) -> None:
+        self.versions = [0] * members
+        self.tensors = {
+            name: _allocated(members, tensor.detach()) for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+
+    def row(self, member: int) -> dict[str, torch.Tensor]:
+        """Views of one module's weights."""
+        return {name: tensor[member] for name, tensor in self.tensors.items()}
+
+    def fill(self, member: int, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copy one module's weights in, cast to what the module computes with."""
+        for name, tensor in self.tensors.items():
+            tensor[member].copy_(state[name].detach(), non_blocking=True)
+        self.versions[member] = version
+
+
+def _allocated(members: int, tensor: torch.Tensor) -> torch.Tensor:
+    shape = (members, *tensor.shape)
+    if tensor.is_cpu and tensor.dim() == _MATRIX and tensor.is_floating_point():
+        # A layer multiplies by the transpose: stored so, the batched product reads its matrices along their rows.
+        return torch.empty((members, *reversed(tensor.shape)), dtype=tensor.dtype).mT
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class StackedForward:
+    """Calls a module with a stack's weights.
+
+    Args:
+        module: of the architecture; its own weights are not used.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._call = torch.vmap(self._one, randomness="error")
+
+    def __call__(self, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Outputs as the module gives them, (n, rows, *shape) each.
+
+        Args:
+            weights: by name, (n, *shape).
+            inputs: by name, (n, rows, *shape).
+        """
+        return self._call(dict(weights), dict(inputs))
+
+    def _one(self, weights: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> Any:
+        return torch.func.functional_call(self._module, weights, kwargs=inputs, tie_weights=False)
+
+
+# ----
+# Models of one architecture, answered by one stacked forward.
+#
+# Every member keeps its arena, its lanes, its weights channel and its version; what they share is the queue and the
+# forward. In the engine's eyes a group is a model with one queue (group_slot.py says where it is more).
+
+
+_HOLE = 1  # members without a request that are computed all the same, rather than begin another forward
+_FEWEST_ON_CPU = 8  # so many forwards of a small policy cost what one stacked one does: benchmarks/weights/grouped.py
+_UNEVEN = 4  # times the mean rows: a member with more is computed by itself, so that others are not padded to it
+
+
+@dataclass(slots=True)
+class Member:
+    """One model of a group.
+
+    Attributes:
+        inputs, outputs: its arena's arrays, (rows, *row shape) by name.
+        channel: where its weights are published; None: they stay as they were loaded.
+        arena: its number.
+    """
+
+    model: int
+    served: Served
+    inputs: Mapping[str, NDArray[Any]]
+    outputs: Mapping[str, NDArray[Any]]
+    channel: WeightsChannel | None
+    meters: Meters
+    arena: int = 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.served.module
+
+
+class Part(NamedTuple):
+    """The tickets of one member in a batch."""
+
+    place: int
+    tickets: NDArray[Any]
+    rows: int
+
+
+class Stacks:
+    """Two stacks of the same modules: one computes, the other is written."""
+
+    def __init__(self, module: torch.nn.Module, members: int) -> None:
+        self._pair = [Stack(module, members), Stack(module, members)]
+
+    @property
+    def active(self) -> Stack:
+        return self._pair[0]
+
+    @property
+    def spare(self) -> Stack:
+        return self._pair[1]
+
+    def switch(self) -> None:
+        """Between two batches: compute with the other one."""
+        self._pair.reverse()
+
+
+class Grouped:
+    """What a group's slot serves: as `Served`, of tickets of all members.
+
+    Args:
+        name: of the group.
+        spec: any member's: they differ in name alone.
+        device: of all members.
+        compute: as `Served`.
+
+    Attributes:
+        hole, fewest: as `plan` takes them.
+    """
+
+    def __init__(self, name: str, spec: ModelSpec, device: torch.device, compute: torch.dtype | None) -> None:
+        self.spec = ModelSpec(name, spec.inputs, spec.outputs)
+        self.version = 0  # every member has its own
+        self.follower: GroupFollower | None = None
+        self.members: Sequence[Member] = ()
+        self._device = device
+        self._compute = compute
+        on_cpu = device.type == "cpu"
+        self.hole, self.fewest = (_HOLE, _FEWEST_ON_CPU) if on_cpu else (MAX_MODELS, 2)
+        self._place = np.zeros(MAX_MODELS, np.int64)
+        self._staging: dict[str, NDArray[Any]] = {}
+        self._split: tuple[NDArray[Any], list[Part]] | None = None
+
+    def rebind(self, members: Sequence[Member], stacks: Stacks) -> None:
+        """Between two batches: these are the members from now on, in the order of the stacks."""
+        self.members, self.stacks = list(members), stacks
+        self._forward = StackedForward(members[0].module)
+        for place, member in enumerate(members):
+            self._place[member.model] = place
+            member.served.follower = MemberWeights(self, place)
+        self._split = None
+
+    @property
+    def max_batch(self) -> int:
+        return sum(member.served.max_batch for member in self.members)
+
+    def split(self, tickets: NDArray[Any]) -> list[Part]:
+        """The tickets by member, in the stacks' order; what was split last is remembered."""
+        if self._split is not None and self._split[0] is tickets:
+            return self._split[1]
+        places = self._place[tickets["model"]]
+        order = np.argsort(places, kind="stable")
+        tickets_by_place, places = tickets[order], places[order]
+        starts = np.flatnonzero(np.r_[True, places[1:] != places[:-1]])
+        rows = np.add.reduceat(tickets_by_place["rows"], starts).tolist()
+        ends = [*starts[1:].tolist(), len(tickets)]
+        parts = [
+            Part(place, tickets_by_place[start:end], n)
+            for place, start, end, n in zip(places[starts].tolist(), starts.tolist(), ends, rows, strict=True)
+        ]
+        self._split = (tickets, parts)
+        return parts
+
+    def versions(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
+        """Of the weights that each ticket is answered with."""
+        held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
+        return held
+
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
+        """As `Served.run`. One member's fault is everybody's: the engine then asks again, part by part."""
+        parts = self.split(tickets)
+        versions = self.stacks.active.versions
+        if version and len(parts) > 1 and any(versions[part.place] != version for part in parts):
+            raise VersionNotHeld(f"weights version {version} is not held by every model of the batch")
+        while parts:
+            first, parts = self._within_max_batch(parts)
+            for run in plan([(part.place, part.rows) for part in first], self.hole, self.fewest):
+                chosen = first[run]
+                if len(chosen) == 1:
+                    member = self.members[chosen[0].place]
+                    member.served.run(chosen[0].tickets, chosen[0].rows, version)
+                else:
+                    self._run_together(chosen)
+
+    def _within_max_batch(self, parts: list[Part]) -> tuple[list[Part], list[Part]]:
+        """The parts cut to their members' max_batch, and what is left for another forward."""
+        first, later = [], []
+        for part in parts:
+            if part.rows <= self.members[part.place].served.max_batch:
+                first.append(part)
+                continue
+            upto = np.cumsum(part.tickets["rows"])
+            n = int(np.searchsorted(upto, self.members[part.place].served.max_batch, side="right"))
+            rows = int(upto[n - 1])
+            first.append(Part(part.place, part.tickets[:n], rows))
+            later.append(Part(part.place, part.tickets[n:], part.rows - rows))
+        return first, later
+
+    def _run_together(self, parts: Sequence[Part]) -> None:
+        """One forward over the members from the first part's to the last's, rows padded to the largest part's."""
+        begin, end = parts[0].place, parts[-1].place + 1
+        padded = max(part.rows for part in parts)
+        staged = {}
+        for key in self.spec.inputs:
+            staging = self._room(key, (end - begin), padded)
+            for part in parts:
+                native.gather(self.members[part.place].inputs[key], part.tickets, staging[part.place - begin])
+            staged[key] = torch.from_numpy(staging).to(self._device, non_blocking=True)
+        if self._compute is not None:
+            staged = {
+                key: value.to(self._compute) if value.is_floating_point() else value for key, value in staged.items()
+            }
+        weights = {name: tensor[begin:end] for name, tensor in self.stacks.active.tensors.items()}
+        outputs = self._forward(weights, staged)
+        for key, values in self._checked(outputs, end - begin, padded).items():
+            for part in parts:
+                native.scatter(self.members[part.place].outputs[key], part.tickets, values[part.place - begin])
+
+    def _room(self, key: str, members: int, rows: int) -> NDArray[Any]:
+        """Memory for one input of a batch, (members, rows, *shape); kept, and what is in it is arbitrary."""
+        spec = self.spec.inputs[key]
+        needed = members * rows
+        kept = self._staging.get(key)
+        if kept is None or len(kept) < needed:
+            kept = self._staging[key] = np.zeros((needed, *spec.shape), np.dtype(spec.dtype))
+        return kept[:needed].reshape(members, rows, *spec.shape)
+
+    def _checked(self, results: Any, members: int, rows: int) -> dict[str, NDArray[Any]]:
+        """Outputs by name, (members, rows, *shape), in host memory. A member alone was checked when it was loaded."""
+        if not isinstance(results, Mapping):
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            results = dict(zip(self.spec.outputs, results, strict=False))
+        values = {}
+        for key, spec in self.spec.outputs.items():
+            tensor = results.get(key)
+            if tensor is None or tensor.shape != (members, rows, *spec.shape):
+                came = "nothing" if tensor is None else list(tensor.shape)
+                raise ModelFailed(
+                    f"output {key!r} of group {self.spec.name!r}: {came} came, the spec promises "
+                    f"{[members, rows, *spec.shape]} for {members} models and {rows} rows"
+                )
+            values[key] = tensor.to("cpu", getattr(torch, spec.dtype)).contiguous().numpy()
+        return values
+
+    def free_memory(self) -> None:
+        """As `Served.free_memory`."""
+        self.members[0].served.free_memory()
+
+
+class MemberWeights:
+    """As `Follower`, for a member that is computed by itself: its module looks at its row of the active stack."""
+
+    def __init__(self, grouped: Grouped, place: int) -> None:
+        self._grouped = grouped
+        self._place = place
+        self._targets = grouped.members[place].module.state_dict(keep_vars=True)
+        self._seen: Stack | None = None
+
+    @property
+    def version(self) -> int:
+        return self._grouped.stacks.active.versions[self._place]
+
+    def use(self, version: int) -> None:
+        """As `Follower.use`; a group holds the newest version alone."""
+        if version not in (0, self.version):
+            raise VersionNotHeld(
+                f"weights version {version} is not held, {self.version} is: models of a group keep no earlier ones; "
+                "serve the model outside of the group to pin versions"
+            )
+        stack = self._grouped.stacks.active
+        if stack is not self._seen:
+            for name, tensor in stack.row(self._place).items():
+                self._targets[name].data = tensor
+            self._seen = stack
+
+    def stop(self) -> None:
+        """The group follows, not the member."""
+
+    def join(self) -> None:
+        """As `stop`."""
+
+
+def plan(parts: Sequence[tuple[int, int]], hole: int, fewest: int) -> list[slice]:
+    """Which parts to compute together: runs of neighbours in the stacks, as slices of `parts`.
+
+    Args:
+        parts: (place, rows) of each, by place.
+        hole: so many places between two parts are computed for nothing rather than begin another forward.
+        fewest: a shorter run is computed one by one.
+    """
+    mean = sum(rows for _, rows in parts) / len(parts)
+    runs: list[slice] = []
+    begin = 0
+    for i in range(1, len(parts) + 1):
+        if i < len(parts):
+            (before, rows_before), (place, rows) = parts[i - 1], parts[i]
+            if place - before - 1 <= hole and max(rows, rows_before) <= _UNEVEN * mean:
+                continue
+        runs += [slice(begin, i)] if i - begin >= fewest else [slice(one, one + 1) for one in range(begin, i)]
+        begin = i
+    return runs

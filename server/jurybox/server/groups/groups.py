@@ -1,0 +1,303 @@
+"""Whether a module can be one of a group, found out when it is loaded rather than when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Error, Refused
+from jurybox.protocol.spec import TensorSpec
+from jurybox.server.engine.batcher import Queue
+from jurybox.server.engine.batches import Meters
+from jurybox.server.engine.core import Engine, Slot
+from jurybox.server.groups.group import Grouped, Member, Stack, StackedForward
+from jurybox.server.groups.weights_updater import GroupFollower
+
+_ROWS = 3
+# Sums in another order differ by rounding; what depends on the other rows differs by far more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.1
+
+
+class CannotGroup(Error):
+    """The module cannot be computed together with others; the message says why."""
+
+
+def check_groupable(
+    name: str,
+    group: str,
+    module: torch.nn.Module,
+    inputs: Mapping[str, TensorSpec],
+    compute: torch.dtype | None = None,
+    example: Callable[[int], Mapping[str, Any]] | None = None,
+) -> None:
+    """Compute two copies of a module as one and compare with the module itself.
+
+    Args:
+        module: on the device where it will be served.
+        compute: the dtype that floating-point inputs are cast to; None leaves them.
+        example: as in ServedModel.
+
+    Raises:
+        CannotGroup: that is not possible, or gives something else.
+    """
+    where = f"model {name!r} cannot be in group {group!r}"
+    for path, part in module.named_modules():
+        if part.training and isinstance(part, torch.nn.modules.batchnorm._NormBase):
+            raise CannotGroup(
+                f"{where}: {path or 'it'} is a {type(part).__name__} in training mode, whose answers depend on the "
+                "other rows of a batch; let it follow .eval()"
+            )
+    stack = Stack(module, 2)
+    state = module.state_dict(keep_vars=True)
+    for member in (0, 1):
+        stack.fill(member, state, 0)
+    before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
+    kept = _attributes(module)
+    asked = {key: _questions(spec, 2, (example or _nothing)(2 * _ROWS).get(key)) for key, spec in inputs.items()}
+    device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
+    asked = {key: value.to(device, compute if value.is_floating_point() else None) for key, value in asked.items()}
+    try:
+        together = _listed(StackedForward(module)(stack.tensors, asked))
+    except Exception as error:
+        raise CannotGroup(
+            f"{where}: it cannot be computed for several sets of weights at once: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no message'}; expected tensor operations alone, without "
+            ".item(), branches on values, or random numbers; leave 'group' away to serve it by itself"
+        ) from error
+    if changed := [key for key, tensor in stack.tensors.items() if not _same(tensor, before[key])]:
+        raise CannotGroup(f"{where}: its forward writes into {changed[0]!r}; weights of a group must stay as published")
+    if attributes := sorted(key for key, tensor in _attributes(module).items() if kept.get(key) != tensor):
+        raise CannotGroup(
+            f"{where}: its forward keeps a tensor in the attribute {attributes[0]!r}; it must keep nothing"
+        )
+    for member in (0, 1):
+        alone = _listed(module(**{key: value[member, :1] for key, value in asked.items()}))
+        for one, several in zip(alone, together, strict=True):
+            limit = _TOLERANCE.get(several.dtype, _HALF_TOLERANCE)
+            if several.is_floating_point() and not torch.allclose(
+                one, several[member, :1], rtol=limit, atol=limit, equal_nan=True
+            ):
+                raise CannotGroup(
+                    f"{where}: among others a row is answered otherwise than by itself (by up to "
+                    f"{(one - several[member, :1]).abs().max().item():.3g}); rows of a group must not depend on others"
+                )
+
+
+def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Refuse a module of another architecture than the group's first.
+
+    Raises:
+        CannotGroup: names the first difference.
+    """
+    where = f"model {name!r} cannot be in group {group!r}"
+    ours, theirs = dict(module.named_modules()), dict(first.named_modules())
+    if str(module) != str(first) or [*map(type, ours.values())] != [*map(type, theirs.values())]:
+        raise CannotGroup(f"{where}: it is built otherwise than the group's first model:\n{module}\nand not\n{first}")
+    tensors, expected = module.state_dict(), first.state_dict()
+    for key in {**expected, **tensors}:
+        had, came = (f"{at[key].dtype}{list(at[key].shape)}" if key in at else "nothing" for at in (expected, tensors))
+        if had != came:
+            raise CannotGroup(f"{where}: its {key!r} is {came}, the group's first model has {had}")
+    for path, part in ours.items():
+        for key, value in vars(part).items():
+            other = vars(theirs[path]).get(key)
+            if isinstance(value, (bool, int, float, str, tuple)) and value != other:
+                raise CannotGroup(
+                    f"{where}: its {'.'.join(filter(None, (path, key)))} is {value!r}, the group's first model has "
+                    f"{other!r}: only weights may differ"
+                )
+
+
+def _questions(spec: TensorSpec, members: int, example: Any) -> torch.Tensor:
+    """(members, _ROWS, *shape) of values that differ: an example's, noise, or zeros where numbers mean something."""
+    shape = (members, _ROWS, *spec.shape)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if example is not None:
+        return torch.as_tensor(example).reshape(shape)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _nothing(rows: int) -> Mapping[str, Any]:
+    return {}
+
+
+def _listed(results: Any) -> Sequence[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return (results,)
+    return list(results.values()) if isinstance(results, Mapping) else list(results)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | one.isnan()).all())
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, int]:
+    """Tensors that are kept as plain attributes, by identity."""
+    return {
+        ".".join(filter(None, (path, key))): id(value)
+        for path, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+# ----
+# A group in the engine's loop: where one queue, and one batch, are of several models.
+
+
+class GroupSlot(Slot):
+    """The slot that all members of a group share."""
+
+    def __init__(self, grouped: Grouped, queue: Queue) -> None:
+        self.grouped = grouped
+        super().__init__(grouped, queue, GroupMeters(grouped, queue))
+
+    def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
+        """The tickets by the version that computed them, which is each member's own."""
+        used = self.grouped.versions(tickets)
+        first = int(used[0])
+        if (used == first).all():
+            yield tickets, first
+            return
+        for one in np.unique(used):
+            yield tickets[used == one], int(one)
+
+    def parts(self, tickets: NDArray[Any]) -> list[NDArray[Any]]:
+        """The tickets by member: one that fails shall not fail the others."""
+        return [part.tickets for part in self.grouped.split(tickets)]
+
+    def name(self, tickets: NDArray[Any]) -> str:
+        """Of the member whose tickets these are."""
+        names = [self.grouped.members[part.place].served.spec.name for part in self.grouped.split(tickets)]
+        return names[0] if len(names) == 1 else self.grouped.spec.name
+
+    def release(self) -> None:
+        """A member leaves; the group goes on."""
+
+
+class GroupMeters(Meters):
+    """Counts for every member by itself."""
+
+    def __init__(self, grouped: Grouped, queue: Queue) -> None:
+        self._grouped = grouped
+        self._queue = queue
+        self._anybody_waits = True
+
+    def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
+        """As Meters.batch."""
+        for part in self._grouped.split(tickets):
+            self._grouped.members[part.place].meters.batch(part.tickets, part.rows, began, ended)
+
+    def failed(self, tickets: NDArray[Any]) -> None:
+        """As Meters.failed."""
+        for part in self._grouped.split(tickets):
+            self._grouped.members[part.place].meters.failed(part.tickets)
+
+    def not_held(self, tickets: NDArray[Any]) -> None:
+        """As Meters.not_held."""
+        for part in self._grouped.split(tickets):
+            self._grouped.members[part.place].meters.not_held(part.tickets)
+
+    def expired(self, tickets: NDArray[Any]) -> None:
+        """As Meters.expired."""
+        for part in self._grouped.split(tickets):
+            self._grouped.members[part.place].meters.expired(part.tickets)
+
+    def waiting(self, rows: int) -> None:
+        """As Meters.waiting: of each member, those of its rows that did not go into the batch."""
+        if not rows and not self._anybody_waits:
+            return
+        self._anybody_waits = rows > 0
+        waiting = self._queue.waiting
+        for member in self._grouped.members:
+            member.meters.waiting(int(waiting["rows"][waiting["model"] == member.model].sum()) if rows else 0)
+
+
+# ----
+# The groups of an engine: models join one when they are loaded and leave it when they go.
+
+
+class Groups:
+    """Belongs to the workshop's thread.
+
+    Args:
+        later: runs an action in the loop's thread between two turns.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: torch.device,
+        later: Callable[[Callable[[], None]], None],
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self._report = report
+        self._engine = engine
+        self._device = device
+        self._later = later
+        self._slots: dict[str, GroupSlot] = {}
+
+    def join(
+        self,
+        group: str,
+        member: Member,
+        compute: torch.dtype | None,
+        installed: Callable[[], None],
+        example: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Make a model one of a group, which begins with its first; `installed` is called in the loop's thread.
+
+        Raises:
+            CannotGroup: it cannot be computed with others, or is not like them.
+            Refused: the group computes in another dtype.
+        """
+        name = member.served.spec.name
+        slot = self._slots.get(group)
+        others = [other for other in slot.grouped.members if other.model != member.model] if slot else []
+        if others:
+            require_alike(name, group, others[0].module, member.module)
+            theirs = others[0].served.spec
+            if (theirs.inputs, theirs.outputs) != (member.served.spec.inputs, member.served.spec.outputs):
+                raise Refused(f"model {name!r} cannot be in group {group!r}: its spec differs from {theirs.name!r}'s")
+        check_groupable(name, group, member.module, member.served.spec.inputs, compute, example)
+        if slot is None:
+            grouped = Grouped(group, member.served.spec, self._device, compute)
+            grouped.follower = GroupFollower(grouped, self._later, self._report)
+            slot = self._slots[group] = GroupSlot(grouped, Queue(1))
+        self._set_members(slot, [*others, member], member.model, installed)
+
+    def leave(self, model: int) -> None:
+        """A model was unloaded, or is served by itself from now on. Harmless where it was in no group."""
+        for group, slot in list(self._slots.items()):
+            members = list(slot.grouped.members)
+            rest = [member for member in members if member.model != model]
+            if len(rest) == len(members):
+                continue
+            if rest:
+                self._set_members(slot, rest, None, lambda: None)
+            else:
+                del self._slots[group]
+                assert slot.grouped.follower is not None
+                slot.grouped.follower.stop()
+
+    def _set_members(
+        self, slot: GroupSlot, members: list[Member], new: int | None, installed: Callable[[], None]
+    ) -> None:
+        def install() -> None:
+            for member in members:
+                # One that was unloaded meanwhile is on its way out of the group.
+                if member.model == new or self._engine.slots.get(member.model) is slot:
+                    self._engine.put(member.model, slot, member.served.max_batch, member.arena)
+            slot.queue.max_batch = slot.grouped.max_batch
+            installed()
+
+        assert slot.grouped.follower is not None
+        slot.grouped.follower.set_members(members, install)

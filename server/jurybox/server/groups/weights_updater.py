@@ -1,0 +1,212 @@
+"""How published weights reach a group: a thread writes into the spare stack, the loop switches between two batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.errors import Error, Timeout, said
+from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.server.groups.group import Grouped, Member, Stacks
+
+_SLICE = 0.25  # seconds between two looks whether to stop
+_JOINING = 5.0  # seconds a member's first weights may take, and a loop in a long forward
+
+
+class GroupFollower:
+    """Keeps the members of a group at the newest versions of their channels, and lets members come and go.
+
+    Args:
+        later: runs an action between two batches of the engine's loop.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        grouped: Grouped,
+        later: Callable[[Callable[[], None]], None],
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self._report = report
+        self._grouped = grouped
+        self._later = later
+        self._readers: dict[int, _Reader] = {}  # by model
+        self._turn = threading.Lock()  # held while stacks are written or made anew; never by the loop
+        self._news = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"group {grouped.spec.name}", daemon=True)
+
+    def set_members(self, members: Sequence[Member], install: Callable[[], None]) -> None:
+        """Make new stacks of these members, those that stay with the weights they have; then, in the loop, `install`.
+
+        Raises:
+            Timeout: the publisher of a new member did not let its weights be read.
+        """
+        with self._turn:
+            stacks = Stacks(members[0].module, len(members))
+            there = {id(member): place for place, member in enumerate(self._grouped.members)}
+            readers: dict[int, _Reader] = {}
+            try:
+                for place, member in enumerate(members):
+                    reader = self._readers.get(member.model)
+                    if member.channel is not None:
+                        stays = reader is not None and reader.channel is member.channel
+                        readers[member.model] = (
+                            reader if stays and reader else _Reader(member.channel, self._news, self._stopped)
+                        )
+                    self._begin(stacks, place, member, there.get(id(member)), readers.get(member.model))
+            finally:
+                dropped = [reader for reader in self._readers.values() if reader not in readers.values()]
+            self._readers = readers
+            for reader in dropped:
+                reader.stop()
+            self._in_loop(lambda: self._rebind(members, stacks, install))
+            for member in members:
+                if (reader := readers.get(member.model)) is not None:
+                    reader.start()
+            if not self._thread.ident:
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        self._stopped.set()
+        self._news.set()
+
+    def join(self) -> None:
+        """Wait for the end of the threads that were told to stop."""
+        for reader in self._readers.values():
+            reader.join()
+        if self._thread.is_alive():
+            self._thread.join(4 * _SLICE)
+
+    def _begin(self, stacks: Stacks, place: int, member: Member, was: int | None, reader: _Reader | None) -> None:
+        """The first contents of both stacks: what a member has, or what was published for it, or what it came with."""
+        for stack in (stacks.active, stacks.spare):
+            if was is not None:
+                old = self._grouped.stacks.active
+                stack.fill(place, old.row(was), old.versions[was])
+            else:
+                stack.fill(place, member.module.state_dict(keep_vars=True), 0)
+                if reader is not None and reader.reader.newer_than(0):
+                    age = reader.into(stack.fill, place, _JOINING)
+                    if stack is stacks.active:
+                        member.meters.adopted(stack.versions[place], age)
+
+    def _rebind(self, members: Sequence[Member], stacks: Stacks, install: Callable[[], None]) -> None:
+        self._grouped.rebind(members, stacks)
+        install()
+
+    def _follow(self) -> None:
+        while not self._stopped.is_set():
+            if not self._news.wait(_SLICE):
+                continue
+            self._news.clear()
+            try:
+                with self._turn, torch.inference_mode(False), torch.no_grad():
+                    self._adopt()
+            except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
+                self._report("weights not adopted", model=self._grouped.spec.name, error=said(error))
+                self._stopped.wait(_SLICE)
+
+    def _adopt(self) -> None:
+        """Bring the spare stack to the newest of every channel, and switch if that is more than the active one has."""
+        stacks, members = self._grouped.stacks, self._grouped.members
+        spare, ages = stacks.spare, {}
+        for place, member in enumerate(members):
+            reader = self._readers.get(member.model)
+            if reader is None or not reader.reader.newer_than(spare.versions[place]):
+                continue
+            try:
+                ages[place] = reader.into(spare.fill, place, _SLICE)
+            except Timeout:
+                self._news.set()  # a publisher in the middle of a snapshot: look again, the others need not wait
+        if spare.tensors and next(iter(spare.tensors.values())).is_cuda:
+            torch.cuda.current_stream().synchronize()
+        changed = [place for place, version in enumerate(spare.versions) if version != stacks.active.versions[place]]
+        if not changed or self._stopped.is_set():
+            return
+        began = time.monotonic()
+
+        def switch() -> None:
+            stacks.switch()
+            waited = time.monotonic() - began
+            for place in changed:
+                members[place].meters.adopted(spare.versions[place], ages.get(place, 0.0) + waited)
+
+        self._in_loop(switch)
+
+    def _in_loop(self, action: Callable[[], None]) -> None:
+        """Run an action between two batches and wait for it; a loop that has ended runs nothing more."""
+        done = threading.Event()
+        raised: list[BaseException] = []
+
+        def act() -> None:
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001  for who waits for it
+                raised.append(error)
+            finally:
+                done.set()
+
+        self._later(act)
+        while not done.wait(_SLICE) and not self._stopped.is_set():
+            pass
+        if raised:
+            raise raised[0]
+
+
+class _Reader:
+    """One member's channel, and a thread that says when something new is on it."""
+
+    def __init__(self, channel: WeightsChannel, news: threading.Event, all_stopped: threading.Event) -> None:
+        self.channel = channel
+        self.reader = WeightsReader(channel)
+        self._news = news
+        self._all_stopped = all_stopped
+        self._stopped = False
+        self._flat: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
+
+    def start(self) -> None:
+        """Harmless when done already."""
+        if not self._thread.ident:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def join(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join(4 * _SLICE)
+
+    def into(self, fill: Callable[[int, dict[str, torch.Tensor], int], None], place: int, timeout: float) -> float:
+        """Put the newest publication into a stack's row; gives its age in seconds. Raises Timeout."""
+        flat = np.empty(self.reader.layout.nbytes, np.uint8) if self._flat is None else self._flat
+        self._flat = flat
+        version, _ = self.reader.read_flat(flat, timeout=timeout)
+        fill(place, _tensors(self.reader.layout, flat), version)
+        return self.reader.age_seconds
+
+    def _listen(self) -> None:
+        seen = 0
+        while not self._stopped and not self._all_stopped.is_set():
+            try:
+                newer = self.reader.wait_newer_than(seen, _SLICE)
+            except Error:  # the channel is closed: its model was unloaded, left the group, or the server is gone
+                return
+            if newer:
+                seen = self.reader.newest
+                self._news.set()
+
+
+def _tensors(layout: WeightsLayout, flat: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> dict[str, torch.Tensor]:
+    memory = torch.from_numpy(flat)
+    return {
+        name: memory[place.offset : place.offset + place.nbytes].view(getattr(torch, place.dtype)).reshape(place.shape)
+        for name, place in layout.places.items()
+    }

@@ -1,0 +1,278 @@
+"""The criteria of the panel: an image in, a mark between 0 and 1 out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from jurybox.server.jurors.scene_statistics import SceneStatistics
+
+# ITU-R BT.601 luma, the weights of OpenCV's and MATLAB's conversion to grey.
+LUMA = (0.299, 0.587, 0.114)
+# Four images of 384 x 384: larger intermediates leave a CPU's caches and, past the allocator's limit, are mapped
+# anew for every operation, which costs several times the arithmetic.
+_SLICE_PIXELS = 4 * 384 * 384
+
+
+class Pixels(NamedTuple):
+    """One batch of images, split once and shared by every criterion.
+
+    Attributes:
+        planes: float32 (n, 3, height, width), red, green, blue, 0..255.
+        luma: float32 (n, height, width), BT.601 luma, 0..255.
+    """
+
+    planes: Tensor
+    luma: Tensor
+
+
+def split(image: Tensor) -> Pixels:
+    """Split a batch of images into planes and luma.
+
+    Args:
+        image: (n, height, width, 3) RGB. uint8, or floating point on the same 0..255 scale; gradients flow
+            to a floating-point image.
+    """
+    # Reordering bytes before widening them moves a quarter of the memory.
+    planes = image.permute(0, 3, 1, 2).contiguous().float()
+    red, green, blue = planes.unbind(1)
+    luma = (red * LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])
+    return Pixels(planes, luma)
+
+
+def slices(image: Tensor) -> tuple[Tensor, ...]:
+    """Check a batch and cut it into the pieces to work on: a few rows at a time on a CPU, all at once elsewhere.
+
+    Raises:
+        ValueError: not (n, height, width, 3) with n above 0, or an integer dtype other than uint8.
+    """
+    if image.ndim != 4 or image.shape[-1] != 3 or not len(image):
+        raise ValueError(
+            f"image has shape {tuple(image.shape)}: expected (n, height, width, 3), RGB in the last dimension"
+        )
+    if image.dtype != torch.uint8 and not image.is_floating_point():
+        raise ValueError(f"image has dtype {image.dtype}: expected uint8, or floating point on the same 0..255 scale")
+    if image.device.type != "cpu":
+        return (image,)
+    return torch.split(image, max(1, _SLICE_PIXELS // (image.shape[1] * image.shape[2])))
+
+
+# ----
+# What the panel's criteria have in common: an image in, a mark between 0 and 1 out.
+
+
+class Criterion(nn.Module):
+    """One criterion, usable alone (:meth:`forward`) or by a panel that splits the images once (:meth:`judge`)."""
+
+    name: ClassVar[str]
+
+    def judge(self, pixels: Pixels) -> Tensor:
+        """Marks of a batch, float32 (n,), 0 (bad) to 1 (good)."""
+        raise NotImplementedError
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Marks of a batch.
+
+        Args:
+            image: (n, height, width, 3) RGB, uint8 or floating point on the same 0..255 scale.
+
+        Returns:
+            float32 (n,), 0 (bad) to 1 (good). Differentiable in a floating-point image.
+        """
+        return torch.cat([self.judge(split(rows)) for rows in slices(image)])
+
+
+# ----
+# The one shape that all hand-made terms share: full marks inside a range, a smooth fall outside it.
+
+
+def plausible(value: Tensor, low: float, high: float, *, below: float, above: float) -> Tensor:
+    """How far ``value`` lies outside ``[low, high]``, as a mark in (0, 1].
+
+    1 inside the range and ``1 / (1 + d ** 2)`` outside, d being the distance to the range in units of ``below``
+    or ``above``: half marks at one unit, and, unlike a bell curve, a gradient that still leads back from far away.
+    """
+    distance = F.relu(low - value) / below + F.relu(value - high) / above
+    return 1 / (1 + distance.square())
+
+
+def joint(*marks: Tensor) -> Tensor:
+    """Geometric mean of marks in (0, 1]: one fault cannot be bought off by the absence of others."""
+    return torch.stack(marks).log().mean(dim=0).exp()
+
+
+# ----
+# The published BRISQUE regressor: a radial-basis support-vector machine over 36 features.
+
+
+# Converted from the PyPI package brisque 0.2.0 (Apache-2.0); the file's metadata and NOTICE say from what.
+PUBLISHED = Path(__file__).with_name("brisque_live.safetensors")
+
+
+class SupportVectorRegressor(nn.Module):
+    """Features to BRISQUE score, about 0 (pristine) to 100 (ruined), trained on the LIVE database's DMOS."""
+
+    support_vectors: Tensor
+    coefficients: Tensor
+    feature_low: Tensor
+    feature_high: Tensor
+    offset: Tensor
+
+    def __init__(self, path: Path = PUBLISHED) -> None:
+        super().__init__()
+        with safe_open(path, framework="pt") as file:
+            for name in ("support_vectors", "coefficients", "feature_low", "feature_high", "offset"):
+                self.register_buffer(name, file.get_tensor(name))
+            self.gamma = float(file.metadata()["gamma"])
+
+    def forward(self, features: Tensor) -> Tensor:
+        """float32 (n, 36) to float32 (n,); lower is better. Can leave 0..100 by some tens at either end."""
+        scaled = (features - self.feature_low) * (2 / (self.feature_high - self.feature_low)) - 1
+        distance = (scaled.unsqueeze(1) - self.support_vectors).square_().sum(dim=2)
+        # Coefficients of +-1024 cancel to a score below 100: in float32 the order of this sum would show in it.
+        kernel = torch.exp(distance.double() * -self.gamma)
+        return (kernel @ self.coefficients.double()).float() + self.offset
+
+
+# ----
+# Does the picture look like an undistorted photograph: BRISQUE, turned round to 0..1.
+
+
+# A logistic curve keeps a gradient where the regressor leaves 0..100; 50 gives half marks, 0 and 100 give 0.97
+# and 0.03.
+_MIDDLE, _SLOPE = 50.0, 15.0
+
+
+class Naturalness(Criterion):
+    """``1 / (1 + exp((brisque - 50) / 15))``."""
+
+    name = "naturalness"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = SceneStatistics()
+        self.regressor = SupportVectorRegressor()
+
+    def brisque(self, pixels: Pixels) -> Tensor:
+        """BRISQUE score, float32 (n,): about 0 (pristine) to 100 (ruined), lower is better."""
+        score: Tensor = self.regressor(self.statistics(pixels.luma))
+        return score
+
+    def judge(self, pixels: Pixels) -> Tensor:
+        return torch.sigmoid((_MIDDLE - self.brisque(pixels)) / _SLOPE)
+
+
+# ----
+# Is the light right: clipping, black and white point, brightness and contrast.
+
+
+# Black and white point are taken of cells of this many pixels a side, so that noise and specks do not set them.
+_CELL = 8
+_TAIL = 0.02
+# Luma within this many levels of an end counts as clipped, in proportion.
+_CLIP_RAMP = 6.0
+
+
+class Exposure(Criterion):
+    """Geometric mean of five marks over luma (0..1): see ``docs/jurors.md`` for the ranges and where they come from."""
+
+    name = "exposure"
+
+    def judge(self, pixels: Pixels) -> Tensor:
+        luma = pixels.luma
+        cells = F.avg_pool2d(luma.unsqueeze(1), min(_CELL, *luma.shape[-2:])).flatten(1) / 255
+        tail = max(1, int(cells.shape[1] * _TAIL))
+        black = cells.topk(tail, dim=1, largest=False, sorted=False).values.mean(dim=1)
+        white = cells.topk(tail, dim=1, largest=True, sorted=False).values.mean(dim=1)
+        mean = cells.mean(dim=1)
+        # The root's gradient is infinite at zero: a constant image must not make the gradient NaN.
+        contrast = (cells.var(dim=1, correction=0) + 1e-6).sqrt()
+        flat = luma.flatten(1)
+        clipped = (_CLIP_RAMP - flat).clamp(min=0).mean(dim=1) + (flat - (255 - _CLIP_RAMP)).clamp(min=0).mean(dim=1)
+        return joint(
+            plausible(black, 0.0, 0.10, below=1.0, above=0.15),
+            plausible(white, 0.80, 1.0, below=0.30, above=1.0),
+            plausible(mean, 0.30, 0.60, below=0.25, above=0.25),
+            plausible(contrast, 0.16, 0.32, below=0.08, above=0.08),
+            plausible(clipped / _CLIP_RAMP, 0.0, 0.02, below=1.0, above=0.25),
+        )
+
+
+# ----
+# Are the colours believable: colourfulness, colour cast, colours driven out of gamut.
+
+
+# A channel within this many levels of an end counts as clipped, in proportion.
+_CHANNEL_CLIP_RAMP = 8.0
+# Below this difference between largest and smallest channel a clipped pixel is black or white, no colour.
+_CHROMA_RAMP = (40.0, 80.0)
+
+
+class Colour(Criterion):
+    """Geometric mean of three marks: see ``docs/jurors.md`` for the ranges and where they come from."""
+
+    name = "colour"
+
+    def judge(self, pixels: Pixels) -> Tensor:
+        red, green, blue = pixels.planes.flatten(2).unbind(1)
+        mean_luma = pixels.luma.flatten(1).mean(dim=1)
+
+        # D. Hasler, S. Suesstrunk, "Measuring colourfulness in natural images", SPIE 5007, 2003: opponent axes.
+        red_green = red - green
+        yellow_blue = (red + green).mul_(0.5).sub_(blue)
+        red_green_mean, yellow_blue_mean = red_green.mean(dim=1), yellow_blue.mean(dim=1)
+        variance = red_green.square().mean(dim=1) + yellow_blue.square().mean(dim=1)
+        offset = (red_green_mean.square() + yellow_blue_mean.square() + 1e-6).sqrt()
+        variance = (variance - offset.square()).clamp(min=0)
+        colourfulness = (variance + 1e-6).sqrt() + 0.3 * offset
+
+        largest = torch.maximum(torch.maximum(red, green), blue)
+        smallest = torch.minimum(torch.minimum(red, green), blue)
+        start, end = _CHROMA_RAMP
+        coloured = (largest - smallest).sub_(start).mul_(1 / (end - start)).clamp_(0, 1)
+        crushed = (1 - smallest / _CHANNEL_CLIP_RAMP).clamp(min=0) + (
+            (largest - (255 - _CHANNEL_CLIP_RAMP)) / _CHANNEL_CLIP_RAMP
+        ).clamp(min=0)
+        out_of_gamut = (coloured * crushed).mean(dim=1)
+
+        return joint(
+            plausible(colourfulness, 25.0, 90.0, below=8.0, above=30.0),
+            plausible(offset / (mean_luma + 8), 0.0, 0.6, below=1.0, above=0.6),
+            plausible(out_of_gamut, 0.0, 0.02, below=1.0, above=0.25),
+        )
+
+
+# ----
+# Has the picture been sharpened too much: detail energy per octave against that of natural scenes.
+
+
+# Detail below the rounding noise of 8-bit luma says nothing about sharpness.
+_NOISE_FLOOR = 0.05
+
+
+class Sharpness(Criterion):
+    """Ratio of detail amplitudes between neighbouring octaves."""
+
+    name = "sharpness"
+
+    def judge(self, pixels: Pixels) -> Tensor:
+        luma = pixels.luma
+        level = (luma - luma.mean(dim=(1, 2), keepdim=True)).unsqueeze(1)
+        energies = [level.square().mean(dim=(1, 2, 3))]
+        for _ in range(4):
+            level = F.avg_pool2d(level, 2)
+            energies.append(level.square().mean(dim=(1, 2, 3)))
+        energy = torch.stack(energies)
+        # Averaging 2 x 2 pixels is an orthogonal Haar step, so what it loses is the energy of that octave's detail.
+        detail = ((energy[:-1] - energy[1:]).clamp(min=0) + _NOISE_FLOOR).sqrt()
+        ratio = detail[:-1] / detail[1:]
+        return joint(*(plausible(step, 0.60, 0.75, below=0.30, above=0.35) for step in (ratio[1], ratio[2])))
+
+
+# In the order of the panel's outputs.
+CRITERIA: tuple[type[Criterion], ...] = (Naturalness, Exposure, Colour, Sharpness)

@@ -1,0 +1,283 @@
+"""The relay's socket to the network: who may connect, and how much may come."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from zmq.auth.thread import ThreadAuthenticator
+
+from jurybox.client.doors.door import InFlight
+from jurybox.client.lane import Lane
+from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
+from jurybox.protocol.wire import PACK_REPLY, PREFIX
+from jurybox.server.security.access import public_keys, read_pair
+
+_TRACKED = 4 << 10  # bytes from which on a message is followed until it has left
+_CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
+_SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages a client may leave unread, and send ahead
+_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
+_HANDSHAKE_MS = 5000
+_DOMAIN = "jurybox"
+_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
+
+
+class Front:
+    """A ROUTER socket on TCP, behind CURVE where there are keys.
+
+    Args:
+        where: "host:port"; port 0 takes a free one.
+        curve_key: the server's .key_secret; None: whoever connects comes in.
+        curve_clients: a folder of .key files of those who may come in; None: any key may.
+        max_message: bytes of the largest frame, and of what one client may leave unread.
+
+    Attributes:
+        bound: "host:port" where it really listens.
+
+    Raises:
+        zmq.ZMQError: it cannot be bound; ValueError: the keys cannot be read, or no client's is there.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        where: str,
+        curve_key: str | None,
+        curve_clients: str | None,
+        max_message: int,
+    ) -> None:
+        self._guard: ThreadAuthenticator | None = None
+        self._most_unsent = max_message
+        self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
+        self._unsent_to: dict[bytes, int] = {}
+        self._unsent_bytes = 0
+        self.socket = context.socket(zmq.ROUTER)
+        set_option = self.socket.setsockopt
+        self.socket.copy_threshold = 1024  # of what is sent without a copy: smaller frames are copied all the same
+        set_option(zmq.LINGER, 0)
+        set_option(zmq.IPV6, 1 if "[" in where else 0)
+        set_option(zmq.SNDHWM, _SEND_HIGH_WATER)
+        set_option(zmq.RCVHWM, _RECEIVE_HIGH_WATER)
+        set_option(zmq.MAXMSGSIZE, max_message)
+        set_option(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        set_option(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        set_option(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        # A second connection of a name is not heard while the first stands. Handing the name over to it leaves the
+        # first one half closed, and a ping on that ends the process (libzmq 4.3.5: "Assertion failed: !_io_error").
+        set_option(zmq.ROUTER_HANDOVER, 0)
+        set_option(zmq.ROUTER_MANDATORY, 1)  # says when a client is gone
+        try:
+            if curve_key is not None:
+                self._guard_with(context, curve_key, curve_clients)
+            self.socket.bind(f"tcp://{where}")
+        except BaseException:
+            self.close()
+            raise
+        self.bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
+
+    def has_room(self, client: bytes, size: int) -> bool:
+        """Whether a message of so many bytes may be sent to a client now.
+
+        ZeroMQ bounds the messages that a client leaves unread, not their bytes. One message may always be on its way.
+        """
+        waiting = self._unsent.get(client)
+        while waiting and waiting[0][0].done:
+            _, sent = waiting.popleft()
+            self._unsent_to[client] -= sent
+            self._unsent_bytes -= sent
+        if not waiting:
+            self._unsent.pop(client, None)
+            self._unsent_to.pop(client, None)
+            return True
+        unsent = self._unsent_to[client] + size
+        return unsent <= self._most_unsent and self._unsent_bytes + size <= _CLIENTS * self._most_unsent
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Send to the client that the first frame names; False when it is gone. One that does not read loses it."""
+        size = sum(map(len, frames))
+        try:
+            if size < _TRACKED:
+                self.socket.send_multipart(frames, zmq.NOBLOCK)
+            elif self.has_room(frames[0], size):
+                tracker = self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+                assert tracker is not None
+                self._unsent.setdefault(frames[0], deque()).append((tracker, size))
+                self._unsent_to[frames[0]] = self._unsent_to.get(frames[0], 0) + size
+                self._unsent_bytes += size
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def forget_sent(self) -> None:
+        """Stop following what has left."""
+        for client in list(self._unsent):
+            self.has_room(client, 0)
+
+    def is_there(self, client: bytes) -> bool:
+        """Whether a client's connection stands."""
+        return self.send((client, *_PROBE))
+
+    def close(self) -> None:
+        self.socket.close()
+        if self._guard is not None:
+            with contextlib.suppress(zmq.ZMQError):  # the context may be gone already
+                self._guard.stop()
+
+    def _guard_with(self, context: zmq.Context[zmq.Socket[bytes]], curve_key: str, curve_clients: str | None) -> None:
+        public, secret = read_pair(Path(curve_key))
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        # RFC 27: the guard is asked by libzmq before a connection carries anything; without an answer nobody comes in.
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        self._guard = ThreadAuthenticator(context)
+        self._guard.start()
+        if curve_clients is None:
+            self._guard.configure_curve(domain=_DOMAIN, location=zmq.auth.CURVE_ALLOW_ANY)
+        elif public_keys(Path(curve_clients)):
+            self._guard.configure_curve(domain=_DOMAIN, location=curve_clients)
+        else:
+            raise ValueError(
+                f"server.curve_clients = {curve_clients!r} holds no .key file: put the .key of every client there "
+                "(jurybox keys CLIENT makes one), and start again"
+            )
+
+
+# ----
+# A lane held for a client of another host, and its tickets in flight.
+
+
+_LONGEST_NS = 3_600_000_000_000  # an hour: no ticket waits longer
+
+
+class InlineTicket(NamedTuple):
+    """A ticket as it came: from which connection, and what of its record counts here."""
+
+    sender: bytes
+    sequence: int
+    left: int  # ns until its deadline
+    first: int  # row, counted from the lane's first
+    rows: int
+    version: int
+    epoch: int  # of the client's connection
+
+
+class HeldLane:
+    """Carries tickets of one client to the engines.
+
+    Args:
+        lane: leased by the relay.
+        owner: the connection whose end is the end of the lease.
+    """
+
+    def __init__(self, lane: Lane, owner: bytes, first: int, rows: int) -> None:
+        self.lane = lane
+        self.owner = owner
+        self._first = first
+        self._rows = rows
+        self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
+        self._busy = np.zeros(rows, np.bool_)
+        self._row_bytes = sum(array[:1].nbytes for array in lane.outputs.values())
+
+    @property
+    def waits(self) -> bool:
+        """Whether a ticket is in flight."""
+        return bool(self._in_flight)
+
+    def submit(self, ticket: InlineTicket, frames: Sequence[zmq.Frame]) -> None:
+        """Copy a ticket's rows to the lane's and send it on.
+
+        Raises:
+            Error: it does not fit the lane or the model.
+        """
+        first, end = ticket.first, ticket.first + ticket.rows
+        if not 0 < ticket.rows <= self._rows or end > self._rows:
+            raise Error(f"rows {first}..{end - 1} were sent, this lane has {self._rows}", Code.REFUSED)
+        if (known := self._in_flight.get(ticket.sequence)) is not None:
+            if (known[0].first, known[0].rows) != (first, ticket.rows):
+                raise Error(
+                    f"ticket {ticket.sequence} came again with other rows: {known[0].rows} from row {known[0].first} "
+                    f"came first, {ticket.rows} from row {first} now; a number is for one request",
+                    Code.MALFORMED,
+                )
+            # Its client lost the connection and sends it again: the answer goes to where it is now.
+            self._in_flight[ticket.sequence] = (ticket, known[1])
+            return
+        if self._busy[first:end].any():
+            raise Error("some of these rows belong to a ticket that is not answered yet", Code.BUSY)
+        inputs = self.lane.inputs
+        if len(frames) != len(inputs):
+            raise Error(f"{len(frames)} tensors came, the model takes {len(inputs)}", Code.SPEC_MISMATCH)
+        start = self._first + first
+        for (name, array), frame in zip(inputs.items(), frames, strict=True):
+            target = array[start : start + ticket.rows]
+            if len(frame) != target.nbytes:
+                raise Error(
+                    f"input {name!r}: {len(frame)} bytes came, {ticket.rows} rows of {array.dtype}"
+                    f"{list(array.shape[1:])} have {target.nbytes}",
+                    Code.SPEC_MISMATCH,
+                )
+            target[...] = np.frombuffer(frame.buffer, array.dtype).reshape(target.shape)
+        deadline = time.monotonic_ns() + min(max(ticket.left, 1), _LONGEST_NS)
+        self._busy[first:end] = True
+        self._in_flight[ticket.sequence] = (
+            ticket,
+            self.lane.submit(start, ticket.rows, deadline, ticket.version, weakref.ref(self)),
+        )
+
+    def answers(self, has_room: Callable[[bytes, int], bool] = lambda *_: True) -> Iterator[list[Any]]:
+        """What has been answered since, as frames to send.
+
+        An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
+        """
+        self.lane.receive_now()
+        answered = [(came, sent) for came, sent in self._in_flight.values() if sent.answer is not None]
+        for came, sent in answered:
+            if has_room(came.sender, sent.rows * self._row_bytes):
+                yield self._reply(came, sent)
+
+    @property
+    def owes(self) -> bool:
+        """Whether an answer is there that has not been sent."""
+        return any(sent.answer is not None for _, sent in self._in_flight.values())
+
+    def look_after(self) -> None:
+        """See whether engines and server live; raises ServerGone. What has been answered is in `answers` then."""
+        self.lane.receive(0)
+
+    def close(self) -> None:
+        """Give the lane back."""
+        self._in_flight.clear()
+        self.lane.close()
+
+    def _reply(self, came: InlineTicket, sent: InFlight) -> list[Any]:
+        del self._in_flight[came.sequence]
+        self._busy[came.first : came.first + came.rows] = False
+        answer = sent.answer
+        assert answer is not None
+        frames: list[Any] = [came.sender, head(came, answer.code, answer.message, answer.version)]
+        if answer.code == Code.OK:
+            frames += [_bytes(array[sent.first : sent.first + sent.rows]) for array in self.lane.outputs.values()]
+        return frames
+
+
+def head(ticket: InlineTicket, code: int, message: str, version: int = 0) -> bytes:
+    """The first frame of an answer."""
+    return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.epoch, code) + cut(message, MOST_TEXT)
+
+
+def _bytes(rows: NDArray[Any]) -> bytes:
+    """A copy: the client may write the next ticket to these rows before the message is gone."""
+    return rows.tobytes()

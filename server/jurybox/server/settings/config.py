@@ -1,0 +1,412 @@
+"""The server's configuration: every setting with its default and its bounds, and the layers it is read from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from jurybox.protocol.address import default_address, local_address
+from jurybox.protocol.board import MAX_ENGINES, MAX_MODELS
+from jurybox.protocol.errors import Refused
+from jurybox.protocol.spec import OIP_NAMES, TensorSpec
+from jurybox.protocol.wire import MAX_NAME
+from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
+from jurybox.server.security.access import FILES as _SECURITY_FILES
+from jurybox.server.security.access import SecuritySettings, too_open
+from jurybox.server.settings.endpoints import check_address, check_listen, split_host
+from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
+
+__all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
+
+_AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
+_AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
+_FILES = ("exported", "weights")  # settings of a model that name files
+_PATHS = (*_FILES, "save_dir")  # those that name a place on disk, there or not
+
+_EXAMPLE = """\
+[models.photo]
+factory = "jurybox.server.jurors:panel"\
+"""
+
+
+def _check_devices(value: object) -> list[str] | Literal["auto"]:
+    """A plain check rather than a union, whose branches would show up in the places of errors."""
+    if value == "auto":
+        return "auto"
+    devices = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(devices, list) or not devices:
+        raise ValueError('expected "auto" or a list such as ["cuda:0", "cuda:1"] or ["cpu"]')
+    for device in devices:
+        if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ValueError(f'{device!r} is no device, expected "auto", "cpu", or "cuda:0", "cuda:1", ...')
+    if len(set(devices)) < len(devices):
+        raise ValueError("a device is named twice: for several engines on one device raise 'replicas'")
+    return devices
+
+
+def _check_factory(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+        raise ValueError('expected "module:callable" such as "jurybox.server.jurors:panel"')
+    return text
+
+
+def _check_dtype(text: str) -> str:
+    if text not in OIP_NAMES:
+        raise ValueError(f"expected one of {', '.join(OIP_NAMES)}")
+    return text
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _check_pattern(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", module) or not re.fullmatch(r"[A-Za-z_]\w*|\*", name):
+        raise ValueError('expected "module:callable", or "module:*" for all that the module defines')
+    return text
+
+
+def _check_absolute(text: str) -> str:
+    if not Path(text).is_absolute():
+        raise ValueError("expected an absolute path of a file or of a folder")
+    return text
+
+
+# What comes with Jurybox to be served. Not all of jurybox: it starts processes, too.
+_OWN_FACTORIES = ("jurybox.server.jurors:*",)
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Listen = Annotated[str, AfterValidator(check_listen)]
+
+
+class ServerSettings(SecuritySettings):
+    """[server]: one server and its engines. What each setting means stands in docs/operations.md."""
+
+    address: Annotated[str, AfterValidator(check_address)] = Field(default_factory=default_address)
+    tcp: Listen = ""
+    http: Listen = "127.0.0.1:8000"
+    grpc: Listen = "127.0.0.1:8001"
+    replicas: int = Field(default=1, ge=1, le=MAX_ENGINES)
+    devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
+    threads: int = Field(default=0, ge=0, le=1024)
+    standby: bool = False
+    factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
+    exported: list[Annotated[str, AfterValidator(_check_absolute)]] = Field(default=[])
+    spin_us: int = Field(default=100, ge=0, le=100_000)
+    start_timeout: Seconds = 120.0
+    drain_timeout: Seconds = 10.0
+    engine_timeout: Seconds = 60.0
+    max_restarts: int = Field(default=5, ge=0, le=1_000_000)
+    traces: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address_may_be_tcp(cls, given: Any) -> Any:
+        """``address = "tcp://host:port"`` is ``tcp = "host:port"``; clients of this host get an address beside it."""
+        address = given.get("address") if isinstance(given, dict) else None
+        if not isinstance(address, str) or not address.startswith("tcp://"):
+            return given
+        if given.get("tcp"):
+            raise ValueError(
+                'address is a tcp:// one and tcp came too, expected tcp = "host:port" and address = "ipc://..."'
+            )
+        check_address(address)
+        tcp = address.removeprefix("tcp://")
+        return {**given, "tcp": tcp, "address": local_address(f"tcp-{split_host(tcp)[1]}")}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ServerSettings:
+        engines = self.replicas * (1 if self.devices == "auto" else len(self.devices))
+        if engines > MAX_ENGINES:
+            raise ValueError(f"replicas x devices makes {engines} engines, expected at most {MAX_ENGINES}")
+        if self.http and self.http == self.grpc and split_host(self.http)[1]:
+            raise ValueError(f"http and grpc are both {self.http!r}, expected two ports")
+        return self
+
+    def engine_devices(self) -> list[str]:
+        """The device of every engine, each device `replicas` times; "auto" is every CUDA device, else the CPU.
+
+        Raises:
+            Refused: that would be more engines than a server has.
+        """
+        devices = self.devices
+        if devices == "auto":
+            devices = [f"cuda:{n}" for n in range(visible_cuda_devices())] or ["cpu"]
+        engines = [device for device in devices for _ in range(self.replicas)]
+        if len(engines) > MAX_ENGINES:
+            raise Refused(
+                f"replicas = {self.replicas} on {len(devices)} devices makes {len(engines)} engines, expected at most "
+                f"{MAX_ENGINES}: lower server.replicas, or name fewer server.devices"
+            )
+        return engines
+
+    def missing_devices(self) -> str:
+        """What is wrong with the devices that are named, by what there is here; empty where they are there."""
+        named = [] if self.devices == "auto" else [device for device in self.devices if device != "cpu"]
+        if not named:
+            return ""
+        expected = 'expected "auto", ["cpu"]'
+        if not torch_has_cuda():
+            return (
+                f"server.devices = {self.devices}: the torch that is installed here has no CUDA, {expected}, or a "
+                "torch that is built for CUDA (pytorch.org/get-started)"
+            )
+        there = [f"cuda:{n}" for n in range(visible_cuda_devices())]
+        absent = [device for device in named if (device if ":" in device else "cuda:0") not in there]
+        if not absent:
+            return ""
+        found = f"{', '.join(there)} are there" if there else "no CUDA device is visible"
+        return f"server.devices = {self.devices}: {', '.join(absent)} is not here, {found}; {expected} or some of those"
+
+    def engine_threads(self) -> int:
+        """Threads that torch may use in each engine. Unset, engines share half the cores; clients have the others."""
+        cores = len(os.sched_getaffinity(0))
+        return self.threads or max(1, cores // 2 // len(self.engine_devices()))
+
+    def open_doors(self) -> list[str]:
+        """The doors through which anybody could come in from elsewhere, each with what it lacks."""
+        return self.open_to_all(self.http, self.grpc, self.tcp)
+
+
+class TensorSettings(_Strict):
+    """One tensor of an exported model: dtype, and the shape of ONE row."""
+
+    dtype: Annotated[str, AfterValidator(_check_dtype)]
+    shape: list[Annotated[int, Field(ge=1)]] = []
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, tuple(self.shape))
+
+
+class ModelSettings(_Strict):
+    """[models.NAME]: where a model comes from and how it is batched; documented in docs/operations.md."""
+
+    factory: Annotated[str, AfterValidator(_check_factory)] | None = None
+    exported: str | None = None
+    args: dict[str, JsonValue] = {}
+    weights: str | None = None
+    max_batch: int = Field(default=64, ge=1, le=65536)
+    min_batch: int = Field(default=1, ge=1, le=65536)
+    max_wait_us: int = Field(default=0, ge=0, le=1_000_000)
+    rows: int = Field(default=0, ge=0, le=1 << 24)
+    lane_rows: int = Field(default=0, ge=0, le=1 << 24)
+    group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    publish: Literal["double_buffer", "snapshot"] | None = None
+    keep_versions: int = Field(default=0, ge=0, le=1000)
+    max_lag: int = Field(default=0, ge=0, le=1_000_000)
+    save_dir: Annotated[str, Field(min_length=1)] | None = None
+    save_every: int = Field(default=1, ge=1, le=1_000_000_000)
+    save_keep: int = Field(default=3, ge=1, le=100_000)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    channels_last: bool = False
+    compile: bool = False
+    cuda_graphs: bool = True
+    inputs: dict[str, TensorSettings] | None = None
+    outputs: dict[str, TensorSettings] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ModelSettings:
+        if (self.factory is None) == (self.exported is None):
+            both = "both came" if self.factory else "neither came"
+            raise ValueError(f'expected either factory = "module:callable" or exported = "file.pt2", {both}')
+        if self.exported is not None and self.args:
+            raise ValueError("args are what a factory is called with, an exported model takes none")
+        if self.factory is not None and (self.inputs or self.outputs):
+            raise ValueError("inputs and outputs are for exported models, a factory says its own")
+        if self.min_batch > self.max_batch:
+            raise ValueError(f"min_batch = {self.min_batch}, expected at most max_batch = {self.max_batch}")
+        if self.min_batch > 1 and self.max_wait_us == 0:
+            raise ValueError(f"min_batch = {self.min_batch} is never waited for, expected max_wait_us above 0 with it")
+        if self.group is not None and (alone := self._only_alone()):
+            raise ValueError(f"{alone} is for models that are served by themselves, expected none with group")
+        if self.publish is None and (self.save_dir is not None or self.max_lag):
+            setting = "save_dir" if self.save_dir is not None else "max_lag"
+            raise ValueError(f"{setting} is for models that take publications, expected publish with it")
+        if self.rows and self.lane_rows > self.rows:
+            raise ValueError(f"lane_rows = {self.lane_rows}, expected at most rows = {self.rows}")
+        return self
+
+    def _only_alone(self) -> str:
+        """The setting that does not go with a group, if there is one."""
+        given = {
+            "exported": self.exported is not None,
+            "compile": self.compile,
+            "keep_versions": self.keep_versions > 0,
+            "min_batch": self.min_batch > 1,
+        }
+        return next((name for name, there in given.items() if there), "")
+
+    def resolve_rows(self, row_bytes: int) -> int:
+        """Rows of the arena for a model of `row_bytes` a row (ModelSpec.row_bytes)."""
+        fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
+        return self.rows or max(fitting, 2 * self.max_batch, self.lane_rows)
+
+    def resolve_lane_rows(self, row_bytes: int) -> int:
+        """Rows of a lane whose client asks for no number: few enough that a hundred clients and more find room."""
+        return self.lane_rows or max(1, min(self.resolve_rows(row_bytes) // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
+
+
+def _check_model_name(name: str) -> str:
+    if len(name) > MAX_NAME or not _MODEL_NAME.fullmatch(name):
+        raise ValueError(
+            f'expected a name of letters, digits and "_.-", in parts divided by "/", at most {MAX_NAME} in all'
+        )
+    return name
+
+
+def _numbered(models: Any) -> Any:
+    """[models."NAME*"] with count = N as N models, the star replaced by 0 to N - 1."""
+    if not isinstance(models, dict):
+        return models
+    result = {}
+    for name, settings in models.items():
+        count = settings.get("count") if isinstance(settings, dict) else None
+        if ("*" in name) != (count is not None) or name.count("*") > 1:
+            raise ValueError(f"expected count with a star in the name and the other way round, got {name!r}")
+        if count is None:
+            result[name] = settings
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_MODELS:
+            raise ValueError(f"count = {count!r} of {name!r}, expected 1 to {MAX_MODELS}")
+        one = {key: value for key, value in settings.items() if key != "count"}
+        several = {name.replace("*", str(number)): dict(one) for number in range(count)}
+        if twice := sorted(several.keys() & (models.keys() | result.keys())):
+            raise ValueError(f"{twice[0]!r} is named twice, by itself and by {name!r}")
+        result |= several
+    return result
+
+
+class Settings(_Strict):
+    """Everything a server is told."""
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    models: Annotated[
+        dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings], BeforeValidator(_numbered)
+    ] = Field(default_factory=dict, max_length=MAX_MODELS)
+
+
+def named_factories(settings: Settings) -> list[str]:
+    """The factories that the configuration names one by one, of whatever module they really come."""
+    named = [model.factory for model in settings.models.values() if model.factory]
+    return [*dict.fromkeys((*named, *(name for name in settings.server.factories if not name.endswith(":*"))))]
+
+
+def require_loadable(settings: Settings, name: str, model: ModelSettings) -> None:
+    """Refuse code that a client names and the configuration does not allow. Whoever named it, it runs as this user.
+
+    Raises:
+        Refused: the message says which setting to add.
+    """
+    if model.factory is not None:
+        allowed = {*named_factories(settings), *_OWN_FACTORIES, *settings.server.factories}
+        module = model.factory.partition(":")[0]
+        if not allowed & {model.factory, f"{module}:*"}:
+            raise Refused(
+                f"factory {model.factory!r} of model {name!r} is not in the server's configuration, and clients may "
+                f'name no other code to run. To allow it, set server.factories = ["{model.factory}"], or "{module}:*" '
+                "for all that this module defines"
+            )
+    if model.exported is not None:
+        file = Path(model.exported).resolve()
+        there = [held.exported for held in settings.models.values() if held.exported]
+        if not any({Path(entry).resolve()} & {file, *file.parents} for entry in (*there, *settings.server.exported)):
+            raise Refused(
+                f"exported {str(file)!r} of model {name!r} is not in the server's configuration, and clients may "
+                f'name no other program to run. To allow it, set server.exported = ["{file.parent}"], for all of that '
+                "folder"
+            )
+
+
+def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Read settings: command line before environment before file before default.
+
+    Args:
+        path: the TOML file, if there is one.
+        sets: ``KEY=VALUE`` of every --set, in order.
+        environ: variables instead of this process's.
+
+    Raises:
+        ConfigError: names every wrong setting with its place and what was expected there.
+    """
+    server_keys, model_keys = list(ServerSettings.model_fields), [*ModelSettings.model_fields, "count"]
+    sources = Sources()
+    if path is not None:
+        sources.add_file(path, _PATHS, _SECURITY_FILES)
+    flags = parse_flags(sets, server_keys)
+    from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
+    sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)
+    for key, value, place in flags:
+        sources.put(key, value, place)
+    try:
+        settings = Settings.model_validate(sources.tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(problems(error, Settings, sources.place))) from error
+    missing = [
+        f"{sources.place(('models', name, key))}: models.{name}.{key} = {file!r}: there is no such file"
+        for name, model in settings.models.items()
+        for key in _FILES
+        if (file := getattr(model, key)) is not None and not Path(file).is_file()
+    ]
+    if broken := [*missing, *settings.server.broken_secrets()]:
+        raise ConfigError("\n".join(broken))
+    in_file = path is not None and settings.server.token and sources.place(("server", "token")).startswith(f"{path}:")
+    if path is not None and in_file and (why := too_open(path)):
+        raise ConfigError(f"server.token stands in a file that others can read: {why}, or set server.token_file")
+    return settings
+
+
+def require_servable(settings: Settings, *, insecure: bool) -> None:
+    """Refuse to serve nothing, and to serve whoever comes by.
+
+    Raises:
+        ConfigError: no model is configured, a device is not there, or the server would be reachable by others without
+            `insecure`.
+    """
+    if not settings.models:
+        raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
+    if missing := settings.server.missing_devices():
+        raise ConfigError(missing)
+    if (open_doors := settings.server.open_doors()) and not insecure:
+        raise ConfigError(
+            "\n".join(open_doors) + "\nOthers could use this server, and nothing would ask them who they are, or keep "
+            "what they send from being read. Expected that, or a loopback host; --insecure serves all the same, for a "
+            "network that you trust (docs/security.md)"
+        )
+
+
+def model_settings_from_json(name: str, text: str) -> ModelSettings:
+    """Settings of a model that is loaded while the server runs, as JSON of the keys of [models.NAME].
+
+    Raises:
+        Refused: names what is wrong.
+    """
+    try:
+        given: Any = json.loads(text)
+    except ValueError as error:
+        raise Refused(f"settings of model {name!r} are no JSON: {error}") from error
+    if "*" in name or (isinstance(given, dict) and "count" in given):
+        raise Refused(f"{name!r} with a star, or count, stands for several models: load them one by one")
+    try:
+        return Settings.model_validate({"models": {name: given}}).models[name]
+    except ValidationError as error:
+        raise Refused("\n".join(problems(error, Settings, lambda key: "load request"))) from error

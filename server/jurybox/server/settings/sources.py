@@ -1,0 +1,357 @@
+"""What pydantic found wrong with the settings, said as: place, key, value, what was expected, what may be meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+_LONGEST_VALUE = 80
+
+_WORDS = {
+    "Input should be a valid dictionary or instance of ModelSettings": "expected a table",
+    "Input should be a valid dictionary or instance of ServerSettings": "expected a table",
+    "Input should be a valid dictionary or instance of TensorSettings": "expected a table",
+    "Input should be a valid dictionary": "expected a table",
+    "Input should be a valid boolean": "expected true or false",
+    "Input should be a valid integer": "expected an integer",
+    "Input should be a valid ": "expected a ",
+    "Input should be ": "expected ",
+    "input was not a valid JSON value": "expected a string, number, boolean, list or table",
+}
+
+
+def problems(error: ValidationError, model: type[BaseModel], place: Callable[[Key], str]) -> list[str]:
+    """One line for every wrong setting.
+
+    Args:
+        model: what was validated.
+        place: gives where a key was given.
+    """
+    return [
+        _line(tuple(map(str, detail["loc"])), detail["type"], detail["msg"], detail["input"], model, place)
+        for detail in error.errors(include_url=False)
+    ]
+
+
+def _line(key: Key, kind: str, message: str, value: object, model: type[BaseModel], place: Callable[[Key], str]) -> str:
+    if key[-1:] == ("[key]",):
+        key = key[:-1]
+        return f"{place(key)}: {shown(key)}: {_expected(message)}"
+    at = f"{place(key)}: {shown(key)}"
+    if kind == "extra_forbidden":
+        *table, name = key
+        known = _fields_at(model, table)
+        elsewhere = [other for other in _tables(model) if name in _fields_at(model, other)]
+        where = f"; it is a setting of [{shown((*elsewhere[0],))}]" if elsewhere else did_you_mean(name, known)
+        return f"{at}: no such setting{where}"
+    if kind == "missing":
+        return f"{at}: is missing"
+    if isinstance(value, dict):  # of a whole table: its rule says which values came
+        return f"{at}: {_expected(message)}"
+    if key == ("server", "token"):
+        return f"{at}: expected text"  # and not a word about what came: it may be a secret all the same
+    given = repr(value)
+    given = given if len(given) <= _LONGEST_VALUE else f"{given[:_LONGEST_VALUE]}..."
+    hint = ""
+    if kind == "literal_error" and isinstance(value, str):
+        choices = message.replace(" or ", ", ").removeprefix("Input should be ").split(", ")
+        near = difflib.get_close_matches(value.lower(), [choice.strip("'") for choice in choices], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{at} = {given}: {_expected(message)}{hint}"
+
+
+def _expected(message: str) -> str:
+    """pydantic's message in our words."""
+    message = message.removeprefix("Value error, ")
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    return message
+
+
+def _fields_at(model: type[BaseModel], table: Sequence[str]) -> list[str]:
+    """The settings of the table at that key; none where there is no such table."""
+    found: type[BaseModel] = model
+    parts = list(table)
+    while parts:
+        field = found.model_fields.get(parts.pop(0))
+        inner = _settings_in(field.annotation) if field else None
+        if inner is None:
+            return []
+        found = inner
+        if inner is not field.annotation:  # type: ignore[union-attr]
+            parts[:1] = []  # tables by name: the next part is any name
+    return list(found.model_fields)
+
+
+def _tables(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (name,) if _settings_in(field.annotation) is field.annotation else (name, "NAME")
+
+
+def _settings_in(annotation: Any) -> type[BaseModel] | None:
+    """The settings class X inside X, X | None, or dict[str, X]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _settings_in(part))), None)
+
+
+# ----
+# Where settings come from: a TOML file, environment variables, the command line; merged, each with its place.
+#
+# The later of these wins. A place is what a message about a wrong setting points at: "server.toml:7", "environment
+# variable JURYBOX_HTTP", "--set server.http=...".
+
+
+Key = tuple[str, ...]
+
+# JURYBOX_ variables that are not settings of the server: each with who reads it.
+RESERVED_VARIABLES: dict[str, str] = {
+    "JURYBOX_SHM_DIR": "every process: the folder of shared memory instead of /dev/shm",
+    "JURYBOX_SERVER_KEY": "clients: the public CURVE key of a tcp:// server, or a .key file with it",
+    "JURYBOX_CLIENT_KEY": "clients: the .key_secret file with their own CURVE keys",
+    "JURYBOX_TLS_CA": "clients: the certificate authority to trust for grpcs://, where it is not a public one",
+    "JURYBOX_REVISION": "server: the source revision that /version and --version name, for builds without a .git",
+}
+# Kubernetes sets these in every container of a namespace that has a service called "jurybox"
+# (kubernetes.io, "Accessing the Service": environment variables).
+_SERVICE_LINK = re.compile(r"JURYBOX(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+_KEY_PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^."'\s=][^."'=]*?))\s*(\.|$)""")
+_MODELS = "JURYBOX_MODELS__"
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message names every wrong place and what was expected there."""
+
+
+def did_you_mean(given: str, known: Collection[str]) -> str:
+    """What to append to a message about an unknown word: the nearest known ones, or all when there are few."""
+    lowered = {word.lower(): word for word in known}
+    if near := difflib.get_close_matches(given.lower(), list(lowered), n=3, cutoff=0.6):
+        return "; did you mean " + " or ".join(repr(lowered[word]) for word in near) + "?"
+    return f"; there are: {', '.join(sorted(known))}" if known else ""
+
+
+def parse_value(text: str) -> Any:
+    """The value of a variable or flag: a TOML value, or the text itself where it is none."""
+    try:
+        parsed = tomllib.loads(f"value = {text}\n")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def parse_key(text: str) -> Key:
+    """The parts of a dotted key; a part with dots stands in quotes. Raises ValueError."""
+    parts: list[str] = []
+    position = 0
+    while match := _KEY_PART.match(text, position):
+        parts.append(next(group for group in match.groups()[:3] if group is not None))
+        position = match.end()
+        if match[4] == "":
+            return tuple(parts)
+    raise ValueError(f"{text!r} is no dotted key, expected such as models.photo.max_batch")
+
+
+def shown(key: Key) -> str:
+    """A key as it is written in TOML."""
+    return ".".join(part if re.fullmatch(r"[\w-]+", part) else f'"{part}"' for part in key)
+
+
+class Sources:
+    """The merged settings, `tree`, and where each of them came from."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self._places: dict[Key, str | None] = {}  # None: the file, whose line is looked up when it is asked for
+        self._file = ""
+        self._text = ""
+
+    def place(self, key: Key) -> str:
+        """Where the setting of that key, or the nearest table around it, was given."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self._places:
+                place = self._places[key[:length]]
+                return place if place is not None else f"{self._file}:{_line_of(self._text, key[:length])}"
+        return self._file or "configuration"
+
+    def put(self, key: Key, value: Any, place: str | None) -> None:
+        """Set one value over whatever an earlier source gave."""
+        table = self.tree
+        for length, part in enumerate(key[:-1], 1):
+            table = table.setdefault(part, {})
+            self._places.setdefault(key[:length], place)
+            if not isinstance(table, dict):
+                at = key[:length]
+                raise ConfigError(f"{place}: {shown(at)} is {table!r} at {self.place(at)}, expected a table")
+        table[key[-1]] = value
+        for known in [known for known in self._places if known[: len(key)] == key]:
+            del self._places[known]
+        self._places[key] = place
+
+    def add_file(self, path: Path, path_keys: Collection[str], server_path_keys: Collection[str] = ()) -> None:
+        """Read a TOML file.
+
+        Args:
+            path_keys: settings of a model that are paths; a relative one is relative to this file's folder.
+            server_path_keys: the same of [server].
+        """
+        try:
+            self._text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}; expected a TOML file") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); expected a TOML file") from error
+        self._file = str(path)
+        try:
+            document = tomllib.loads(self._text)
+        except tomllib.TOMLDecodeError as error:
+            line = re.search(r"at line (\d+)", str(error))
+            raise ConfigError(f"{path}{':' + line[1] if line else ''}: not TOML: {error}") from error
+        self._add_table((), document)
+        models = document.get("models")
+        tables = [(model, path_keys) for model in (models.values() if isinstance(models, dict) else ())]
+        for table, keys in [*tables, (document.get("server"), server_path_keys)]:
+            for key in keys if isinstance(table, dict) else ():
+                if isinstance(table.get(key), str):
+                    table[key] = str(path.parent.absolute() / Path(table[key]).expanduser())
+
+    def _add_table(self, key: Key, table: dict[str, Any]) -> None:
+        for name, value in table.items():
+            self._places[(*key, name)] = None
+            if isinstance(value, dict):
+                self._add_table((*key, name), value)
+        if not key:
+            self.tree = table
+
+    def add_environment(
+        self,
+        environ: Mapping[str, str],
+        server_keys: Collection[str],
+        model_keys: Collection[str],
+        more_models: Collection[str] = (),
+    ) -> None:
+        """Take every JURYBOX_ variable: JURYBOX_KEY of [server], JURYBOX_MODELS__NAME__KEY of [models.NAME].
+
+        Args:
+            more_models: models that a later source names.
+        """
+        server = {f"JURYBOX_{key.upper()}": key for key in server_keys}
+        for variable, text in sorted(environ.items()):
+            if not variable.startswith("JURYBOX_") or variable in RESERVED_VARIABLES:
+                continue
+            place = f"environment variable {variable}"
+            if variable in server:
+                # An empty address means the default one, as in the client; an empty http or grpc means off.
+                name = server[variable]
+                if text or name not in ("address", "token"):
+                    self.put(("server", name), text if name == "token" else parse_value(text), place)
+            elif variable.startswith(_MODELS):
+                models = self.tree.get("models")
+                known = {*(models if isinstance(models, dict) else ()), *more_models}
+                key = _model_key(variable, known, model_keys, environ)
+                self.put(key, parse_value(text), place)
+            elif not _SERVICE_LINK.fullmatch(variable):
+                guess = f"JURYBOX_{variable.removeprefix('JURYBOX_SERVER').lstrip('_')}"
+                hint = (
+                    f"; did you mean {guess!r}?"
+                    if guess in server
+                    else did_you_mean(variable, [*server, *RESERVED_VARIABLES])
+                )
+                raise ConfigError(
+                    f"{place}: no such setting{hint} (a model's setting is JURYBOX_MODELS__NAME__KEY, "
+                    "with two underscores between the parts)"
+                )
+
+
+def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple[Key, Any, str]]:
+    """Key, value and place of every --set. Raises ConfigError for what is not ``KEY=VALUE``."""
+    parsed = []
+    for text in sets:
+        if re.match(r"\s*[\"']?server[\"']?\s*\.\s*[\"']?token[\"']?\s*=", text):
+            raise ConfigError(
+                "--set server.token=...: a command line is there for every user of this host to read; set "
+                "server.token_file, or the environment variable JURYBOX_TOKEN"
+            )
+        place = f"--set {text}"
+        # A quoted part of the key may hold an equals sign.
+        match = re.match(r"""((?:[^"'=]|"[^"]*"|'[^']*')*)=(.*)""", text, re.DOTALL)
+        if match is None:
+            raise ConfigError(f"{place}: expected KEY=VALUE, such as models.photo.max_batch=32")
+        try:
+            key = parse_key(match[1])
+        except ValueError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        if len(key) < {"server": 2, "models": 3}.get(key[0], 0):
+            raise ConfigError(f"{place}: expected server.KEY=VALUE or models.NAME.KEY=VALUE")
+        if key[0] not in ("server", "models"):
+            hint = (
+                f"; did you mean 'server.{key[0]}'?"
+                if key[0] in server_keys
+                else did_you_mean(key[0], ["server", "models"])
+            )
+            raise ConfigError(f"{place}: no such table {key[0]!r}{hint}")
+        parsed.append((key, parse_value(match[2]), place))
+    return parsed
+
+
+def _model_key(variable: str, known: Collection[str], model_keys: Collection[str], environ: Mapping[str, str]) -> Key:
+    """The key that JURYBOX_MODELS__NAME__KEY names; deeper parts (ARGS__HIDDEN) become lower case."""
+    rest = variable.removeprefix(_MODELS)
+    matching = [name for name in known if rest.startswith(_as_variable(name) + "__")]
+    longest = max((len(name) for name in matching), default=0)
+    matching = sorted(name for name in matching if len(name) == longest)
+    if len(matching) > 1:
+        raise ConfigError(
+            f"environment variable {variable}: could be any of the models {', '.join(map(repr, matching))}; "
+            "use --set or the file"
+        )
+    if matching:
+        name, parts = matching[0], rest[longest + 2 :].split("__")
+    else:
+        part, *parts = rest.split("__")
+        name = part.lower()
+        # A model may be defined by variables alone, but a misspelt name must not become one.
+        if not any(f"{_MODELS}{part}__{kind}" in environ for kind in ("FACTORY", "EXPORTED")):
+            raise ConfigError(
+                f"environment variable {variable}: no model {name!r} is configured" + did_you_mean(name, known)
+            )
+    if not parts or not all(parts):
+        raise ConfigError(f"environment variable {variable}: expected JURYBOX_MODELS__NAME__KEY")
+    if parts[0].lower() not in model_keys:
+        raise ConfigError(
+            f"environment variable {variable}: a model has no setting {parts[0].lower()!r}"
+            + did_you_mean(parts[0], model_keys)
+        )
+    return ("models", name, *(part.lower() for part in parts))
+
+
+def _as_variable(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "_", name).upper()
+
+
+def _line_of(text: str, key: Key) -> int:
+    """The line at which a TOML document gives `key`.
+
+    tomllib keeps no positions, but the shortest beginning of the document that parses and holds the key ends with
+    the statement that gives it; the statement starts after the last beginning that parsed without it.
+    """
+    lines = text.split("\n")
+    start = 0
+    for end in range(1, len(lines) + 1):
+        try:
+            found: Any = tomllib.loads("\n".join(lines[:end]) + "\n")
+        except tomllib.TOMLDecodeError:
+            continue
+        for part in key:
+            found = found.get(part) if isinstance(found, dict) else None
+        if found is not None:
+            return start + 1
+        start = end
+    return 1

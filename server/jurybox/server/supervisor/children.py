@@ -1,0 +1,328 @@
+"""A process that has imported what it needs and waits for the moment in which it is needed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jurybox.protocol.board import Board
+from jurybox.protocol.lifeline import Lifeline, spawn
+from jurybox.server.security.access import Access
+from jurybox.server.settings.config import ServerSettings
+
+_AGAIN = 10.0  # seconds between two starts of one that does not stay
+
+
+class Standby:
+    """At most one such process, of any child that runs the same module in the same environment.
+
+    Most of what a start takes is Python importing torch; a child that takes this one's place has that behind it.
+    """
+
+    def __init__(self, module: str, environment: dict[str, str]) -> None:
+        self._module = module
+        self._environment = environment
+        self._waiting: tuple[subprocess.Popen[bytes], Lifeline] | None = None
+        self._start_at = 0.0
+
+    def look(self, now: float) -> None:
+        """Start one where none waits.
+
+        Raises:
+            OSError: memory or files are short. It is tried again ten seconds later.
+        """
+        if self._waiting is not None and self._waiting[0].poll() is not None:
+            self.close()
+        if self._waiting is None and now >= self._start_at:
+            self._start_at = now + _AGAIN
+            self._waiting = spawn(self._module, environment=self._environment)
+
+    def take(self) -> tuple[subprocess.Popen[bytes], Lifeline] | None:
+        """The one that waits, to be configured; None where there is none, or it has died."""
+        taken, self._waiting = self._waiting, None
+        if taken is not None and taken[0].poll() is not None:
+            taken[1].close()
+            return None
+        if taken is not None:
+            self._start_at = 0.0  # it did stay; the next one need not wait
+        return taken
+
+    def close(self) -> None:
+        """End it."""
+        if self._waiting is None:
+            return
+        process, lifeline = self._waiting
+        self._waiting = None
+        process.kill()
+        process.wait()
+        lifeline.close()
+
+
+# ----
+# One child process of the supervisor: started, heard, stopped, started again.
+
+
+# Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
+_BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+_PROVEN = 1.0  # seconds of service after which it does what it should; a ticket that kills comes back sooner
+_SHORT = 1.0  # seconds until the next attempt where memory or files were short
+
+
+def killed_for_memory() -> int | None:
+    """How many processes of this machine the kernel has killed for their memory; None where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+class Bystanders:
+    """Tells whether a death was somebody else's doing: a kill -9 of a process that served well until then.
+
+    The kernel kills so, too, where memory runs out: that is the process's own doing, as are crashes, and as is what is
+    killed because it hangs.
+    """
+
+    def __init__(self) -> None:
+        self._killed = killed_for_memory()
+
+    def killed(self, status: int, served: float, *, condemned: bool) -> bool:
+        """Whether a child with that exit status, that had served so many seconds, was killed from outside.
+
+        Args:
+            condemned: it was killed by its parent.
+        """
+        before, self._killed = self._killed, killed_for_memory()
+        own = before is None or before != self._killed
+        return status == -signal.SIGKILL and served > _PROVEN and not condemned and not own
+
+
+class Child:
+    """A process that should run.
+
+    Args:
+        role: its name in logs ("engine-0", "gateway").
+        module: what ``python -m`` runs.
+        configure: gives the fields of the first message, anew for every life.
+        environment: variables set for it.
+        standby: of the same module and environment; a start takes the process that waits there, where one does.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        module: str,
+        configure: Callable[[], dict[str, Any]],
+        environment: dict[str, str] | None = None,
+        standby: Standby | None = None,
+    ) -> None:
+        self.role = role
+        self.serving = False
+        self.served_at = 0.0  # s of the monotonic clock: since when it serves, where it does
+        self.condemned = False  # killed by ourselves
+        self.failures = 0  # deaths in a row
+        self.restart_at = 0.0
+        self.started_at = 0.0
+        self.heard_at = 0.0  # s of the monotonic clock; of those who tell that they live
+        self._module = module
+        self._configure = configure
+        self._environment = environment
+        self._standby = standby
+        self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: Lifeline | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._lifeline is not None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    @property
+    def orders_waiting(self) -> int:
+        """Orders that it had no room for yet."""
+        return len(self._orders)
+
+    def fileno(self) -> int:
+        assert self._lifeline is not None
+        return self._lifeline.fileno()
+
+    def start(self, now: float) -> None:
+        """Start the process and send its configuration.
+
+        Raises:
+            Error, OSError: memory or files are short. Nothing was started, and it is due again a second later.
+        """
+        self.serving = self.condemned = False
+        self.started_at = now
+        self.restart_at = now + _SHORT
+        configuration = self._configure()
+        waiting = self._standby.take() if self._standby else None
+        self._process, self._lifeline = waiting or spawn(self._module, environment=self._environment)
+        self._orders.clear()
+        self.send("configure", **configuration)
+
+    def serves(self, now: float) -> None:
+        """It says that it does."""
+        self.serving, self.served_at = True, now
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send an order, now or when the child reads again: one that was stopped must not hold its parent.
+
+        A dead child's is dropped, since its death is noticed by `messages`.
+        """
+        if self._lifeline is not None:
+            self._orders.append((kind, fields))
+            self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send what the child had no room for."""
+        try:
+            while self._orders and self._lifeline is not None and self._lifeline.writable():
+                kind, fields = self._orders.popleft()
+                self._lifeline.send(kind, **fields)
+        except OSError:
+            self.serving = False
+            self._orders.clear()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the child said meanwhile; raises EOFError when it is dead."""
+        assert self._lifeline is not None
+        while (message := self._lifeline.receive(0)) is not None:
+            yield message
+
+    def bury(self, now: float, *, settled_after: float) -> int:
+        """Clean up after a dead child and plan its restart; gives its exit status.
+
+        One that had served for `settled_after` seconds begins its count of failures anew.
+        """
+        status = self._end(timeout=2.0)
+        if self.serving and now - self.started_at > settled_after:
+            self.failures = 0
+        self.serving = False
+        self.restart_at = now + _BACK_OFF[min(self.failures, len(_BACK_OFF) - 1)]
+        self.failures += 1
+        return status
+
+    def forgive(self, now: float) -> None:
+        """The death just buried counts for nothing: start again at once."""
+        self.failures -= 1
+        self.restart_at = now
+
+    def kill(self) -> None:
+        """End it at once; `messages` will then say that it is dead."""
+        if self._process is not None:
+            self.condemned = True
+            self._process.kill()
+
+    def stop(self, timeout: float) -> None:
+        """Ask it to stop, and end it when it has not within `timeout` seconds."""
+        if self._process is not None:
+            self.send("stop")
+            self._end(timeout)
+        self.serving = False
+
+    def _end(self, timeout: float) -> int:
+        assert self._process is not None
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._process = self._lifeline = None
+        return status
+
+
+# ----
+# The processes at the server's edges: the gateway for HTTP and gRPC, the relay for ZeroMQ from other hosts.
+
+
+_BOTH = {"address", "log_level", "log_format"}
+
+
+def edges(settings: ServerSettings, listening: Mapping[str, str]) -> list[Child]:
+    """Those that the settings ask for.
+
+    Args:
+        listening: where "http", "grpc" and "tcp" listen: as configured, later as they said; one that is started again
+            takes the port it had, for its clients come back to that.
+    """
+    children = []
+    if settings.http or settings.grpc:
+        children.append(_gateway(settings, listening))
+    if settings.tcp:
+        children.append(_relay(settings, listening))
+    return children
+
+
+def _gateway(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
+    def configure() -> dict[str, Any]:
+        given = settings.model_dump(mode="json", include=_BOTH)
+        return {**given, "http": listening["http"], "grpc": listening["grpc"], **Access.of(settings).order()}
+
+    return Child("gateway", "jurybox.server.gateway", configure)
+
+
+def _relay(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
+    def configure() -> dict[str, Any]:
+        given = settings.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
+        return {**given, "tcp": listening["tcp"], "max_message": settings.max_message}
+
+    return Child("relay", "jurybox.server.relay", configure)
+
+
+# ----
+# Which children hang: they live and do not do what they are there for.
+#
+# Time in which the supervisor itself did not run (stopped, a paused container, a machine without a free core) is held
+# against nobody: then the others may not have run either, and to kill them would make a pause an outage.
+
+
+_AHEAD = 1.0  # seconds; `now` was read a moment before the beats are
+_AWAY = 2.0  # seconds between two looks from which on the supervisor was away
+
+
+class Vigil:
+    """Looks at children several times a second.
+
+    Args:
+        board: on which engines show their heartbeats, ns of CLOCK_MONOTONIC.
+        silence: seconds without a sign of life after which a serving child hangs.
+        patience: seconds from its start after which a child that does not serve hangs.
+        now: seconds of CLOCK_MONOTONIC, as later for `hanging`.
+    """
+
+    def __init__(self, board: Board, silence: float, patience: float, now: float) -> None:
+        self._board = board
+        self._silence = silence
+        self._patience = patience
+        self._beats = [0.0] * len(board.engines)  # seconds of CLOCK_MONOTONIC
+        self._looked = now
+        self._since = now  # when the supervisor came back last
+
+    def hanging(self, engines: Sequence[Child], edges: Sequence[Child], now: float) -> Iterator[tuple[Child, str]]:
+        """Those that hang, each with what is the matter."""
+        if now - self._looked > _AWAY:
+            self._since = now
+        self._looked = now
+        # Other processes can write to the board: a beat goes neither back nor beyond now.
+        shown = [int(beat) / 1e9 for beat in self._board.engines["heartbeat"]]
+        self._beats = beats = [
+            beat if last <= beat <= now + _AHEAD else last for last, beat in zip(self._beats, shown, strict=True)
+        ]
+        for child, heard in [*zip(engines, beats, strict=True), *((edge, edge.heard_at) for edge in edges)]:
+            silent = now - max(heard, self._since)
+            waited = now - max(child.started_at, self._since)
+            if child.alive and child.serving and silent > self._silence:
+                yield child, f"no sign of life for {silent:.1f} s"
+            elif child.alive and not child.serving and waited > self._patience:
+                yield child, f"does not serve {waited:.1f} s after its start"

@@ -1,0 +1,284 @@
+"""The control door: requests in protobuf frames on a ROUTER socket, one handler a kind of request."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+from google.protobuf.message import DecodeError, Message
+
+from jurybox.protocol.board import Board
+from jurybox.protocol.control_pb2 import (
+    ControlReply,
+    ControlRequest,
+    Done,
+    ErrorMessage,
+    Hello,
+    Lease,
+    LeaseRequest,
+    LoadRequest,
+    ModelMessage,
+    ModelRequest,
+    ReleaseRequest,
+    ServerMessage,
+    StatusMessage,
+    StatusRequest,
+    UnloadRequest,
+)
+from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, plain, said
+from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
+from jurybox.server.logs import traced
+from jurybox.server.settings.config import ModelSettings, Settings, model_settings_from_json, require_loadable
+from jurybox.server.settings.endpoints import bind_for_own_user
+from jurybox.server.status import status_json
+from jurybox.server.supervisor.engines import Fleet
+from jurybox.server.supervisor.leases import LeasedLane, Leases
+from jurybox.server.supervisor.models import HeldModel, Models
+from jurybox.server.supervisor.run import Events
+from jurybox.server.supervisor.weights_saver import Keeper
+
+_HIGH_WATER = 4096
+
+Handler = Callable[[Any], Message | None]
+
+
+class Desk:
+    """Answers control requests.
+
+    Args:
+        address: where to bind.
+        handlers: by the field of ControlRequest's oneof: takes that message, gives the reply's (None: Done). An
+            `Error` it raises goes to whoever asked.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        handlers: Mapping[str, Handler],
+        report: Callable[..., None],
+    ) -> None:
+        self._handlers = handlers
+        self._report = report
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        self.socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL)
+        bind_for_own_user(self.socket, address)
+
+    def answer_waiting(self, limit: int = 64) -> None:
+        """Answer what has come, at most `limit` requests, so that children are heard in between."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._answer(frames)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _answer(self, frames: list[bytes]) -> None:
+        # identity, prefix, the caller's eight bytes, body
+        number = frames[2] if len(frames) > 2 and len(frames[2]) == 8 else b""
+        try:
+            if wrong := prefix_error(frames[1] if len(frames) > 1 else b""):
+                raise Error(wrong, Code.PROTOCOL_MISMATCH)
+            if len(frames) != 4 or not number:
+                raise Error(
+                    f"a control message is 3 frames (prefix, 8 bytes, body), {len(frames) - 1} came", Code.MALFORMED
+                )
+            reply = self._handle(frames[3]).SerializeToString()
+        except Error as error:
+            reply = _failed(error.code, said(error))
+        except Exception as error:  # noqa: BLE001  one request must not end the server; its sender and the log are told
+            self._report("request failed", error=said(error), exception=traced(error))
+            message = f"the server failed at this request ({said(error, 500)}); its log says more"
+            reply = _failed(Code.REFUSED, message)
+        try:
+            self.socket.send_multipart((frames[0], PREFIX, number, reply), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._report("reply not sent", error=said(error))
+
+    def _handle(self, body: bytes) -> ControlReply:
+        try:
+            request = ControlRequest.FromString(body)
+        except DecodeError as error:
+            raise Error(f"not a control request: {error}", Code.MALFORMED) from error
+        kind = request.WhichOneof("request")
+        if kind is None or kind not in self._handlers:
+            raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)
+        asked = getattr(request, kind)
+        require_name(getattr(asked, "model", ""))
+        result = self._handlers[kind](asked) or Done()
+        field = next(item.name for item in ControlReply.DESCRIPTOR.fields if item.message_type is result.DESCRIPTOR)
+        reply = ControlReply()
+        getattr(reply, field).CopyFrom(result)
+        # A message without content would otherwise not count as set.
+        getattr(reply, field).SetInParent()
+        return reply
+
+
+def _failed(code: Code, message: str) -> bytes:
+    return ControlReply(error=ErrorMessage(code=code, message=plain(message))).SerializeToString()
+
+
+# ----
+# What the control door offers: who is there, leases, status, loading and unloading.
+
+
+_ORDERS = 256  # that may wait for an engine
+
+
+class Reception:
+    """Handlers of the control requests, by the field of ControlRequest that carries them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        server_id: str,
+        board: Board,
+        models: Models,
+        leases: Leases,
+        fleet: Fleet,
+        keeper: Keeper,
+        events: Events,
+        segments: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._segments = segments
+        self._settings = settings
+        self._server_id = server_id
+        self._board = board
+        self._models = models
+        self._leases = leases
+        self._fleet = fleet
+        self._keeper = keeper
+        self._events = events
+        self.draining = False
+        # Where the gateway really listens, once it has said so.
+        server = settings.server
+        self.listening = {"http": server.http, "grpc": server.grpc, "tcp": server.tcp}
+        self.handlers: dict[str, Any] = {
+            "hello": self._hello,
+            "lease": self._lease,
+            "release": self._release,
+            "status": self._status,
+            "model": self._model,
+            "load": self._load,
+            "unload": self._unload,
+        }
+
+    def forget(self, lane: LeasedLane) -> None:
+        """Ask every engine to forget a lane that is taken back."""
+        self._fleet.order("retire", lane=lane.lane, lease=lane.lease)
+
+    def _hello(self, request: Hello) -> ServerMessage:
+        return ServerMessage(
+            server_id=self._server_id,
+            build=build_version(),
+            board=self._board.segment.name,
+            engines=self._fleet.addresses,
+            models=[held.name for held in self._models],
+        )
+
+    def _lease(self, request: LeaseRequest) -> Lease:
+        held = self._models.described(request.model)
+        if self.draining:
+            raise Refused("the server is stopping; it takes no new clients", Code.DRAINING)
+        if held.quarantined:
+            raise ModelFailed(held.quarantined)
+        if held.state == "failed":
+            raise ModelFailed(f"model {held.name!r} could not be loaded: {held.reason}")
+        if held.state != "ready" or held.arena is None:
+            raise Refused(f"model {held.name!r} is still loading", Code.NOT_READY)
+        rows = held.lane_rows(request.rows)
+        if rows > held.arena.rows:
+            raise Refused(
+                f"{rows} rows were asked for, the arena of {held.name!r} has {held.arena.rows}: ask for fewer, or "
+                f"raise models.{held.name}.rows"
+            )
+        lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number)
+        return Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
+
+    def _release(self, request: ReleaseRequest) -> None:
+        lane = self._leases.release(request.lane, request.lease, self._fleet.living())
+        if lane is not None:
+            self.forget(lane)
+
+    def _status(self, request: StatusRequest) -> StatusMessage:
+        return StatusMessage(
+            json=status_json(
+                self._board,
+                list(self._models),
+                self._leases.in_use(),
+                segments=self._segments(),
+                server_id=self._server_id,
+                address=self._settings.server.address,
+                **self.listening,
+                draining=self.draining,
+                engine_timeout=self._settings.server.engine_timeout,
+                events=self._events.last(),
+                devices=self._fleet.devices,
+            )
+        )
+
+    def _model(self, request: ModelRequest) -> ModelMessage:
+        return self._models.described(request.model).message()
+
+    def _load(self, request: LoadRequest) -> ModelMessage:
+        """Load a model, or load it again; the client follows its state with model requests."""
+        if request.settings_json:
+            settings = model_settings_from_json(request.model, request.settings_json)
+            self._require_said(request)
+            require_loadable(self._settings, request.model, settings)
+        else:
+            settings = self._known_settings(request.model)
+        for index in self._fleet.living():
+            if self._fleet.engines[index].orders_waiting > _ORDERS:
+                raise Busy(f"engine {index} is behind with its orders: ask again later")
+        held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
+        held.leave_quarantine()
+        self._fleet.load(held)
+        return held.message()
+
+    def _require_said(self, request: LoadRequest) -> None:
+        """Refuse settings that would end a model's publications, or their saving, without a word about it."""
+        held, given = self._models.get(request.model), None
+        with contextlib.suppress(ValueError, RecursionError):  # which was told where settings are checked
+            given = json.loads(request.settings_json)
+        if held is None or not isinstance(given, dict):
+            return
+        version = held.channel.newest if held.channel else 0
+        for name in ("publish", "save_dir"):
+            value = getattr(held.settings, name)
+            if value is not None and name not in given:
+                raise Refused(
+                    f"model {held.name!r} has {name} = {value!r} (weights version {version}) and these settings do "
+                    f"not name it: expected {name!r}: {value!r}, which keeps it, or {name!r}: null, which ends it"
+                )
+
+    def _known_settings(self, name: str) -> ModelSettings:
+        """Of a model that is held, or else was configured at the start and has been unloaded."""
+        configured = self._settings.models.get(name)
+        if configured is not None and name not in {held.name for held in self._models}:
+            return configured
+        return self._models.named(name).settings
+
+    def _unload(self, request: UnloadRequest) -> None:
+        if not self._models.forget_failed(request.model):
+            self.let_go(self._models.named(request.model))
+
+    def let_go(self, held: HeldModel) -> None:
+        """Serve a model no longer, in whatever state it is."""
+        self._models.remove(held.name)
+        for lane in self._leases.revoke(held.index, self._fleet.living()):
+            self.forget(lane)
+        self._fleet.order("unload", model=held.index)
+        self._models.replaced(held)
+        self._keeper.drop(held)
+        self._models.adopt_layout(held, None)

@@ -1,0 +1,181 @@
+"""The native door: tickets and answers through shared memory, on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
+
+from jurybox import native
+from jurybox.protocol.bell import Bell
+from jurybox.protocol.errors import MOST_TEXT, Code, cut, plain, said
+from jurybox.protocol.wire import IDENTITY, PACK_REPLY, PREFIX, TICKET, TICKET_FRAME, prefix_error
+from jurybox.server.settings.endpoints import bind_for_own_user
+
+
+class NativeDoor:
+    """The engine's side of its bell.
+
+    Args:
+        segment: name of the bell's segment.
+        others: descriptors that also end `wait`.
+        epoch: of this life of the engine; tickets for another are dropped.
+        spin_us: how long `wait` may spin before it sleeps; what is useful below that it finds out itself.
+    """
+
+    number = 0
+
+    def __init__(self, segment: str, others: Sequence[int], epoch: int, spin_us: int) -> None:
+        self._memory = Bell.attach(segment)
+        self._bell = native.BellEngine(
+            self._memory.segment.array(np.uint8, (native.BELL_BYTES,)),
+            [self._memory.pipe, *others],
+            epoch,
+            spin_us * 1000,
+        )
+        self.collect = self._bell.collect  # as Door.collect
+        self.wait = self._bell.wait  # seconds
+        self.pause = self._bell.pause  # seconds, tickets
+        self.mend = self._bell.mend  # gives how many lanes were overwritten
+        self.renew = self._bell.renew  # epoch
+
+    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
+        """As Door.reply. An answer to a client that never reads is dropped."""
+        self._bell.reply(tickets, code, version, plain(message) if message else "")
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+# ----
+# The ZeroMQ door: tickets as records on a ROUTER socket, for every language.
+
+
+# A client's credit (the rows of its lane) bounds what waits for it; beyond that, replies to a peer that never
+# reads are dropped.
+_HIGH_WATER = 8192
+_MAX_MESSAGE = 4096  # a ticket has 66 bytes; libzmq drops the connection of who sends more
+_BAD = 32  # messages a turn that are no tickets: to answer one takes as long as to read several good ones
+_FRAMES = 1024  # of a message of many frames that are dropped in a turn
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+_POLLIN, _NOBLOCK, _SNDMORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
+
+
+class ZmqDoor:
+    """Receives tickets and sends replies on one ROUTER socket.
+
+    Args:
+        address: where to bind.
+        epoch: of this life of the engine; every reply carries it.
+        report: called with (event, fields) for what should be logged.
+    """
+
+    number = 0
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        epoch: int,
+        report: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self._epoch = epoch
+        self._report = report
+        self._rest = False  # whether a message of many frames is half read
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a lane's holder that reconnects takes its name along
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+        bind_for_own_user(self._socket, address)
+
+    def renew(self, epoch: int) -> None:
+        """Begin another life: tickets for the one before are dropped."""
+        self._epoch = epoch
+
+    def fileno(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def pending(self) -> bool:
+        """Whether messages wait. To be asked before sleeping on `fileno`, which signals changes only."""
+        return bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
+
+    def collect(self, out: NDArray[Any]) -> int:
+        """As Door.collect; what is no ticket is answered with what was expected.
+
+        A turn reads so many messages and no more, good or bad: who sends garbage without end takes its part of every
+        turn, and not the whole of one.
+        """
+        if not self.pending() or (self._rest and not self._drop_rest()):
+            return 0
+        socket, receive, get = self._socket, Bare.recv, Bare.get
+        records: list[bytes] = []
+        bad = 0
+        try:
+            for _ in range(len(out)):
+                identity = receive(socket, _NOBLOCK)
+                frame = receive(socket, _NOBLOCK)
+                if get(socket, _RCVMORE) or len(frame) != TICKET_FRAME or frame[:2] != PREFIX:
+                    self._complain(identity, frame)
+                    bad += 1
+                    if bad == _BAD or self._rest:
+                        break
+                else:
+                    records.append(frame[2:])
+        except zmq.Again:
+            pass
+        if not records:
+            return 0
+        tickets = np.frombuffer(b"".join(records), TICKET)
+        # Another epoch's sender has seen on the board that this engine is new, and sends again.
+        meant = tickets.view(np.uint64).reshape(-1, TICKET.itemsize // 8)[:, -1] == self._epoch
+        if not meant.all():
+            tickets = tickets[meant]
+        out[: len(tickets)].view(np.uint8)[:] = tickets.view(np.uint8)
+        return len(tickets)
+
+    def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
+        """As Door.reply. A reply to a peer that is gone is dropped by the socket."""
+        socket, send, epoch, text = self._socket, Bare.send, self._epoch, cut(message, MOST_TEXT)
+        identity, reply = IDENTITY.pack, PACK_REPLY.pack
+        for sequence, lease, lane in zip(
+            tickets["sequence"].tolist(), tickets["lease"].tolist(), tickets["lane"].tolist(), strict=True
+        ):
+            send(socket, identity(b"L", lane, lease), _SNDMORE)
+            send(socket, PREFIX + reply(sequence, version, epoch, code) + text, _NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _complain(self, identity: bytes, frame: bytes) -> None:
+        """Tell the sender of what is no ticket what was expected."""
+        self._rest = bool(Bare.get(self._socket, _RCVMORE))
+        many = self._rest
+        if many:
+            self._drop_rest()
+        mismatch = prefix_error(frame)
+        message = mismatch or (
+            f"{'several frames' if many else f'{len(frame)} bytes in 1 frames'} came that are not a ticket: expected "
+            f"{TICKET_FRAME} bytes in one, {PREFIX!r} and a record of {TICKET.itemsize}"
+        )
+        code = Code.PROTOCOL_MISMATCH if mismatch else Code.MALFORMED
+        self._report("bad message", error=message)
+        reply = PREFIX + PACK_REPLY.pack(0, 0, self._epoch, code) + message.encode()
+        try:
+            self._socket.send_multipart((identity, reply), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._report("complaint not sent", error=said(error))
+
+    def _drop_rest(self) -> bool:
+        """Drop what is left of a message of many frames, a turn's part of it; whether that was all."""
+        for _ in range(_FRAMES):
+            if not Bare.get(self._socket, _RCVMORE):
+                self._rest = False
+                return True
+            Bare.recv(self._socket, _NOBLOCK)
+        return False
