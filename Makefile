@@ -44,7 +44,7 @@ test-containers: setup  ## needs a container engine
 test-browser: setup  ## needs chromium
 	$(BIN)/python -m pytest -m browser --timeout 600
 
-fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ door, over gRPC, to HTTP's infer and into shared memory; HTTP by its description
+fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over gRPC, to HTTP's infer and into shared memory; HTTP by its description
 	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 3000
 
 chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, in CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md

@@ -44,7 +44,7 @@ def run(*command: object, env: dict[str, str] | None = None) -> None:
         sys.exit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
 
 
-def epoch() -> str:
+def incarnation() -> str:
     """Seconds of the commit that is built; of what is not committed, of the last one."""
     told = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False)
     return os.environ.get("SOURCE_DATE_EPOCH") or told.stdout.strip() or "1700000000"
@@ -52,7 +52,7 @@ def epoch() -> str:
 
 def sdist(out: Path) -> Path:
     """The source distribution."""
-    run(uv(), "build", "--quiet", "--sdist", "--out-dir", out, ROOT, env={"SOURCE_DATE_EPOCH": epoch()})
+    run(uv(), "build", "--quiet", "--sdist", "--out-dir", out, ROOT, env={"SOURCE_DATE_EPOCH": incarnation()})
     (made,) = out.glob("jurybox-*.tar.gz")
     return made
 
@@ -64,7 +64,7 @@ def wheel(source: Path, python: str, machine: str, out: Path) -> Path:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         run("tar", "-xzf", source, "-C", folder, "--strip-components", 1)
-        env = {"SOURCE_DATE_EPOCH": epoch(), "CXXFLAGS": f"-ffile-prefix-map={folder}=."}
+        env = {"SOURCE_DATE_EPOCH": incarnation(), "CXXFLAGS": f"-ffile-prefix-map={folder}=."}
         settings = ["--config-setting", "cmake.define.JURYBOX_PORTABLE=ON"]
         if machine != platform.machine():
             own = f"cpython-{python.replace('.', '')}-{machine}-linux-gnu"
@@ -79,7 +79,7 @@ def wheel(source: Path, python: str, machine: str, out: Path) -> Path:
 
 def pure(source: Path, out: Path) -> Path:
     """The wheel without the native part."""
-    env = {"SOURCE_DATE_EPOCH": epoch(), "JURYBOX_PURE": "1"}
+    env = {"SOURCE_DATE_EPOCH": incarnation(), "JURYBOX_PURE": "1"}
     run(uv(), "build", "--quiet", "--wheel", "--out-dir", out, source, env=env)
     (made,) = out.glob("jurybox-*-py3-none-any.whl")
     return made
@@ -88,7 +88,7 @@ def pure(source: Path, out: Path) -> Path:
 def repaired(built: Path, out: Path) -> Path:
     """Under its manylinux name; auditwheel refuses what needs a newer system."""
     before = set(out.glob("*.whl"))
-    env = {"SOURCE_DATE_EPOCH": epoch()}
+    env = {"SOURCE_DATE_EPOCH": incarnation()}
     # Of another machine's wheel auditwheel knows the policies only where it is told to take itself for that machine.
     as_there = (
         "import platform, sys; there = sys.argv.pop(1); platform.machine = lambda: there; "

@@ -43,7 +43,7 @@ void bind_tickets(nb::module_& m) {
             grant(one_of<Lane>(all, lane), model, first, rows, arena, lease);
         },
         nb::arg("lanes"), nb::arg("lane"), nb::arg("model"), nb::arg("first"), nb::arg("rows"), nb::arg("arena"),
-        nb::arg("lease"), "Show on the board's lanes (board.LANE) that one is leased; the lease is stored last, with release.");
+        nb::arg("lease"), "Show on the scoreboard's lanes (scoreboard.LANE) that one is leased; the lease is stored last, with release.");
     m.def(
         "take_back_lane",
         [](nb::handle lanes, std::size_t lane) {
@@ -82,30 +82,30 @@ void bind_tickets(nb::module_& m) {
         "count_batch",
         [](nb::handle record, nb::handle shown, nb::handle tickets, std::size_t rows, std::int64_t began,
            std::int64_t ended) {
-            const Write counters(record), board(shown);
+            const Write counters(record), scoreboard(shown);
             const Read these(tickets);
             count_batch(*counters.records<Counters>(), these.records<const Ticket>(), these.rows(), rows, began, ended);
-            show(*counters.records<const Counters>(), *board.records<Counters>());
+            show(*counters.records<const Counters>(), *scoreboard.records<Counters>());
         },
         nb::arg("record"), nb::arg("shown"), nb::arg("tickets"), nb::arg("rows"), nb::arg("began"), nb::arg("ended"),
-        "Count an answered batch into one record of board.COUNTERS and copy it to another; times are ns of CLOCK_MONOTONIC.");
+        "Count an answered batch into one record of scoreboard.COUNTERS and copy it to another; times are ns of CLOCK_MONOTONIC.");
 
     nb::class_<Admission>(m, "Admission", "The check of tickets on arrival, and the book of the rows let in, by lane.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
         .def(
             "admit",
-            [](Admission& self, nb::handle tickets, std::uint32_t door, nb::handle lanes, nb::handle limits,
+            [](Admission& self, nb::handle tickets, std::uint32_t transport, nb::handle lanes, nb::handle limits,
                nb::handle arenas) {
                 const Write these(tickets);
                 const Read held(lanes), most(limits), numbers(arenas);
                 if (numbers.rows() != most.rows()) throw std::invalid_argument("limits and arenas differ in length");
-                const Admitted result = self.admit(these.records<Ticket>(), these.rows(), door, held.records<const Lane>(),
+                const Admitted result = self.admit(these.records<Ticket>(), these.rows(), transport, held.records<const Lane>(),
                                                    held.rows(), most.records<const std::uint32_t>(),
                                                    numbers.records<const std::uint32_t>(), most.rows());
                 return nb::make_tuple(result.refused, result.rows, result.pinned);
             },
-            nb::arg("tickets"), nb::arg("door"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"),
-            "Set door, model and code of tickets (records of wire.TICKET) against the lanes (board.LANE), the largest "
+            nb::arg("tickets"), nb::arg("transport"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"),
+            "Set transport, model and code of tickets (records of wire.TICKET) against the lanes (scoreboard.LANE), the largest "
             "ticket of each model (models,) uint32, and the number of the arena it computes in (models,) uint32; gives "
             "how many were refused, the rows of the others, and whether one asks for a weights version.")
         .def(
@@ -114,14 +114,14 @@ void bind_tickets(nb::module_& m) {
                 const Read these(tickets);
                 return self.leave(these.records<Ticket>(), these.rows());
             },
-            nb::arg("tickets"), "Tickets leave, answered; gives the door all of them came through, -1 for several.");
+            nb::arg("tickets"), "Tickets leave, answered; gives the transport all of them came through, -1 for several.");
 
-    nb::class_<Crowd>(m, "Crowd", "Which clients are about to come back; engine/crowd.py says what for.")
+    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/crowd.py says what for.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
-        .def_prop_ro("away", &Crowd::away, "Quick clients that have been answered and not asked again yet.")
+        .def_prop_ro("away", &ArrivalTracker::away, "Quick clients that have been answered and not asked again yet.")
         .def(
             "came",
-            [](Crowd& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
+            [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
                 const Read these(tickets);
                 self.came(these.records<const Ticket>(), these.rows(), now, quick_ns);
             },
@@ -129,12 +129,12 @@ void bind_tickets(nb::module_& m) {
             "Tickets have arrived; a client is quick that is back within quick_ns of its last answer.")
         .def(
             "answered",
-            [](Crowd& self, nb::handle tickets, std::int64_t now) {
+            [](ArrivalTracker& self, nb::handle tickets, std::int64_t now) {
                 const Read these(tickets);
                 self.answered(these.records<const Ticket>(), these.rows(), now);
             },
             nb::arg("tickets"), nb::arg("now"), "Tickets have been answered.")
-        .def("stays_away", &Crowd::stays_away, "Nobody came in the time that one more ticket was worth.");
+        .def("stays_away", &ArrivalTracker::stays_away, "Nobody came in the time that one more ticket was worth.");
 }
 
 }  // namespace jurybox

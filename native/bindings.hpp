@@ -4,7 +4,7 @@
 
 namespace jurybox {
 void bind_tickets(nanobind::module_& m);
-void bind_doorbell(nanobind::module_& m);
+void bind_shm_rings(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_replay(nanobind::module_& m);
 void bind_replay_pieces(nanobind::module_& m);

@@ -1,4 +1,4 @@
-// Counting an answered batch into an engine's part of the board.
+// Counting an answered batch into an engine's part of the scoreboard.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace jurybox {
 constexpr std::size_t kBatchBuckets = 20;
 constexpr std::size_t kTimeBuckets = 40;
 
-// The same as board.py's COUNTERS. Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
+// The same as scoreboard.py's COUNTERS. Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
 struct Counters {
     std::uint64_t requests, rows, batches, failed, expired, refused, not_held, version, newest, updates;
     std::int64_t adopted;
@@ -34,7 +34,7 @@ inline std::uint64_t elapsed(std::int64_t since, std::int64_t until) {
     return static_cast<std::uint64_t>(since > until - kMost ? until - since : kMost);
 }
 
-// Show what an engine counted: its own record is out of others' reach, the board's is not. `waiting` is set there alone.
+// Show what an engine counted: its own record is out of others' reach, the scoreboard's is not. `waiting` is set there alone.
 inline void show(const Counters& own, Counters& shown) {
     const std::uint64_t waiting = shown.waiting;
     std::memcpy(&shown, &own, sizeof(Counters));

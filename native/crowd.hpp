@@ -8,9 +8,9 @@
 
 namespace jurybox {
 
-class Crowd {
+class ArrivalTracker {
   public:
-    explicit Crowd(std::size_t lanes) : lanes_(lanes) {}
+    explicit ArrivalTracker(std::size_t lanes) : lanes_(lanes) {}
 
     // Quick clients that have been answered and have not asked again yet.
     std::size_t away() const { return away_; }

@@ -20,16 +20,16 @@ struct Ticket {
     std::uint32_t model;
     std::uint64_t version;
     union {
-        std::uint64_t epoch;  // on its way to an engine: which life of it is meant
+        std::uint64_t incarnation;  // on its way to an engine: which life of it is meant
         struct {              // in the engine
-            std::uint32_t door;
+            std::uint32_t transport;
             std::uint32_t code;
         } state;
     };
 };
 static_assert(sizeof(Ticket) == 64);
 
-// The same 32 bytes as board.py's LANE. The supervisor writes it with `grant` and `take_back`.
+// The same 32 bytes as scoreboard.py's LANE. The supervisor writes it with `grant` and `take_back`.
 struct Lane {
     std::uint64_t lease;
     std::uint32_t model;
@@ -76,15 +76,15 @@ class Admission {
   public:
     explicit Admission(std::size_t lanes) : inside_(lanes) {}
 
-    // Fill in each ticket's door, model and code. `limits[m]` is the largest ticket of model m, 0 where none is served;
+    // Fill in each ticket's transport, model and code. `limits[m]` is the largest ticket of model m, 0 where none is served;
     // `arenas[m]` the number of the arena that it computes in: a lane of another one is not its.
-    Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t door, const Lane* lanes, std::size_t n_lanes,
+    Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t transport, const Lane* lanes, std::size_t n_lanes,
                    const std::uint32_t* limits, const std::uint32_t* arenas, std::size_t n_models) {
         Admitted result{0, 0, false};
         if (n_lanes > inside_.size()) n_lanes = inside_.size();
         for (std::size_t i = 0; i < n; ++i) {
             Ticket& ticket = tickets[i];
-            ticket.state.door = door;
+            ticket.state.transport = transport;
             ticket.state.code = kStaleLease;
             if (ticket.lane < n_lanes && ticket.lease != 0) {
                 const Lane& lane = lanes[ticket.lane];
@@ -113,7 +113,7 @@ class Admission {
         return result;
     }
 
-    // These tickets leave, answered. Gives the door that all of them came through; -1 where there are several.
+    // These tickets leave, answered. Gives the transport that all of them came through; -1 where there are several.
     std::int64_t leave(const Ticket* tickets, std::size_t n) {
         bool one = n != 0;
         for (std::size_t i = 0; i < n; ++i) {
@@ -122,9 +122,9 @@ class Admission {
                 std::uint64_t& rows = inside_[ticket.lane];
                 rows -= ticket.rows < rows ? ticket.rows : rows;
             }
-            one &= ticket.state.door == tickets[0].state.door;
+            one &= ticket.state.transport == tickets[0].state.transport;
         }
-        return one ? std::int64_t{tickets[0].state.door} : -1;
+        return one ? std::int64_t{tickets[0].state.transport} : -1;
     }
 
   private:

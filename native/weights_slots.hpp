@@ -35,7 +35,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "counters are sha
 struct WeightsControl {
     struct alignas(64) Channel {
         std::atomic<std::uint64_t> newest;  // version * 2 + slot; one word, so that nobody sees half of the pair
-        std::atomic<std::uint32_t> bell;    // changes with every publication; a futex
+        std::atomic<std::uint32_t> rings;    // changes with every publication; a futex
     } channel;
     struct alignas(64) Slot {
         std::atomic<std::uint64_t> sequence;  // odd while the slot is written, or was when its writer died
@@ -235,27 +235,27 @@ public:
                       std::uint64_t& tries) const {
         WeightsClaim claim;
         for (tries = 1;; ++tries) {
-            const std::uint32_t bell = control_->channel.bell.load(std::memory_order_acquire);
+            const std::uint32_t rings = control_->channel.rings.load(std::memory_order_acquire);
             if (try_read(parts, n, extra, claim, verify) || claim.damaged) return claim;
             const auto now = static_cast<std::uint64_t>(monotonic_ns());
             if (now >= deadline_ns) return {};
             // Overtaken means that there is a newer version to read at once. Only a single slot under its writer, or a
-            // channel without a publication, leaves nothing to do but to wait for the bell.
-            if (claim.version == 0 && (slots_ == 1 || newest() == 0)) wait_for_bell(bell, deadline_ns - now);
+            // channel without a publication, leaves nothing to do but to wait for the rings.
+            if (claim.version == 0 && (slots_ == 1 || newest() == 0)) wait_for_rings(rings, deadline_ns - now);
             // So often it is overtaken by nobody: somebody wrote nonsense there, which the next publication corrects.
             else if (tries % kOvertaken == 0)
-                wait_for_bell(bell, std::min<std::uint64_t>(deadline_ns - now, 50'000'000));
+                wait_for_rings(rings, std::min<std::uint64_t>(deadline_ns - now, 50'000'000));
         }
     }
 
     // Waits until a version newer than `seen` is announced, or `deadline_ns` (monotonic) has passed.
     bool wait_newer(std::uint64_t seen, std::uint64_t deadline_ns) const {
         for (;;) {
-            const std::uint32_t bell = control_->channel.bell.load(std::memory_order_acquire);
+            const std::uint32_t rings = control_->channel.rings.load(std::memory_order_acquire);
             if (newest() > seen) return true;
             const auto now = static_cast<std::uint64_t>(monotonic_ns());
             if (now >= deadline_ns) return false;
-            wait_for_bell(bell, deadline_ns - now);
+            wait_for_rings(rings, deadline_ns - now);
         }
     }
 
@@ -271,15 +271,15 @@ private:
 
     void announce(unsigned slot, std::uint64_t version) {
         control_->channel.newest.store(version * 2 + slot, std::memory_order_release);
-        control_->channel.bell.fetch_add(1, std::memory_order_release);
-        syscall(SYS_futex, &control_->channel.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+        control_->channel.rings.fetch_add(1, std::memory_order_release);
+        syscall(SYS_futex, &control_->channel.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     }
 
-    void wait_for_bell(std::uint32_t seen, std::uint64_t ns) const {
+    void wait_for_rings(std::uint32_t seen, std::uint64_t ns) const {
         timespec span{};
         span.tv_sec = static_cast<time_t>(ns / 1'000'000'000u);
         span.tv_nsec = static_cast<long>(ns % 1'000'000'000u);
-        syscall(SYS_futex, &control_->channel.bell, FUTEX_WAIT, seen, &span, nullptr, 0);
+        syscall(SYS_futex, &control_->channel.rings, FUTEX_WAIT, seen, &span, nullptr, 0);
     }
 
     static std::size_t total(const WeightsPart* parts, std::size_t n) {

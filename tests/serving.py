@@ -26,10 +26,10 @@ class ServerElsewhere:
     def connect(self, **options: object) -> Server:
         return connect(self.address, **{"timeout": 60.0, **options})
 
-    def listening(self, door: str) -> str:
+    def listening(self, transport: str) -> str:
         """Where "http", "grpc" or "tcp" really listens, "host:port"."""
         with self.connect() as client:
-            return client.status()["server"][door]
+            return client.status()["server"][transport]
 
 
 class RunningServer(ServerElsewhere):
@@ -41,7 +41,7 @@ class RunningServer(ServerElsewhere):
         self.log = log
 
     def pids(self) -> dict[str, int]:
-        """Process ids by role, engines from the board, the gateway from the process table."""
+        """Process ids by role, engines from the scoreboard, the gateway from the process table."""
         found = {"supervisor": self.process.pid}
         for child in children_of(self.process.pid):
             line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")

@@ -28,9 +28,9 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 from jurybox.client import Error
-from jurybox.training.cluster import doors
+from jurybox.training.cluster import endpoints
 book, rows = Path(sys.argv[1]), np.zeros((4, 18), np.float32)
-with doors.reach("hockey", lambda: doors.find(book, "hockey"), 60.0) as server:
+with endpoints.reach("hockey", lambda: endpoints.find(book, "hockey"), 60.0) as server:
     with server.model("policy/hockey", rows=4) as policy, server.model("policy/hockey-pool", rows=4) as past:
         for line in sys.stdin:
             began = time.monotonic()

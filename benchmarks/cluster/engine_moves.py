@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def asked(name: str, calls: int = 200) -> tuple[str, float]:
-    """The kind of door that somebody here takes to an engine, and the median seconds of a call with one row."""
+    """The kind of endpoint that somebody here takes to an engine, and the median seconds of a call with one row."""
     row, times = np.full(4, 3.0, np.float32), []
     with engines.connect(name, timeout=60) as server, server.model("double") as model:
         for _ in range(calls):
@@ -56,11 +56,12 @@ def one_engine() -> list[str]:
     engines.start("judge", models, resources={"right": 1}, timeout=100)
     started = time.monotonic() - began
     there = ray.remote(asked).options(resources={"right": 1}, num_cpus=0)
-    doors = {"its own node": ray.get(there.remote("judge"), timeout=100), "another node": asked("judge")}
+    endpoints = {"its own node": ray.get(there.remote("judge"), timeout=100), "another node": asked("judge")}
     engines.stop("judge")
     lines = [f"| an engine, from the command until it serves | {started:.1f} s |"]
     return lines + [
-        f"| a call with one row from {name}: {door} | {1e6 * took:.0f} µs |" for name, (door, took) in doors.items()
+        f"| a call with one row from {name}: {endpoint} | {1e6 * took:.0f} µs |"
+        for name, (endpoint, took) in endpoints.items()
     ]
 
 

@@ -3,10 +3,10 @@
 ``python -m benchmarks.cluster.two_hosts [--delay 0.005] [--workers 4] [--envs 8 64 256] [--seconds 5] [--rounds 3]``
 
 The hosts are network namespaces of this machine (`namespaces`) with shared memory of their own. On one host, collectors
-ask through shared memory; from the other one, through the gRPC door with its token and certificate. Half of the cores
-are the server's (with its gateway, and the link itself), the other half the collectors', wherever they are: as two
-machines would each have their own, and so that collectors on the server's host have no fewer. What is measured are env
-steps a second of all collectors together, after a second of warming up.
+ask through shared memory; from the other one, through the gRPC endpoint with its token and certificate. Half of the
+cores are the server's (with its gateway, and the link itself), the other half the collectors', wherever they are: as
+two machines would each have their own, and so that collectors on the server's host have no fewer. What is measured are
+env steps a second of all collectors together, after a second of warming up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.cluster.namespaces import A, B, TwoHosts, round_trip
 from jurybox.client import Server
 from jurybox.protocol.segment import directory
-from jurybox.training.cluster import doors
+from jurybox.training.cluster import endpoints
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 
@@ -76,8 +76,10 @@ def serve(book: Path, settings: HockeyTraining) -> None:
                 publications.publish(policy)
                 for name in ("pool:1", "pool:2"):
                     publications.keep(name, state)
-                doors.show(
-                    book, 1, doors.Door(ENGINE, "1", doors.this_machine(), server.address, where, token, authority)
+                endpoints.show(
+                    book,
+                    1,
+                    endpoints.Endpoint(ENGINE, "1", endpoints.this_machine(), server.address, where, token, authority),
                 )
                 os.set_blocking(0, False)
                 while sys.stdin.buffer.raw.read(1) is None:  # type: ignore[attr-defined]
@@ -99,7 +101,7 @@ class Found:
         self._book = book
 
     def connect(self) -> Server:
-        return doors.reach(ENGINE, lambda: doors.find(self._book, ENGINE), 30.0)
+        return endpoints.reach(ENGINE, lambda: endpoints.find(self._book, ENGINE), 30.0)
 
     def newest(self, connection: Server) -> Callable[[], int]:
         return lambda: 1
@@ -151,7 +153,7 @@ def served(hosts: TwoHosts, book: Path, settings: HockeyTraining) -> Iterator[No
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(book, A)) as process:
         try:
             until = time.monotonic() + 120
-            while doors.find(book, ENGINE) is None:
+            while endpoints.find(book, ENGINE) is None:
                 if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError("the server did not come up; what it said is above")
                 time.sleep(0.1)

@@ -1,6 +1,6 @@
 """Does it cost the engine anything to be watched?
 
-Two clients ask one row at a time on the native door, without a break (`full`) or with a pause after each answer
+Two clients ask one row at a time on the shm transport, without a break (`full`) or with a pause after each answer
 (`paced`). Windows with watchers and without take turns; with them, /metrics is scraped every 100 ms and the live page's
 stream is read. What counts is the clients' 99th percentile: the median over windows of either kind, and of ratios of
 neighbours. The gateway's work for the watchers is in the figures; the watchers themselves, who are seldom where the
@@ -44,7 +44,7 @@ _START = 60.0
 def ask(address: str, pause: float, until: float, answers: Any) -> None:
     """One client; sends back (asked, seconds) of every call as two arrays."""
     asked, taken = [], []
-    with connect(address, door="native", timeout=20) as server:
+    with connect(address, transport="shm", timeout=20) as server:
         model = server.model("double", rows=1)
         row = np.ones(4, np.float32)
         while (began := time.monotonic()) < until:

@@ -117,8 +117,8 @@ def reverb(n: int, folder: Path) -> None:
             reverb.rate_limiters.MinSize(1),
             signature=signature,
         )
-        keeper = reverb.checkpointers.DefaultCheckpointer(path=str(folder))
-        return reverb.Server([table], port=None, checkpointer=keeper)
+        weights_saver = reverb.checkpointers.DefaultCheckpointer(path=str(folder))
+        return reverb.Server([table], port=None, checkpointer=weights_saver)
 
     running = server()
     client = reverb.Client(f"127.0.0.1:{running.port}")

@@ -54,20 +54,22 @@ def goals(results: Results) -> list[Goal]:
     p99 = [figure("vector", name, 16, "p99_us") for name in (_NATIVE, YARDSTICK)]
     p50 = [figure("vector", name, 1, "p50_us") for name in (_NATIVE, "limit")]
     found = [
-        Goal("native door, vector, 16 clients: throughput over plain ZeroMQ", 2.8, True,
+        Goal("shm transport, vector, 16 clients: throughput over plain ZeroMQ", 2.8, True,
              ratio(figure("vector", _NATIVE, 16), figure("vector", YARDSTICK, 16)), "x"),
-        Goal("native door, vector, 16 clients: p99 over plain ZeroMQ's", 0.5, False, ratio(*p99), "x"),
-        Goal("native door, vector, 1 client: p50 above the in-process forward", 25.0, False,
+        Goal("shm transport, vector, 16 clients: p99 over plain ZeroMQ's", 0.5, False, ratio(*p99), "x"),
+        Goal("shm transport, vector, 1 client: p50 above the in-process forward", 25.0, False,
              both(p50[0], p50[1], lambda a, b: a - b), "us"),
-        Goal("native door, vector: throughput at 256 clients over that at 16", 0.8, True,
+        Goal("shm transport, vector: throughput at 256 clients over that at 16", 0.8, True,
              ratio(figure("vector", _NATIVE, 256), figure("vector", _NATIVE, 16)), "x"),
-        Goal("ZeroMQ door: throughput over plain ZeroMQ, the least of all cases", 1.0, True, least(behind), "x"),
+        Goal("ZeroMQ transport: throughput over plain ZeroMQ, the least of all cases", 1.0, True, least(behind), "x"),
     ]  # fmt: skip
     for name in (_NATIVE, _ZMQ):
-        door = "native" if name == _NATIVE else "ZeroMQ"
+        transport = "native" if name == _NATIVE else "ZeroMQ"
         for case_name, clients, bound in (("image", 16, 0.97), ("image", 4, 0.93), ("vector64", 4, 0.90)):
-            says = f"{door} door, {case_name}, {clients} clients: throughput over the limit at that batch"
+            says = f"{transport} transport, {case_name}, {clients} clients: throughput over the limit at that batch"
             value = ratio(figure(case_name, name, clients), figure(case_name, "limit", clients))
             found.append(Goal(says, bound, True, value, "x"))
-    found.append(Goal("a client's unique memory, the most of both doors", 45.0, False, max(sizes, default=None), "MiB"))
+    found.append(
+        Goal("a client's unique memory, the most of both transports", 45.0, False, max(sizes, default=None), "MiB")
+    )
     return found

@@ -27,7 +27,7 @@ class ClientFailed(Exception):
     """A client answered with an error, died, or said nothing in time."""
 
 
-class Crowd:
+class ArrivalTracker:
     """The clients of one contender; it only ever grows."""
 
     def __init__(self, name: str, case: str, samples: str) -> None:
@@ -112,7 +112,7 @@ def main() -> int:
     orders = Connection(arguments.orders)
     kind = contender(arguments.name)
     serving = kind(CASES[arguments.case], arguments.clients, arguments.folder)
-    crowd = Crowd(arguments.name, arguments.case, arguments.samples)
+    crowd = ArrivalTracker(arguments.name, arguments.case, arguments.samples)
     try:
         serving.start()
         orders.send(("ok", os.getpid()))

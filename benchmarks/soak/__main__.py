@@ -3,8 +3,8 @@
     python -m benchmarks.soak --seconds 1800 --out benchmarks/soak/results
     python -m benchmarks.soak --seconds 600 --kill-every 60        # an engine dies every minute
 
-Through both doors of the host, ZeroMQ from elsewhere and HTTP come requests whose every answer is checked; a learner
-publishes once a second; clients come, ask and leave, and some are killed with a request in flight. Some thirty
+Through both transports of the host, ZeroMQ from elsewhere and HTTP come requests whose every answer is checked; a
+learner publishes once a second; clients come, ask and leave, and some are killed with a request in flight. Some thirty
 requests a second: what a soak looks for are leaks, which go by the number of things that happen, so a quiet machine
 is not needed. The exit status is 0 where nothing was wrong, nothing grew and nothing was left behind.
 """

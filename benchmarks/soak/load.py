@@ -31,7 +31,7 @@ Call = Callable[[], bool]  # asks once; says whether the answer was right
 VICTIM = """
 import sys, numpy
 from jurybox.client import connect
-model = connect(sys.argv[1], door=sys.argv[2], timeout=60).model("fixed", rows=8)
+model = connect(sys.argv[1], transport=sys.argv[2], timeout=60).model("fixed", rows=8)
 model.submit(numpy.ones((8, 64), numpy.float32))
 print("here", flush=True)
 sys.stdin.read()
@@ -47,9 +47,9 @@ def _inputs(rows: int) -> np.ndarray:
     return _rng.integers(-1000, 1000, (rows, WIDTH)).astype(np.float32)
 
 
-def asking(address: str, door: str) -> Iterator[Call]:
+def asking(address: str, transport: str) -> Iterator[Call]:
     """Up to eight rows a call, of a fixed model and of one that is published all the time."""
-    with connect(address, door=door, timeout=_PATIENCE) as server:
+    with connect(address, transport=transport, timeout=_PATIENCE) as server:
         fixed, published = server.model(FIXED, rows=8), server.model(PUBLISHED, rows=8)
 
         def call() -> bool:
@@ -111,18 +111,18 @@ def coming_and_going(addresses: list[tuple[str, str]]) -> Iterator[Call]:
     def call() -> bool:
         nonlocal visits
         visits += 1
-        address, door = addresses[visits % len(addresses)]
+        address, transport = addresses[visits % len(addresses)]
         if visits % 15 == 0:
-            return _killed(address, door)
-        with connect(address, door=door, timeout=_PATIENCE) as server:
+            return _killed(address, transport)
+        with connect(address, transport=transport, timeout=_PATIENCE) as server:
             x = _inputs(3)
             return bool(np.array_equal(server.model(FIXED, rows=4).infer(x), 2 * x + 1))
 
     yield call
 
 
-def _killed(address: str, door: str) -> bool:
-    command = [sys.executable, "-c", VICTIM, address, door]
+def _killed(address: str, transport: str) -> bool:
+    command = [sys.executable, "-c", VICTIM, address, transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout is not None
         said = victim.stdout.readline()
@@ -133,7 +133,7 @@ def _killed(address: str, door: str) -> bool:
 def _calls(role: str, address: str, host: str, tcp: str) -> tuple[Iterator[Call], float]:
     """What a role does, and how often a second."""
     match role:
-        case "native" | "zmq":
+        case "shm" | "zmq":
             return asking(address, role), 15.0
         case "remote":
             return asking(tcp, "auto"), 10.0
@@ -142,11 +142,11 @@ def _calls(role: str, address: str, host: str, tcp: str) -> tuple[Iterator[Call]
         case "publisher":
             return publishing(address), 1.0
         case "visitors":
-            return coming_and_going([(address, "native"), (address, "zmq"), (tcp, "auto")]), 1.0
+            return coming_and_going([(address, "shm"), (address, "zmq"), (tcp, "auto")]), 1.0
     raise ValueError(f"no such role: {role}")
 
 
-ROLES = ("native", "zmq", "remote", "http", "publisher", "visitors")
+ROLES = ("shm", "zmq", "remote", "http", "publisher", "visitors")
 
 
 def run(role: str, address: str, host: str, tcp: str, file: Path) -> None:

@@ -97,7 +97,9 @@ class InEngine:
         groups = Groups(engine, torch.device("cpu"), lambda action: action())
         for i, served in enumerate(self.served):
             arena = self.server._arenas[f"agent{i}"]
-            groups.join("g", Member(i, served, arena.inputs, arena.outputs, None, engine.meters(i)), None, lambda: None)
+            groups.join(
+                "g", Member(i, served, arena.inputs, arena.outputs, None, engine.counters(i)), None, lambda: None
+            )
         self.slot = engine.slots[0]
 
     def together(self) -> None:
@@ -105,7 +107,7 @@ class InEngine:
         self.slot.served.run(tickets, int(tickets["rows"].sum()))
         for _ in self.slot.answers(tickets, 0):
             pass
-        self.slot.meters.batch(tickets, int(tickets["rows"].sum()), 0, 1000)
+        self.slot.counters.batch(tickets, int(tickets["rows"].sum()), 0, 1000)
 
 
 def switching(agents: int) -> Callable[[], object]:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jurybox.server.gateway.metrics import Kind, Metric
-from jurybox.server.gateway.metrics_table import TABLE
+from jurybox.server.gateway.metrics import TABLE, Kind, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("docker/monitoring")
@@ -72,9 +71,9 @@ curl http://127.0.0.1:8000/metrics
 ```
 
 Prometheus's text format, or OpenMetrics where the scraper accepts it. The gateway reads the numbers from shared memory
-(the board), so a scrape costs the engines nothing. Sums and counts are those of all engines; an engine that is started
-again goes on counting, and only a new server, or a model that was unloaded, begins at zero. Histograms have a bucket
-for every power of two, from a microsecond on, without gaps; `le` of a time is 2^n nanoseconds, of rows 2^n - 1.
+(the scoreboard), so a scrape costs the engines nothing. Sums and counts are those of all engines; an engine that is
+started again goes on counting, and only a new server, or a model that was unloaded, begins at zero. Histograms have a
+bucket for every power of two, from a microsecond on, without gaps; `le` of a time is 2^n nanoseconds, of rows 2^n - 1.
 
 The last column names what Triton (`nv_`) or vLLM (`vllm:`) call the same, or nearly.
 """

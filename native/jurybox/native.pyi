@@ -18,14 +18,14 @@ class Admission:
     def admit(
         self,
         tickets: NDArray[Any],
-        door: int,
+        transport: int,
         lanes: NDArray[Any],
         limits: NDArray[np.uint32],
         arenas: NDArray[np.uint32],
     ) -> tuple[int, int, bool]: ...
     def leave(self, tickets: NDArray[Any]) -> int: ...
 
-class Crowd:
+class ArrivalTracker:
     def __init__(self, lanes: int) -> None: ...
     @property
     def away(self) -> int: ...
@@ -33,27 +33,27 @@ class Crowd:
     def answered(self, tickets: NDArray[Any], now: int) -> None: ...
     def stays_away(self) -> None: ...
 
-BELL_BYTES: int
-BELL_LANES: int
-BELL_RING: int
+RINGS_BYTES: int
+RINGS_LANES: int
+RINGS_RING: int
 NOT_SENT: int
 NOT_ANSWERED: int
 
 def show_state(engine: NDArray[Any], state: int) -> None: ...
 
-class BellEngine:
-    def __init__(self, memory: NDArray[np.uint8], fds: list[int], epoch: int, spin_ns: int) -> None: ...
+class ShmRingsEngine:
+    def __init__(self, memory: NDArray[np.uint8], fds: list[int], incarnation: int, spin_ns: int) -> None: ...
     def collect(self, out: NDArray[Any]) -> int: ...
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> int: ...
     def wait(self, timeout: float) -> bool: ...
     def pause(self, timeout: float, tickets: int) -> None: ...
     def mend(self) -> int: ...
-    def renew(self, epoch: int) -> None: ...
+    def renew(self, incarnation: int) -> None: ...
 
-class BellClient:
+class ShmRingsClient:
     def __init__(self, memory: NDArray[np.uint8], lane: int, lease: int, wake: int, spin_ns: int) -> None: ...
     def submit(
-        self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int, epoch: int
+        self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int, incarnation: int
     ) -> bool: ...
     def exchange(
         self,
@@ -63,7 +63,7 @@ class BellClient:
         submitted: int,
         deadline: int,
         version: int,
-        epoch: int,
+        incarnation: int,
         timeout: float,
     ) -> tuple[int, str, int] | None: ...
     def receive(self, timeout: float) -> list[tuple[int, int, str, int]]: ...
@@ -73,15 +73,15 @@ class BellClient:
     def wait(self, timeout: float) -> bool: ...
     def message(self) -> str: ...
 
-class BellCaller:
+class ShmRingsCaller:
     def __init__(
         self,
-        client: BellClient,
+        client: ShmRingsClient,
         place: NDArray[Any],
         outputs: NDArray[Any] | dict[str, NDArray[Any]],
         engine: NDArray[Any],
         first: int,
-        epoch: int,
+        incarnation: int,
         most: float,
     ) -> None: ...
     def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any: ...

@@ -35,14 +35,14 @@ def server(images):
         docker("network", "rm", "--force", name, check=False)
 
 
-def client(server, door):
+def client(server, transport):
     return Container(server.image, [], 300, user="12345:12345", network=server.name,
-                     env={"JURYBOX_ADDRESS": f"{door[0]}://{server.name}:{door[1]}"})  # fmt: skip
+                     env={"JURYBOX_ADDRESS": f"{transport[0]}://{server.name}:{transport[1]}"})  # fmt: skip
 
 
-@pytest.mark.parametrize("door", [("tcp", 5555), ("grpc", 8001)], ids=["tcp", "grpc"])
-def test_a_client_beyond_a_bridge_gets_right_answers_through_an_engines_death(server, scores, door):
-    asking = client(server, door)
+@pytest.mark.parametrize("transport", [("tcp", 5555), ("grpc", 8001)], ids=["tcp", "grpc"])
+def test_a_client_beyond_a_bridge_gets_right_answers_through_an_engines_death(server, scores, transport):
+    asking = client(server, transport)
     try:
         wait_until(lambda: len([*filter(answered, asking.lines())]) >= len(scores), PATIENCE, "answers")
         said = len(asking.lines())

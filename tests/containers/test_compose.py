@@ -83,7 +83,9 @@ def test_a_killed_engine_costs_no_client_an_answer(project, client, scores):
     engine = project.status()["engines"][0]
     project.in_server("sh", "-c", f"kill -9 {engine['pid']}")
     wait_until(
-        lambda: project.status()["engines"][0]["epoch"] not in (engine["epoch"], "0" * 16), AGAIN, "a new engine"
+        lambda: project.status()["engines"][0]["incarnation"] not in (engine["incarnation"], "0" * 16),
+        AGAIN,
+        "a new engine",
     )
     wait_until(lambda: verified(client.lines()[said:], scores) >= 100, AGAIN, "answers of the new engine")
     assert not [line for line in client.lines()[said:] if "error" in line]

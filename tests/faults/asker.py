@@ -1,6 +1,6 @@
 """A client process that asks without a break and checks every answer; its results are told when its input ends.
 
-python -m tests.faults.asker ADDRESS DOOR [JOURNAL]
+python -m tests.faults.asker ADDRESS TRANSPORT [JOURNAL]
 
 A journal gets three float64 a call: when it began and ended (s of CLOCK_MONOTONIC), and 1 for a right answer, 0 for an
 error, -1 for a wrong answer.
@@ -41,8 +41,8 @@ class Told:
 class Asker:
     """A started asker."""
 
-    def __init__(self, address: str, door: str, *journal: Path) -> None:
-        command = [sys.executable, "-m", "tests.faults.asker", address, door, *map(str, journal)]
+    def __init__(self, address: str, transport: str, *journal: Path) -> None:
+        command = [sys.executable, "-m", "tests.faults.asker", address, transport, *map(str, journal)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ready(self) -> None:
@@ -53,11 +53,11 @@ class Asker:
         return Told(**json.loads(out))
 
 
-def ask(address: str, door: str, journal: BinaryIO | None) -> Told:
+def ask(address: str, transport: str, journal: BinaryIO | None) -> Told:
     connection._PATIENCE = PATIENCE  # a relay's successor may take long to start where others want the cores too
     rng = np.random.default_rng()
     answered, wrong, errors, longest = 0, 0, [], 0.0
-    with connect(address, door=door, timeout=PATIENCE) as server:
+    with connect(address, transport=transport, timeout=PATIENCE) as server:
         model = server.model("affine", rows=8)
         while not select.select([sys.stdin], [], [], 0)[0]:
             x = rng.standard_normal((int(rng.integers(1, 9)), 4)).astype(np.float32)

@@ -34,8 +34,8 @@ def server(tmp_path, nothing_left):
         yield running
 
 
-@pytest.fixture(params=["native", "zmq"])
-def door(request):
+@pytest.fixture(params=["shm", "zmq"])
+def transport(request):
     return request.param
 
 

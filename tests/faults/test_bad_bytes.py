@@ -1,4 +1,4 @@
-"""Whatever bytes come in through a door: an answer or silence, and the server goes on."""
+"""Whatever bytes come in through a transport: an answer or silence, and the server goes on."""
 
 import random
 
@@ -86,14 +86,14 @@ def test_a_peer_of_another_protocol_version_is_told_both_versions(server, dealer
 def ticket(server, client, **fields):
     model = client.model("affine")
     lease = model._lane
-    board = client._link.board
-    lane = next(i for i, record in enumerate(board.lanes) if record["lease"])
-    record = board.lanes[lane]
+    scoreboard = client._link.scoreboard
+    lane = next(i for i, record in enumerate(scoreboard.lanes) if record["lease"])
+    record = scoreboard.lanes[lane]
     ticket = np.zeros(1, wire.TICKET)
     good = {"sequence": 5, "lane": lane, "lease": int(record["lease"]), "first": int(record["first"]), "rows": 1}
     for name, value in {**good, **fields}.items():
         ticket[name] = value
-    ticket.view(np.uint64)[-1] = board.engines["epoch"][0]
+    ticket.view(np.uint64)[-1] = scoreboard.engines["incarnation"][0]
     assert lease is not None
     return model, ticket[0]
 
@@ -110,7 +110,7 @@ def ticket(server, client, **fields):
     ],
 )
 def test_a_ticket_beyond_its_lane_is_refused(server, dealer, fields, code):
-    with server.connect(door="zmq") as client:
+    with server.connect(transport="zmq") as client:
         model, message = ticket(server, client, **fields)
         socket = dealer(
             engine_address(server.address, 0), wire.lane_identity(int(message["lane"]), int(message["lease"]))
@@ -121,7 +121,7 @@ def test_a_ticket_beyond_its_lane_is_refused(server, dealer, fields, code):
     still_serves(server)
 
 
-def test_garbage_at_the_control_door_is_answered(server, dealer):
+def test_garbage_at_the_control_transport_is_answered(server, dealer):
     socket = dealer(server.address)
     for frames in (
         [b"nonsense"],

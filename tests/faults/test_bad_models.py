@@ -77,8 +77,8 @@ def test_a_request_that_kills_engines_may_be_asked_again_and_again(tmp_path, not
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_ticket_that_kills_every_engine_it_is_sent_to_is_given_up_and_the_server_lives(server, door):
-    with server.connect(door=door) as client:
+def test_a_ticket_that_kills_every_engine_it_is_sent_to_is_given_up_and_the_server_lives(server, transport):
+    with server.connect(transport=transport) as client:
         model = client.model("moody", rows=4)
         with pytest.raises(ModelFailed, match="3 engines died one after another with this ticket"):
             model.infer(np.full((1, 4), 668, np.float32), timeout=200)

@@ -13,7 +13,7 @@ from tests.faults.asker import Asker
 from tests.faults.conftest import MODELS
 from tests.serving import START, children_of, launch, segments, serving, wait_until
 
-PARTS = 5  # files in shared memory of a server with these models: board, bell and its pipe, two arenas
+PARTS = 5  # files in shared memory of a server with these models: scoreboard, rings and its pipe, two arenas
 KILLS = 4  # of one child: the server waits longer from death to death, and gives up after the sixth
 CHILDREN = ("engine-0", "engine-1", "relay", "gateway")
 
@@ -52,7 +52,7 @@ def mistreat(server, askers: list[Asker], rng: random.Random, deed, role: str, d
     if deed is kill and sum(told.startswith(kind) and told.endswith(": kill") for told in done) >= KILLS:
         deed = stop_for_a_while
     if role == "client" and deed is kill:
-        victim = Asker(server.address, rng.choice(["native", "zmq"]))
+        victim = Asker(server.address, rng.choice(["shm", "zmq"]))
         victim.ready()
         victim.process.kill()
         victim.process.communicate()
@@ -73,7 +73,7 @@ def run(folder, deeds, *, pause: float, seed: int) -> None:
     done: list[str] = []
     with serving(folder, MODELS, tcp="127.0.0.1:0", http="127.0.0.1:0", replicas=2) as server:
         remote = f"tcp://{server.listening('tcp')}"
-        askers = [Asker(server.address, "native"), Asker(server.address, "zmq"), Asker(remote, "auto")]
+        askers = [Asker(server.address, "shm"), Asker(server.address, "zmq"), Asker(remote, "auto")]
         processes = []
         try:
             for asker in askers:
@@ -158,7 +158,7 @@ def test_a_server_started_right_after_its_predecessors_death_simply_works(tmp_pa
             wait_until(lambda: "serving" in server.text() or server.process.poll() is not None, START)  # noqa: B023
             assert server.process.poll() is None, server.text()
             http = server.listening("http")  # the same from now on
-            asker = Asker(server.address, "native")
+            asker = Asker(server.address, "shm")
             asker.ready()
         finally:
             server.process.kill()  # and not waited for: its processes are dying while the next one starts

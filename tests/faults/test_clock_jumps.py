@@ -35,9 +35,9 @@ def wall_clock(tmp_path, monkeypatch):
 
 
 def test_jumps_of_the_wall_clock_are_noticed_by_nobody(tmp_path, wall_clock, nothing_left):
-    doors = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
-    with serving(tmp_path, MODELS, engine_timeout=20, **doors) as server, server.connect() as client:
-        askers = [Asker(server.address, "native"), Asker(server.address, "zmq")]
+    transports = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    with serving(tmp_path, MODELS, engine_timeout=20, **transports) as server, server.connect() as client:
+        askers = [Asker(server.address, "shm"), Asker(server.address, "zmq")]
         askers.append(Asker(f"tcp://{server.listening('tcp')}", "auto"))
         for asker in askers:
             asker.ready()

@@ -32,11 +32,11 @@ def server(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(params=["native", "zmq", "tcp", "grpc"])
+@pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
 def client(request, server):
-    local = request.param in ("native", "zmq")
+    local = request.param in ("shm", "zmq")
     where = server.address if local else f"{request.param}://{server.listening(request.param)}"
-    with connect(where, door=request.param if local else "auto", timeout=60) as connection:
+    with connect(where, transport=request.param if local else "auto", timeout=60) as connection:
         yield connection
 
 

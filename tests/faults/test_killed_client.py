@@ -14,7 +14,7 @@ from jurybox.server.supervisor.leases import GRACE
 HOLDER = """
 import sys, time, numpy
 from jurybox.client import connect
-server = connect(sys.argv[1], door=sys.argv[2])
+server = connect(sys.argv[1], transport=sys.argv[2])
 model = server.model("moody", rows=60)
 model.submit(numpy.full((8, 4), 300_000, numpy.float32))
 print("held", flush=True)
@@ -29,15 +29,17 @@ def server(tmp_path_factory):
         yield running
 
 
-def holder(server, door):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, server.address, door], stdout=subprocess.PIPE, text=True)
+def holder(server, transport):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, server.address, transport], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
 
-def test_a_killed_client_gives_its_rows_back(server, door):
-    process, before = holder(server, door), server.text().count("rows taken back")
-    with server.connect(door=door) as client:
+def test_a_killed_client_gives_its_rows_back(server, transport):
+    process, before = holder(server, transport), server.text().count("rows taken back")
+    with server.connect(transport=transport) as client:
         with pytest.raises(Busy):
             client.model("moody", rows=60, timeout=0.3)
         process.kill()
@@ -58,9 +60,9 @@ def test_a_lease_lasts_as_long_as_its_client_however_quiet(server):
         process.wait()
 
 
-def test_a_client_that_closes_gives_its_rows_back_at_once(server, door):
+def test_a_client_that_closes_gives_its_rows_back_at_once(server, transport):
     for _ in range(30):
-        with server.connect(door=door) as client:
+        with server.connect(transport=transport) as client:
             # Kept until the end: one that is merely dropped is noticed by its lock, which takes longer.
             kept = client.model("moody", rows=60, timeout=10.0)
             assert kept.name == "moody"

@@ -12,12 +12,12 @@ from tests.serving import START, serving, wait_until
 
 from jurybox.client import Timeout
 
-DOORS = ("native", "zmq")
+TRANSPORTS = ("shm", "zmq")
 
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory):
-    """One server for all of them, and each kill is for both doors: the supervisor waits longer from death to death."""
+    """One server for all, and each kill is for both transports: the supervisor waits longer from death to death."""
     with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS) as running:
         yield running
 
@@ -32,8 +32,8 @@ def server(lasting):
 
 @pytest.fixture
 def clients(server):
-    """One over each door."""
-    with server.connect(door="native") as native, server.connect(door="zmq") as zmq:
+    """One over each transport."""
+    with server.connect(transport="shm") as native, server.connect(transport="zmq") as zmq:
         yield native, zmq
 
 
@@ -74,24 +74,28 @@ def test_while_no_engine_serves_a_client_waits_no_longer_than_it_said(server, cl
 
 
 def test_every_answer_is_right_while_the_engine_is_killed_again_and_again(server):
-    stop, wrong, answered = threading.Event(), [], dict.fromkeys(DOORS, 0)
+    stop, wrong, answered = threading.Event(), [], dict.fromkeys(TRANSPORTS, 0)
 
-    def ask(door):
+    def ask(transport):
         rng = np.random.default_rng()
-        with server.connect(door=door) as client:
+        with server.connect(transport=transport) as client:
             model = client.model("affine", rows=8)
             while not stop.is_set():
                 x = rng.standard_normal((5, 4)).astype(np.float32)
                 y = model.infer(x, timeout=60)
-                answered[door] += 1
+                answered[transport] += 1
                 if not np.array_equal(y, 2 * x + 1):
                     wrong.append((x, y))
 
     def service():
         before = dict(answered)
-        wait_until(lambda: all(answered[door] > before[door] + 50 for door in DOORS), 60, "service over both doors")
+        wait_until(
+            lambda: all(answered[transport] > before[transport] + 50 for transport in TRANSPORTS),
+            60,
+            "service over both transports",
+        )
 
-    threads = [threading.Thread(target=ask, args=(door,)) for door in DOORS for _ in range(2)]
+    threads = [threading.Thread(target=ask, args=(transport,)) for transport in TRANSPORTS for _ in range(2)]
     for thread in threads:
         thread.start()
     try:

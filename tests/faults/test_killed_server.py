@@ -33,7 +33,7 @@ def test_children_die_with_their_parent_and_the_next_start_removes_what_it_left(
 
 
 def test_clients_are_told_at_once_and_can_go_on_with_the_next_server(server, tmp_path):
-    with server.connect(door="native") as native, server.connect(door="zmq") as zmq:
+    with server.connect(transport="shm") as native, server.connect(transport="zmq") as zmq:
         models = [client.model("moody") for client in (native, zmq)]
         # The forward outlasts the wait by far: no answer, but the news ends it.
         tickets = [model.submit(np.full((1, 4), 60_000_000, np.float32), timeout=60) for model in models]

@@ -55,10 +55,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class Crowd:
+class ArrivalTracker:
     """A server that is started again whenever its supervisor is killed, and everybody around it."""
 
-    def __init__(self, folder: Path, stack: ExitStack, doors: Sequence[str], **settings: object) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, transports: Sequence[str], **settings: object) -> None:
         self.folder, self.stack = folder, stack
         self.ports = [str(free_port()) for _ in range(3)]
         open_to = dict(zip(("tcp", "http", "grpc"), (f"127.0.0.1:{port}" for port in self.ports), strict=True))
@@ -70,12 +70,15 @@ class Crowd:
         self.journals: dict[str, Path] = {}
         self.ours: dict[str, subprocess.Popen[str]] = {}
         remote = f"tcp://127.0.0.1:{self.ports[0]}"
-        where = {"native": self.server.address, "zmq": self.server.address, "tcp": remote}
-        self.askers = [self.asker(door, where[door], "auto" if door == "tcp" else door) for door in doors]
+        where = {"shm": self.server.address, "zmq": self.server.address, "tcp": remote}
+        self.askers = [
+            self.asker(transport, where[transport], "auto" if transport == "tcp" else transport)
+            for transport in transports
+        ]
         self.probed = folder / "probe"
         self.join("probe", "probe", self.ports[1], str(self.probed))
         self.journals["policy"] = folder / "policy"
-        self.join("follower", "follow", self.server.address, str(self.journals["policy"]))
+        self.join("weights_updater", "follow", self.server.address, str(self.journals["policy"]))
         self.vandalised = folder / "vandalised"
         self.seen: dict[int, float] = {}  # pid -> since when it serves
         self.victims: dict[str, int] = {}
@@ -98,9 +101,9 @@ class Crowd:
         wait_until(lambda: " serving" in server.text() or server.process.poll() is not None, START, "a server")
         assert server.process.poll() is None, server.text()
 
-    def asker(self, name: str, address: str, door: str) -> Asker:
+    def asker(self, name: str, address: str, transport: str) -> Asker:
         self.journals[name] = self.folder / name
-        asker = Asker(address, door, self.journals[name])
+        asker = Asker(address, transport, self.journals[name])
         self.stack.callback(end, asker.process)
         return asker
 
@@ -112,7 +115,7 @@ class Crowd:
 
     def replace(self, role: str) -> None:
         rest = {
-            "client": [random.choice(["native", "zmq"]), str(self.journals["client"])],
+            "client": [random.choice(["shm", "zmq"]), str(self.journals["client"])],
             "publisher": [],
             "vandal": [*self.ports, str(self.vandalised)],
         }[role]
@@ -274,7 +277,7 @@ def one_round(
     pause: float,
     calm: float,
     until: float,
-    doors: Sequence[str] = ("native", "zmq", "tcp"),
+    transports: Sequence[str] = ("shm", "zmq", "tcp"),
     **settings: object,
 ) -> dict:
     """Kill these one after another; gives what was seen.
@@ -283,11 +286,11 @@ def one_round(
         pause: seconds between two kills, on average.
         calm: the share of kills after which is waited until everybody is answered again; else somebody dies meanwhile.
         until: when to end early, s of CLOCK_MONOTONIC.
-        doors: of the clients that are there all the time.
+        transports: of the clients that are there all the time.
     """
     rng = random.Random(seed)
     with leaving_nothing(), ExitStack() as stack:
-        crowd = Crowd(folder, stack, doors, **settings)
+        crowd = ArrivalTracker(folder, stack, transports, **settings)
         began = time.monotonic()
         until = max(until, began + 5)
         for role in roles:
@@ -312,7 +315,7 @@ def one_round(
     calls, probes = crowd.calls(), crowd.probes()
     probes = probes[np.argsort(probes[:, 0])]
     deeds = Counter(crowd.vandalised.read_text().splitlines()) if crowd.vandalised.exists() else Counter()
-    answers = {name: calls[name][calls[name][:, 2] > 0] for name in (*doors, "policy")}
+    answers = {name: calls[name][calls[name][:, 2] > 0] for name in (*transports, "policy")}
     answers["http"] = probes[probes[:, 2] > 0]
     reasons = crowd.probed.with_suffix(".reasons")
     away = [at for at, role in crowd.kills if role == "supervisor"]
@@ -414,7 +417,7 @@ def test_anyone_may_be_killed_under_load_and_nobody_else_is_harmed(tmp_path):
     """On a machine so busy that it takes long, fewer are killed."""
     roles = ["client", "engine-0", "publisher", "vandal", "gateway", "relay"]
     until = time.monotonic() + 12
-    done = one_round(tmp_path, roles, 1, pause=0.1, calm=0.5, until=until, doors=("native", "tcp"), replicas=1)
+    done = one_round(tmp_path, roles, 1, pause=0.1, calm=0.5, until=until, transports=("shm", "tcp"), replicas=1)
     print(table([done]))
     judge(done)
 

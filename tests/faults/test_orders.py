@@ -71,7 +71,7 @@ def test_a_model_that_is_still_loading_can_be_unloaded_and_nothing_of_it_comes_l
     load_behind(server, "slow", SLOW)
     assert "slow" in client.models()
     client.unload("slow")
-    # The next takes its place on the board while it is still being loaded: neither may be taken for the other.
+    # The next takes its place on the scoreboard while it is still being loaded: neither may be taken for the other.
     with server.connect() as local:
         local.load("next", {"factory": "tests.models:two"})
         assert set(local.model("next").spec.inputs) == {"image", "scale"}
@@ -108,10 +108,10 @@ def test_a_factory_that_ends_its_process_by_exception_fails_like_another(server)
         client.load("exits", {"factory": "tests.models:exits"})
 
 
-@pytest.mark.parametrize("door", ["native", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize("row", [671.0, 672.0, 673.0])
-def test_an_exception_that_ends_processes_ends_no_engine(server, door, row):
-    with server.connect(door=door) as client:
+def test_an_exception_that_ends_processes_ends_no_engine(server, transport, row):
+    with server.connect(transport=transport) as client:
         model = client.model("leaver", rows=2)
         for _ in range(3):
             with pytest.raises(ModelFailed):

@@ -17,9 +17,9 @@ from jurybox import native
 from jurybox.client import Busy
 from jurybox.protocol import wire
 from jurybox.protocol.address import engine_address
-from jurybox.protocol.bell import Bell
 from jurybox.protocol.errors import Code
 from jurybox.protocol.segment import segment_name
+from jurybox.protocol.shm_rings import ShmRings
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -34,11 +34,11 @@ def server(tmp_path_factory):
 
 
 class Honest(threading.Thread):
-    """Asks through a door for as long as the ``with`` lasts; every answer must be right."""
+    """Asks through a transport for as long as the ``with`` lasts; every answer must be right."""
 
-    def __init__(self, server, door: str) -> None:
+    def __init__(self, server, transport: str) -> None:
         super().__init__()
-        self.client = server.connect(door=door)
+        self.client = server.connect(transport=transport)
         self.model = self.client.model("affine", rows=2)
         self.answered, self.wrong, self.error = 0, 0, None
         self._on = True
@@ -66,33 +66,33 @@ class Honest(threading.Thread):
         assert self.error is None and self.wrong == 0
 
 
-def lane_and_bell(server, client, model):
-    """Of a client's lease: its number, its record on the board, and the memory of the engine's bell."""
-    board = client._link.board
+def lane_and_rings(server, client, model):
+    """Of a client's lease: its number, its record on the scoreboard, and the memory of the engine's rings."""
+    scoreboard = client._link.scoreboard
     lease = model._lane.sequence >> 32
-    lane = next(n for n, record in enumerate(board.lanes) if int(record["lease"]) & 0xFFFFFFFF == lease)
-    name = segment_name(client.status()["server"]["id"], "bell", int(board.engines["bell"][0]))
-    return lane, board.lanes[lane].copy(), board, Bell.attach(name)
+    lane = next(n for n, record in enumerate(scoreboard.lanes) if int(record["lease"]) & 0xFFFFFFFF == lease)
+    name = segment_name(client.status()["server"]["id"], "rings", int(scoreboard.engines["rings"][0]))
+    return lane, scoreboard.lanes[lane].copy(), scoreboard, ShmRings.attach(name)
 
 
 def test_tickets_of_garbage_and_for_foreign_rows_harm_nobody_else(server):
-    """As a broken client would: posted by the rules of the bell, with nonsense in them."""
+    """As a broken client would: posted by the rules of the rings, with nonsense in them."""
     rng = np.random.default_rng(5)
-    with Honest(server, "native") as here, Honest(server, "zmq"), server.connect() as client:
+    with Honest(server, "shm") as here, Honest(server, "zmq"), server.connect() as client:
         model = client.model("affine", rows=4)
-        lane, record, board, bell = lane_and_bell(server, client, model)
-        *_, theirs, _, other = lane_and_bell(server, here.client, here.model)
+        lane, record, scoreboard, rings = lane_and_rings(server, client, model)
+        *_, theirs, _, other = lane_and_rings(server, here.client, here.model)
         other.close()
-        memory = bell.segment.array(np.uint8, (native.BELL_BYTES,))
-        rude = native.BellClient(memory, lane, int(record["lease"]), bell.pipe, 0)
-        epoch, own = int(board.engines["epoch"][0]), int(record["first"])
+        memory = rings.segment.array(np.uint8, (native.RINGS_BYTES,))
+        rude = native.ShmRingsClient(memory, lane, int(record["lease"]), rings.pipe, 0)
+        incarnation, own = int(scoreboard.engines["incarnation"][0]), int(record["first"])
         allowed, answers = {}, {}
         for number in range(1, 2001):
             first = int(rng.choice([own, own + 1, int(theirs["first"]), 2**32 - 1]))
             rows = int(rng.choice([0, 1, 3, 4, 5, 64, 2**32 - 1]))
             allowed[number] = 0 < rows <= 4 and own <= first and first + rows <= own + 4
             now = time.monotonic_ns()
-            while not rude.submit(number, first, rows, now, now + 60 * 10**9, 0, epoch):
+            while not rude.submit(number, first, rows, now, now + 60 * 10**9, 0, incarnation):
                 answers.update((sequence, code) for sequence, code, *_ in rude.receive(1.0))
 
         def all_answered():
@@ -104,29 +104,29 @@ def test_tickets_of_garbage_and_for_foreign_rows_harm_nobody_else(server):
         right = {True: (Code.OK, Code.BUSY), False: (Code.REFUSED,)}
         assert {number: answers[number] for number, may in allowed.items() if answers[number] not in right[may]} == {}
         assert any(code == Code.OK for code in answers.values())
-        bell.close()
+        rings.close()
 
 
-def test_a_bell_scribbled_over_ends_nobody_and_the_other_door_goes_on(server):
-    """Memory of the same user, written to at random: its own door may suffer, the server must not."""
+def test_a_rings_scribbled_over_ends_nobody_and_the_other_transport_goes_on(server):
+    """Memory of the same user, written to at random: its own transport may suffer, the server must not."""
     rng = np.random.default_rng(6)
     with Honest(server, "zmq"), server.connect() as client:
         model = client.model("affine", rows=4)
-        *_, bell = lane_and_bell(server, client, model)
-        memory = bell.segment.array(np.uint8, (native.BELL_BYTES,))
+        *_, rings = lane_and_rings(server, client, model)
+        memory = rings.segment.array(np.uint8, (native.RINGS_BYTES,))
         for _ in range(200):
             at = int(rng.integers(0, len(memory) - 4096))
             memory[at : at + 4096] = rng.integers(0, 256, 4096, dtype=np.uint8)
             memory[: 64 * 40] = rng.integers(0, 256, 64 * 40, dtype=np.uint8)  # who sleeps, whose lanes have tickets
             time.sleep(0.001)
-        memory[:] = 0  # a new life's bell would be so
-        bell.close()
+        memory[:] = 0  # a new life's rings would be so
+        rings.close()
     assert server.process.poll() is None
     assert "child died" not in server.text()
 
 
-def test_a_client_that_never_reads_its_answers_costs_only_itself(server, door):
-    with Honest(server, door), server.connect(door=door) as client:
+def test_a_client_that_never_reads_its_answers_costs_only_itself(server, transport):
+    with Honest(server, transport), server.connect(transport=transport) as client:
         model = client.model("affine", rows=32)
         with pytest.raises(Busy):
             for _ in range(1000):
@@ -135,20 +135,20 @@ def test_a_client_that_never_reads_its_answers_costs_only_itself(server, door):
 
 def test_a_peer_that_sends_and_never_reads_costs_only_itself(server):
     """Tickets without end by hand, and nobody who takes the answers."""
-    with Honest(server, "zmq") as honest, server.connect(door="zmq") as client:
+    with Honest(server, "zmq") as honest, server.connect(transport="zmq") as client:
         model = client.model("affine", rows=4)
-        lane, record, board, bell = lane_and_bell(server, client, model)
-        bell.close()
+        lane, record, scoreboard, rings = lane_and_rings(server, client, model)
+        rings.close()
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.IDENTITY, wire.lane_identity(lane, int(record["lease"])))
         socket.connect(engine_address(server.address, 0))
-        epoch, before = int(board.engines["epoch"][0]), honest.answered
+        incarnation, before = int(scoreboard.engines["incarnation"][0]), honest.answered
         for number in range(20_000):
             packed = wire.PACK_TICKET.pack(
-                number, int(record["lease"]), 0, time.monotonic_ns(), lane, int(record["first"]), 1, 0, 0, epoch
+                number, int(record["lease"]), 0, time.monotonic_ns(), lane, int(record["first"]), 1, 0, 0, incarnation
             )
             try:
                 socket.send(wire.PREFIX + packed, zmq.NOBLOCK)
@@ -159,8 +159,8 @@ def test_a_peer_that_sends_and_never_reads_costs_only_itself(server):
         context.term()
 
 
-def test_nan_is_answered_as_nan_in_its_own_rows_and_in_no_others(server, door):
-    with server.connect(door=door) as client:
+def test_nan_is_answered_as_nan_in_its_own_rows_and_in_no_others(server, transport):
+    with server.connect(transport=transport) as client:
         model, other = client.model("moody", rows=8), client.model("moody", rows=8)
         x = np.arange(16, dtype=np.float32).reshape(4, 4)
         x[2, 1] = np.nan
@@ -174,23 +174,23 @@ def test_nan_is_answered_as_nan_in_its_own_rows_and_in_no_others(server, door):
 POOR = """
 import os, resource, sys, numpy
 from jurybox.client import Error, connect
-import jurybox.client.local_link, jurybox.client.doors.native, jurybox.client.doors.zmq
+import jurybox.client.local_link, jurybox.client.transports.shm, jurybox.client.transports.zmq
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 for free in range(0, 36, 2):
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     used = max(map(int, os.listdir("/proc/self/fd"))) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
     try:
-        with connect(sys.argv[1], door=sys.argv[2], timeout=20) as server:
+        with connect(sys.argv[1], transport=sys.argv[2], timeout=20) as server:
             print(server.model("affine", rows=1)(numpy.ones(4, "f4")).tolist(), flush=True)
     except Error as error:
         print(type(error).__name__, error, flush=True)
 """
 
 
-def test_a_client_without_descriptors_is_told_so_and_lives(server, door):
+def test_a_client_without_descriptors_is_told_so_and_lives(server, transport):
     done = subprocess.run(
-        [sys.executable, "-c", POOR, server.address, door], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", POOR, server.address, transport], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-500:]}"  # libzmq would have ended it with SIGABRT
     lines = done.stdout.splitlines()
@@ -206,8 +206,8 @@ from jurybox.client import connect
 x = numpy.ones((2, 4), "f4")
 wrong = 0
 for number in range(int(sys.argv[2])):
-    address, door = [(sys.argv[1], "native"), (sys.argv[1], "zmq"), (sys.argv[3], "auto")][number % 3]
-    server = connect(address, door=door, timeout=60)
+    address, transport = [(sys.argv[1], "shm"), (sys.argv[1], "zmq"), (sys.argv[3], "auto")][number % 3]
+    server = connect(address, transport=transport, timeout=60)
     wrong += not numpy.array_equal(server.model("affine", rows=2).infer(x), 2 * x + 1)
     if number % 5 == 4:
         server.model("moody", rows=1).submit(numpy.full((1, 4), 2000, "f4"))  # and leaves without the answer

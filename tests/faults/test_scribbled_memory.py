@@ -25,7 +25,7 @@ MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64, "publish": "double_buffer"},
     "other": {"factory": "tests.models:affine", "args": {"scale": 3.0}, "max_batch": 16, "rows": 64},
 }
-KINDS = ["board", "lanes", "arena", "bell", "timings", "weights"]
+KINDS = ["scoreboard", "lanes", "arena", "rings", "timings", "weights"]
 SECONDS = 0.6
 
 # Random bytes, long runs and single words, everywhere in a segment or in a part of it.
@@ -63,8 +63,8 @@ def names(server):
         return list(client.status()["memory"]["segments"])
 
 
-def answers_right(server, door):
-    with connect(server.address, timeout=5.0, door=door) as client:
+def answers_right(server, transport):
+    with connect(server.address, timeout=5.0, transport=transport) as client:
         for name, scale in (("affine", 2), ("other", 3)):
             with client.model(name, rows=4) as model:
                 for _ in range(20):
@@ -80,7 +80,7 @@ def scribbler(name, seed, first=0, last=0):
 
 def test_nobody_changes_the_size_of_any_segment(server):
     held = names(server)
-    assert {name.rsplit("-", 2)[1] for name in held} == {"board", "arena", "bell", "timings", "weights"}
+    assert {name.rsplit("-", 2)[1] for name in held} == {"scoreboard", "arena", "rings", "timings", "weights"}
     for name in held:
         segment = Segment.attach(name)
         with pytest.raises(PermissionError):
@@ -88,17 +88,17 @@ def test_nobody_changes_the_size_of_any_segment(server):
         with pytest.raises(PermissionError):
             os.ftruncate(segment.fd, segment.size + 4096)
         segment.close()
-    answers_right(server, "native")
+    answers_right(server, "shm")
 
 
-@pytest.mark.parametrize("door", ["native", pytest.param("zmq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("zmq", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_answers_right_a_moment_after_its_memory_was_scribbled(server, kind, door):
-    segment = "board" if kind == "lanes" else kind
+def test_a_server_answers_right_a_moment_after_its_memory_was_scribbled(server, kind, transport):
+    segment = "scoreboard" if kind == "lanes" else kind
     name = next(name for name in names(server) if f"-{segment}-" in name)
     where = {"lanes": (8192, 73728), "weights": (0, 1024)}.get(kind, (0, 0))
     seen = []
-    with connect(server.address, timeout=5.0, door=door) as client, client.model("affine", rows=4) as model:
+    with connect(server.address, timeout=5.0, transport=transport) as client, client.model("affine", rows=4) as model:
         model.infer(X)
         process = scribbler(name, 7, *where)
         while process.poll() is None:
@@ -108,7 +108,7 @@ def test_a_server_answers_right_a_moment_after_its_memory_was_scribbled(server, 
                 seen.append(type(error).__name__)
             try:
                 client.status()
-                answers_right(server, door)
+                answers_right(server, transport)
             except (Error, AssertionError) as error:
                 seen.append(type(error).__name__)
         assert server.process.poll() is None
@@ -116,7 +116,7 @@ def test_a_server_answers_right_a_moment_after_its_memory_was_scribbled(server, 
         while True:
             try:
                 model.infer(X, timeout=1.0)  # the connection that was there all the time, too
-                answers_right(server, door)
+                answers_right(server, transport)
                 break
             except (Error, AssertionError) as error:
                 seen.append(type(error).__name__)
@@ -163,11 +163,11 @@ def test_engines_do_not_spin_over_a_channel_that_was_scribbled(server):
     assert (spent() - before) / os.sysconf("SC_CLK_TCK") < 0.5 * (time.monotonic() - began)
 
 
-def test_who_is_there_when_the_server_dies_is_told_though_its_board_is_nonsense(tmp_path):
+def test_who_is_there_when_the_server_dies_is_told_though_its_scoreboard_is_nonsense(tmp_path):
     with serving(tmp_path, MODELS) as server, server.connect() as client:
         model = client.model("affine", rows=4)
         model.infer(X)
-        name = next(name for name in names(server) if "-board-" in name)
+        name = next(name for name in names(server) if "-scoreboard-" in name)
         process = scribbler(name, 1)
         server.process.kill()
         server.process.wait()

@@ -21,16 +21,19 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 @pytest.fixture
 def server(tmp_path, nothing_left):
-    doors = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
-    with serving(tmp_path, MODELS, engine_timeout=PATIENCE, **doors) as running:
+    transports = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    with serving(tmp_path, MODELS, engine_timeout=PATIENCE, **transports) as running:
         yield running
 
 
 @pytest.mark.slow
-def test_stopped_processes_are_replaced_and_what_they_had_is_answered(server, door):
+def test_stopped_processes_are_replaced_and_what_they_had_is_answered(server, transport):
     http = f"http://{server.listening('http')}"
     pids = server.pids()
-    with server.connect(door=door) as client, connect(f"tcp://{server.listening('tcp')}", timeout=30) as remote:
+    with (
+        server.connect(transport=transport) as client,
+        connect(f"tcp://{server.listening('tcp')}", timeout=30) as remote,
+    ):
         here, there = client.model("affine", rows=2), remote.model("affine", rows=2)
         there.infer(X)
         for role in ("engine-0", "relay", "gateway"):

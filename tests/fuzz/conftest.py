@@ -21,7 +21,7 @@ X = np.ones((3, 4), np.float32)
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory):
-    """One server with every door open; it must outlive all that comes in."""
+    """One server with every transport open; it must outlive all that comes in."""
     with serving(tmp_path_factory.mktemp("fuzz"), MODELS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as running:
         with running.connect() as client:
             running.told = client.status()["server"]
@@ -29,7 +29,7 @@ def server(tmp_path_factory):
 
 
 def still_serves(server):
-    """Over every door."""
+    """Over every transport."""
     told = server.told
     for address in (server.address, f"tcp://{told['tcp']}", f"grpc://{told['grpc']}"):
         with connect(address, timeout=30) as client:

@@ -1,4 +1,4 @@
-"""Messages that are none, or nearly: strategies for what comes in through ZeroMQ doors."""
+"""Messages that are none, or nearly: strategies for what comes in through ZeroMQ transports."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ CONTROL = st.one_of(
 )
 
 
-def tickets(lane, lease, first, epoch):
+def tickets(lane, lease, first, incarnation):
     """Records near those that the holder of this lease could send."""
     near = st.builds(
         wire.PACK_TICKET.pack,
@@ -119,14 +119,14 @@ def tickets(lane, lease, first, epoch):
         st.one_of(st.integers(0, 40), U32),
         U32,
         st.one_of(st.just(0), U64),
-        st.one_of(st.just(epoch), U64),
+        st.one_of(st.just(incarnation), U64),
     )
     return st.one_of(near, mutated(near))
 
 
-def engine_messages(lane, lease, first, epoch):
-    """For an engine's door: a ticket, nearly a ticket, or no ticket at all."""
-    record = tickets(lane, lease, first, epoch)
+def engine_messages(lane, lease, first, incarnation):
+    """For an engine's transport: a ticket, nearly a ticket, or no ticket at all."""
+    record = tickets(lane, lease, first, incarnation)
     return st.one_of(
         record.map(lambda ticket: (wire.PREFIX + ticket,)),
         st.tuples(record.map(lambda ticket: wire.PREFIX + ticket), BYTES),
@@ -148,7 +148,7 @@ def large_requests():
 
 
 def inline_messages(lease):
-    """For a relay's door: tickets with the rows of model affine behind them, or nearly; control messages."""
+    """For a relay's transport: tickets with the rows of model affine behind them, or nearly; control messages."""
     record = tickets(0, lease, 0, 1).map(lambda ticket: wire.PREFIX + ticket)
     tensor = st.one_of(st.integers(0, 40).map(lambda rows: bytes(16 * rows)), BYTES)
     return st.one_of(

@@ -12,7 +12,7 @@ from tests.fuzz.messages import BYTES, FIRST, NUMBERS, U32, U64, mutated
 from jurybox.client import Error
 from jurybox.client.control import Control
 from jurybox.client.remote.connection import Connection
-from jurybox.client.remote.inline_door import InlineDoor
+from jurybox.client.remote.inline_transport import InlineTransport
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import wire
@@ -35,7 +35,7 @@ def context():
 
 
 @pytest.mark.parametrize("examples", [200, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_any_answer_on_the_control_door(context, examples):
+def test_any_answer_on_the_control_transport(context, examples):
     control = Control(context, "inproc://nobody")
 
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
@@ -53,7 +53,7 @@ def test_any_answer_on_the_control_door(context, examples):
 def test_any_answer_of_a_relay(context, examples):
     rows = RowsHere(SPEC, 4)
     connection = Connection(context, "inproc://nobody", None)
-    door = InlineDoor(connection, rows, 1)
+    transport = InlineTransport(connection, rows, 1)
     head = st.builds(
         wire.PACK_REPLY.pack, st.one_of(st.just(5), U64), U64, st.one_of(st.just(1), U64), st.sampled_from([0, 1, 99])
     )
@@ -63,10 +63,10 @@ def test_any_answer_of_a_relay(context, examples):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(st.tuples(first, st.lists(tensor, max_size=4)))
     def fuzz(message):
-        door._in_flight[5] = (1, 2)
+        transport._in_flight[5] = (1, 2)
         with contextlib.suppress(Error):
-            door._read([zmq.Frame(frame) for frame in (message[0], *message[1])])
+            transport._read([zmq.Frame(frame) for frame in (message[0], *message[1])])
         assert not np.any(rows.outputs["y"][[0, 3]])  # never beyond the ticket's rows
 
     fuzz()
-    door.close()
+    transport.close()

@@ -1,4 +1,4 @@
-"""Any bytes in any call of the gRPC door: a status, and the gateway goes on. No crash, no hang, no leak."""
+"""Any bytes in any call of the gRPC transport: a status, and the gateway goes on. No crash, no hang, no leak."""
 
 from random import Random
 

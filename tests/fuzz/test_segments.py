@@ -12,7 +12,7 @@ import pytest
 from tests.fuzz.leaks import Watched
 
 from jurybox.client import Error, Publisher, WeightsReader
-from jurybox.protocol.board import Board
+from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 
@@ -106,24 +106,24 @@ def test_any_bytes_in_a_weights_channel(name, watched, mode, count):
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
-def test_any_bytes_in_a_boards_head(name, watched, count):
-    """Who attaches to a board finds the board, or is told that it is none; never memory beyond its end."""
+def test_any_bytes_in_a_scoreboards_head(name, watched, count):
+    """Who attaches to a scoreboard finds the scoreboard, or is told that it is none; never memory beyond its end."""
     random = Random(count)
-    board = Board.create(name, 2, 1.0)
+    scoreboard = Scoreboard.create(name, 2, 1.0)
     try:
-        memory = board.segment.buffer
+        memory = scoreboard.segment.buffer
         clean = bytes(memory[:24])
         for _ in range(count):
             scribble(memory, 0, 24, random)
             watched.came(1)
             with contextlib.suppress(Error):
-                attached = Board.attach(name)
+                attached = Scoreboard.attach(name)
                 np.array(attached.engines), np.array(attached.lanes), np.array(attached.counters)
                 assert len(attached.engines) == 2
                 attached.close()
             memory[:24] = clean
     finally:
-        board.close()
+        scoreboard.close()
 
 
 def test_a_leak_of_two_hundred_bytes_an_input_does_not_pass_for_flat():

@@ -1,4 +1,4 @@
-"""Any bytes at a ZeroMQ door: an answer or silence, and the server goes on. No crash, no hang, no leak.
+"""Any bytes at a ZeroMQ transport: an answer or silence, and the server goes on. No crash, no hang, no leak.
 
 The short version is part of the suite; `make fuzz` sends 100,000 to each.
 """
@@ -22,7 +22,7 @@ from jurybox.protocol import wire
 from jurybox.protocol.address import engine_address
 from jurybox.protocol.control_pb2 import ControlRequest, Hello
 
-AT_ONCE = 50  # messages between two questions whether the door still answers
+AT_ONCE = 50  # messages between two questions whether the transport still answers
 AGAIN = 19
 _HANG = 30  # seconds
 _numbers = itertools.count(1 << 40)
@@ -70,7 +70,7 @@ class Stranger:
         while time.monotonic() < until:
             if self._socket.poll(1000) and self._is_answer(self._socket.recv_multipart(), number):
                 return
-        raise AssertionError(f"the door hangs: no answer within {_HANG} s, after {self.sent} messages")
+        raise AssertionError(f"the transport hangs: no answer within {_HANG} s, after {self.sent} messages")
 
     def close(self):
         self._socket.close()
@@ -117,33 +117,33 @@ def bombard(stranger, message, count, watched):
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
-def test_any_bytes_at_the_control_door(server, nothing_leaks, count):
+def test_any_bytes_at_the_control_transport(server, nothing_leaks, count):
     bombard(Stranger(server.address, hello, hello_is_answered), messages.CONTROL, count, nothing_leaks)
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
-def test_any_bytes_at_an_engines_door(server, nothing_leaks, count):
-    with server.connect(door="zmq") as client:
+def test_any_bytes_at_an_engines_transport(server, nothing_leaks, count):
+    with server.connect(transport="zmq") as client:
         model = client.model("affine", rows=32)
-        board = client._link.board
-        lane = next(i for i, record in enumerate(board.lanes) if record["lease"] and record["rows"] == 32)
-        lease, first = int(board.lanes["lease"][lane]), int(board.lanes["first"][lane])
-        epoch = int(board.engines["epoch"][0])
+        scoreboard = client._link.scoreboard
+        lane = next(i for i, record in enumerate(scoreboard.lanes) if record["lease"] and record["rows"] == 32)
+        lease, first = int(scoreboard.lanes["lease"][lane]), int(scoreboard.lanes["first"][lane])
+        incarnation = int(scoreboard.engines["incarnation"][0])
 
         def ask(number):
             # Another ticket in flight may be on the same row: only that an answer comes counts.
-            return (wire.PREFIX + wire.PACK_TICKET.pack(number, lease, 0, 0, lane, first, 1, 0, 0, epoch),)
+            return (wire.PREFIX + wire.PACK_TICKET.pack(number, lease, 0, 0, lane, first, 1, 0, 0, incarnation),)
 
         stranger = Stranger(engine_address(server.address, 0), ask, reply_to, wire.lane_identity(lane, lease))
-        bombard(stranger, messages.engine_messages(lane, lease, first, epoch), count, nothing_leaks)
+        bombard(stranger, messages.engine_messages(lane, lease, first, incarnation), count, nothing_leaks)
         model.close()
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
-def test_any_bytes_at_the_relays_door(server, nothing_leaks, count):
+def test_any_bytes_at_the_relays_transport(server, nothing_leaks, count):
     with connect(f"tcp://{server.told['tcp']}") as client:
         model = client.model("affine", rows=32)
-        lease = model._lane._door._lease
+        lease = model._lane._transport._lease
         stranger = Stranger(f"tcp://{server.told['tcp']}", hello, hello_is_answered)
         bombard(stranger, messages.inline_messages(lease), count, nothing_leaks)
         x = np.ones((3, 4), np.float32)
@@ -154,10 +154,10 @@ def test_any_bytes_at_the_relays_door(server, nothing_leaks, count):
 @pytest.mark.parametrize(
     "count", [pytest.param(60, id="short"), pytest.param(15_000, id="long", marks=[pytest.mark.slow])]
 )
-@pytest.mark.parametrize("door", ["tcp", "http", "grpc"])
-def test_any_bytes_on_a_bare_connection(server, nothing_leaks, door, count):
+@pytest.mark.parametrize("transport", ["tcp", "http", "grpc"])
+def test_any_bytes_on_a_bare_connection(server, nothing_leaks, transport, count):
     """Garbage, openings of the protocols, ZeroMQ's commands in any order under one name; closed, or cut off."""
-    host, port = server.told[door].rsplit(":", 1)
+    host, port = server.told[transport].rsplit(":", 1)
     commands = st.lists(st.one_of(st.sampled_from(COMMANDS), st.binary(max_size=20)), max_size=40).map(b"".join)
 
     @settings(

@@ -12,4 +12,4 @@ def test_an_engine_shows_the_device_memory_it_holds(tmp_path):
         pytest.skip("there is no CUDA device")
     models = {"affine": {"factory": "tests.models:affine"}}
     with serving(tmp_path, models, devices=["cuda:0"]) as server, server.connect() as client:
-        wait_until(lambda: client.status()["memory"]["device_bytes"] > 0, 10, "device memory on the board")
+        wait_until(lambda: client.status()["memory"]["device_bytes"] > 0, 10, "device memory on the scoreboard")

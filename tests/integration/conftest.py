@@ -40,26 +40,26 @@ def gateway_server(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(params=["native", "zmq", "tcp", "grpc"])
-def door(request):
+@pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
+def transport(request):
     return request.param
 
 
 @pytest.fixture
-def leased(door):
+def leased(transport):
     """For promises about rows leased from the server's arena: over gRPC the gateway has those, for all its callers."""
-    if door == "grpc":
+    if transport == "grpc":
         pytest.skip("over gRPC a client leases no rows: those of its model are its own, and free when a call ends")
 
 
 @pytest.fixture
-def connecting(request, door):
-    """Connects over a door: those of the host by their name, others by the address that the server shows."""
-    if door in ("native", "zmq"):
+def connecting(request, transport):
+    """Connects over a transport: those of the host by their name, others by the address that the server shows."""
+    if transport in ("shm", "zmq"):
         server = request.getfixturevalue("server")
-        return lambda: server.connect(door=door)
-    server = request.getfixturevalue("gateway_server" if door == "grpc" else "server")
-    where = f"{door}://{server.listening(door)}"
+        return lambda: server.connect(transport=transport)
+    server = request.getfixturevalue("gateway_server" if transport == "grpc" else "server")
+    where = f"{transport}://{server.listening(transport)}"
     return lambda: connect(where, timeout=60.0)
 
 

@@ -1,4 +1,4 @@
-"""The client against a real server, over every door: one suite, the same promises."""
+"""The client against a real server, over every transport: one suite, the same promises."""
 
 import asyncio
 import threading

@@ -83,7 +83,7 @@ def addresses(tmp_path_factory) -> list[str]:
         "learned": {"factory": "tests.models:big", "publish": "double_buffer"},
     }
     with serving(tmp_path_factory.mktemp("server"), models, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as server:
-        yield [f"{door}://{server.listening(door)}" for door in ("tcp", "grpc")]
+        yield [f"{transport}://{server.listening(transport)}" for transport in ("tcp", "grpc")]
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -191,10 +191,10 @@ def test_a_batch_where_one_row_is_expected_is_told_so(client):
 LOST = """
 import gc, os, sys, threading, numpy
 from jurybox.client import connect
-address, door, how = sys.argv[1:]
+address, transport, how = sys.argv[1:]
 x = numpy.ones((2, 4), "f4")
 def ask():
-    server = connect(address, door=door, timeout=60)
+    server = connect(address, transport=transport, timeout=60)
     model = server.model("affine", rows=4)
     model.infer(x)
     return server, model, model.submit(x)
@@ -235,14 +235,14 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("how", ["dropped", "cycle", "thread", "exit", "exception", "fork"])
-def test_a_connection_lost_without_close_hangs_nobody(server, gateway_server, door, how):
+def test_a_connection_lost_without_close_hangs_nobody(server, gateway_server, transport, how):
     where = server.address
-    if door in ("tcp", "grpc"):
-        where = f"{door}://{(gateway_server if door == 'grpc' else server).listening(door)}"
-    if door == "grpc" and how == "fork":
+    if transport in ("tcp", "grpc"):
+        where = f"{transport}://{(gateway_server if transport == 'grpc' else server).listening(transport)}"
+    if transport == "grpc" and how == "fork":
         pytest.skip("gRPC does not survive a fork")
     done = subprocess.run(
-        [sys.executable, "-c", LOST, where, door if door in ("native", "zmq") else "auto", how],
+        [sys.executable, "-c", LOST, where, transport if transport in ("shm", "zmq") else "auto", how],
         capture_output=True,
         text=True,
         timeout=60,
@@ -274,7 +274,7 @@ def test_refused_models_keep_no_lane(server, monkeypatch):
     with server.connect() as client:
         before, had = lanes(server), files()
         with monkeypatch.context() as broken:
-            broken.setattr(LocalLink, "_open_door", refuses)
+            broken.setattr(LocalLink, "_open_transport", refuses)
             for _ in range(5):
                 with pytest.raises(Refused):
                     client.model("affine", rows=32)
@@ -294,7 +294,7 @@ def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
     assert files() == before
 
 
-@pytest.mark.parametrize("door", ["tcp"])
+@pytest.mark.parametrize("transport", ["tcp"])
 def test_a_remote_client_out_of_files_is_told_what_to_do(connecting):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with connecting() as connection:

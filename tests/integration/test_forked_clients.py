@@ -19,8 +19,8 @@ ROW = np.arange(4, dtype=np.float32)
 
 
 @pytest.fixture
-def forkable(door):
-    if door == "grpc":
+def forkable(transport):
+    if transport == "grpc":
         pytest.skip("gRPC does not survive a fork: such a child is refused")
 
 
@@ -236,7 +236,7 @@ def test_a_connection_without_a_model_works_in_a_child(forkable, client):
     assert client.models()
 
 
-@pytest.mark.parametrize("door", ["grpc"])
+@pytest.mark.parametrize("transport", ["grpc"])
 def test_over_grpc_a_child_is_refused_and_told_what_to_do(client):
     model = client.model("affine", rows=4)
     model(ROW)

@@ -44,9 +44,9 @@ def test_a_client_whose_server_came_back_with_another_folder_is_told_too(tmp_pat
         elsewhere.rmdir()
 
 
-@pytest.mark.parametrize("door", ["native", "zmq"])
-def test_a_client_of_another_user_who_may_read_everything_is_served(server, monkeypatch, door):
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_client_of_another_user_who_may_read_everything_is_served(server, monkeypatch, transport):
     monkeypatch.setattr(os, "getuid", lambda: 54321)  # names have their owner's user in them
     x = np.ones((1, 4), np.float32)
-    with server.connect(door=door) as client:
+    with server.connect(transport=transport) as client:
         np.testing.assert_array_equal(client.model("affine").infer(x, timeout=10), 2 * x + 1)

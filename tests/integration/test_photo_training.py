@@ -55,12 +55,12 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("door", ["grpc", "tcp"])
-def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, door):
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, transport):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--steps", 32, "--out", out]
-    with serving(tmp_path / "server", MODEL, **{door: "127.0.0.1:0"}) as server:
-        address = f"{door}://{server.listening(door)}"
+    with serving(tmp_path / "server", MODEL, **{transport: "127.0.0.1:0"}) as server:
+        address = f"{transport}://{server.listening(transport)}"
         done = subprocess.run(
             [*CLI, *map(str, options), "--address", address], capture_output=True, text=True, timeout=150
         )

@@ -12,24 +12,24 @@ from tests.serving import serving, wait_until
 X = np.ones((1, 4), np.float32)
 
 
-@pytest.fixture(params=["native", "zmq"])
-def door(request):
+@pytest.fixture(params=["shm", "zmq"])
+def transport(request):
     """Those that choose an engine; remote clients leave that to the gateway and the relay."""
     return request.param
 
 
-def crowd(server, clients, seconds, door):
+def crowd(server, clients, seconds, transport):
     """Closed-loop clients for a while; gives how many requests each engine answered, the slowest engine first."""
     stop = time.monotonic() + seconds
 
     def ask():
-        with server.connect(door=door) as client:
+        with server.connect(transport=transport) as client:
             model = client.model("paced")
             while time.monotonic() < stop:
                 assert model.infer(X, timeout=20)[0, 0] == 2
 
     with server.connect() as client:
-        counters = client._link.board.counters[:, client.status()["models"][0]["index"]]
+        counters = client._link.scoreboard.counters[:, client.status()["models"][0]["index"]]
         before = counters["requests"].copy()
         threads = [threading.Thread(target=ask) for _ in range(clients)]
         for thread in threads:
@@ -50,8 +50,8 @@ def uneven(tmp_path_factory):
         yield server
 
 
-def test_a_slow_replica_does_not_hold_up_the_rest(uneven, door):
-    slow, *others = crowd(uneven, 4, 2.0, door)
+def test_a_slow_replica_does_not_hold_up_the_rest(uneven, transport):
+    slow, *others = crowd(uneven, 4, 2.0, transport)
     # Spread evenly, each would answer a third.
     assert slow < 0.15 * (slow + sum(others))
     assert min(others) > 0
@@ -61,8 +61,8 @@ def test_a_dead_replicas_tickets_go_to_a_living_one(tmp_path):
     model = {"factory": "tests.models:affine"}
     with (
         serving(tmp_path, {"affine": model}, replicas=2) as server,
-        server.connect(door="native") as native,
-        server.connect(door="zmq") as zmq,
+        server.connect(transport="shm") as native,
+        server.connect(transport="zmq") as zmq,
     ):
         served = [client.model("affine") for client in (native, zmq)]
         assert all(one.infer(X)[0, 0] == 3 for one in served)

@@ -31,7 +31,7 @@ provider = TracerProvider(sampler=ALWAYS_OFF if "off" in sys.argv else ALWAYS_ON
 provider.add_span_processor(SimpleSpanProcessor(memory))
 trace.set_tracer_provider(provider)
 ones = np.ones((3, 4), np.float32)
-with connect(sys.argv[1], door=sys.argv[2], timeout=20) as server:
+with connect(sys.argv[1], transport=sys.argv[2], timeout=20) as server:
     model = server.model(sys.argv[3], rows=8)
     with trace.get_tracer("test").start_as_current_span("step"):
         for kind in sys.argv[4:]:
@@ -63,9 +63,9 @@ print(json.dumps([
 """
 
 
-def spans(address: str, door: str, model: str, *kinds: str, traces: str = "true") -> list[dict]:
+def spans(address: str, transport: str, model: str, *kinds: str, traces: str = "true") -> list[dict]:
     run = subprocess.run(
-        [sys.executable, "-c", CLIENT, address, door, model, *kinds],
+        [sys.executable, "-c", CLIENT, address, transport, model, *kinds],
         env={**os.environ, "JURYBOX_TRACES": traces}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -78,10 +78,10 @@ def traced(tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize("door", ["native", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize(("kind", "tickets"), [("call", 1), ("infer", 1), ("submit", 3), ("async", 1), ("rows", 1)])
-def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(traced, door, kind, tickets):
-    found = spans(traced.address, door, "affine", kind)
+def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(traced, transport, kind, tickets):
+    found = spans(traced.address, transport, "affine", kind)
     (step,) = [span for span in found if span["name"] == "step"]
     outer = [span for span in found if span["name"] == "infer affine"]
     assert len(outer) == tickets
@@ -103,7 +103,7 @@ def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(traced, door, ki
 
 
 def test_a_failed_ticket_is_a_span_in_error(traced):
-    found = spans(traced.address, "native", "moody", "fail")
+    found = spans(traced.address, "shm", "moody", "fail")
     (outer,) = [span for span in found if span["name"] == "infer moody"]
     assert outer["error"]
     assert {span["name"] for span in found} == {
@@ -113,11 +113,11 @@ def test_a_failed_ticket_is_a_span_in_error(traced):
 
 
 def test_what_the_sampler_leaves_out_is_not_traced(traced):
-    assert spans(traced.address, "native", "affine", "infer", "call", "off") == []
+    assert spans(traced.address, "shm", "affine", "infer", "call", "off") == []
 
 
 def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(traced):
-    assert [span["name"] for span in spans(traced.address, "native", "affine", "infer", traces="false")] == ["step"]
+    assert [span["name"] for span in spans(traced.address, "shm", "affine", "infer", traces="false")] == ["step"]
     code = (
         "import sys, numpy as np; from jurybox.client import connect\n"
         "with connect(sys.argv[1]) as server: server.model('affine').infer(np.ones((1, 4), np.float32))\n"
@@ -129,5 +129,5 @@ def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(t
 
 def test_a_server_that_does_not_help_leaves_the_outer_span_alone(tmp_path):
     with serving(tmp_path, {"affine": MODELS["affine"]}) as running:
-        found = spans(running.address, "native", "affine", "infer", "call")
+        found = spans(running.address, "shm", "affine", "infer", "call")
     assert sorted(span["name"] for span in found) == ["infer affine", "infer affine", "step"]

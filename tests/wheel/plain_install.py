@@ -19,7 +19,13 @@ def check_contents() -> None:
     """Nothing of a server's needs came along; the client, the protocol and the native core did."""
     from jurybox import native
 
-    for name in ("client", "client.doors.native", "client.doors.zmq", "protocol.control_pb2", "protocol.weights"):
+    for name in (
+        "client",
+        "client.transports.shm",
+        "client.transports.zmq",
+        "protocol.control_pb2",
+        "protocol.weights",
+    ):
         importlib.import_module(f"jurybox.{name}")
     assert native.__file__.endswith(".so")
     assert importlib.util.find_spec("torch") is None, "torch is here: this is no plain install"
@@ -47,12 +53,12 @@ def check_no_server() -> None:
 
 
 def check_server(address: str) -> None:
-    """Over both doors of the host, every answer is right."""
+    """Over both transports of the host, every answer is right."""
     from jurybox.client import connect
 
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
-    for door in ("native", "zmq"):
-        with connect(address, door=door) as server:
+    for transport in ("shm", "zmq"):
+        with connect(address, transport=transport) as server:
             assert np.array_equal(server.model("affine").infer(rows), 2 * rows + 1)
 
 

@@ -60,8 +60,8 @@ def wheels(tmp_path_factory) -> Wheels:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """One server with every model of the client's suite, over every transport, of the Python that runs this."""
-    doors = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0", "http": "127.0.0.1:0"}
-    with serving(tmp_path_factory.mktemp("server"), MODELS, {"PYTHONPATH": str(ROOT)}, **doors) as running:
+    transports = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    with serving(tmp_path_factory.mktemp("server"), MODELS, {"PYTHONPATH": str(ROOT)}, **transports) as running:
         yield running
 
 
@@ -77,7 +77,10 @@ def gateway(tmp_path_factory):
 def test_the_client_works_beside(case, wheels, server, tmp_path) -> None:
     name, packages, version = NEIGHBOURS[case]
     there = Environment.make(tmp_path / "env", version, wheels.of(version), *packages, extra="grpc")
-    addresses = [server.address, *(f"{door}://{server.listening(door)}" for door in ("tcp", "grpc", "http"))]
+    addresses = [
+        server.address,
+        *(f"{transport}://{server.listening(transport)}" for transport in ("tcp", "grpc", "http")),
+    ]
     said = there.run(ROOT / "tests/wheel/beside.py", name, *addresses, WANDB_SILENT="true", JURYBOX_SHM_DIR=directory())
     assert f"{name} and the client work together" in said
     if case.startswith("protobuf"):
@@ -129,10 +132,10 @@ def test_a_server_serves_with_protobuf(protobuf, wheels, tmp_path) -> None:
     there.lend_torch()
     assert there.version_of("protobuf").startswith(protobuf)
     models = {"affine": {"factory": "tests.models:affine"}}
-    doors = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    transports = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
     env = {"PYTHONPATH": str(ROOT)}
-    with serving(tmp_path / "server", models, env, python=str(there.python), **doors) as server:
-        addresses = [server.address, *(f"{door}://{server.listening(door)}" for door in doors)]
+    with serving(tmp_path / "server", models, env, python=str(there.python), **transports) as server:
+        addresses = [server.address, *(f"{transport}://{server.listening(transport)}" for transport in transports)]
         said = run(sys.executable, ROOT / "tests/wheel/beside.py", "protobuf", *addresses)
         assert "protobuf and the client work together" in said
         answer = there.run(ROOT / "tests/wheel/ask_grpc.py", server.listening("grpc"))

@@ -46,7 +46,7 @@ def oldest(tmp_path_factory) -> str:
 def addresses(tmp_path_factory) -> list[str]:
     model = {"factory": "tests.models:affine"}
     with serving(tmp_path_factory.mktemp("server"), {"affine": model}, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as server:
-        yield [server.address, *(f"{door}://{server.listening(door)}" for door in ("tcp", "grpc"))]
+        yield [server.address, *(f"{transport}://{server.listening(transport)}" for transport in ("tcp", "grpc"))]
 
 
 @pytest.mark.parametrize("implementation", ["upb", "python"])

@@ -15,13 +15,14 @@ from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest
-from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.descriptors import exhausted, remedy, require
 from jurybox.protocol.errors import Error, ProtocolMismatch, ServerGone, TooManyFiles, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
 _CLOSE = 2.0  # seconds that closing all sockets may take
+_FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
 _MOST_BYTES = 64 << 20  # of an answer; a status document has some ten thousand
 
 
@@ -69,12 +70,14 @@ class Wires:
 
 
 class Control:
-    """Calls on the control door of one server. Thread-safe: calls go one after another.
+    """Calls on the control socket of one server. Thread-safe: calls go one after another.
 
     A DEALER rather than a REQ socket: a lost reply costs a time-out, not the socket.
 
     Args:
         open_socket: makes the socket, connected; without it one to an address of this host.
+        far: the server is on another host, whose relay may end with a request it has taken: nobody but the connection
+            tells, and the request is sent again over the next one. A lease that the relay held ended with it.
     """
 
     def __init__(
@@ -82,14 +85,18 @@ class Control:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         open_socket: Callable[[], zmq.Socket[bytes]] | None = None,
+        *,
+        far: bool = False,
     ) -> None:
         self.address = address
+        self._far = far
+        self._events: zmq.Socket[bytes] | None = None
         self._context = context
         self._open = open_socket or self._open_local
         self._lock = threading.Lock()
         self._number = 0
         self._calling = False
-        self._socket = self._open()
+        self._connect()
 
     def call(self, timeout: float, still_there: Callable[[], bool] = lambda: True, **request: Message) -> ControlReply:
         """Send one request (the field of ControlRequest by keyword) and wait for its reply.
@@ -122,7 +129,7 @@ class Control:
 
     def close(self) -> None:
         with self._lock:
-            self._socket.close()
+            self._disconnect()
 
     def _exchanged(self, timeout: float, still_there: Callable[[], bool], body: bytes) -> ControlReply:
         self._number += 1
@@ -145,10 +152,27 @@ class Control:
                 frames = self._socket.recv_multipart()
                 if (reply := self._read(frames, number)) is not None:
                     return reply
+            if self._events is not None and self._events.poll(0):
+                self._reopen()  # by itself a socket would send nothing again, and what it had not sent yet twice
+                self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
+
+    def _connect(self) -> None:
+        if self._far:
+            require(_FILES, f"a connection to {self.address}")
+        self._socket = self._open()
+        if self._far:
+            self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def _disconnect(self) -> None:
+        if self._events is not None:
+            if not self._socket.closed:
+                self._socket.disable_monitor()
+            self._events.close()
+        self._socket.close()
 
     def _reopen(self) -> None:
-        self._socket.close()
-        self._socket = self._open()
+        self._disconnect()
+        self._connect()
 
     def _open_local(self) -> zmq.Socket[bytes]:
         socket = new_socket(self._context)

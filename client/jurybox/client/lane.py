@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import LOOK_AFTER, UNSENT, Answer, Caller, Door, InFlight
+from jurybox.client.transports.transport import LOOK_AFTER, UNSENT, Answer, Caller, InFlight, Transport
 from jurybox.protocol import forks
-from jurybox.protocol.board import EngineState, state_of
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
+from jurybox.protocol.scoreboard import EngineState, state_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,8 +24,8 @@ _DEATHS = 3  # engines that die with a ticket in flight before the ticket is tak
 _SERVING = int(EngineState.SERVING)
 
 
-class BoardView(Protocol):
-    """What a lane reads of a board: records of board.ENGINE, and whether the server lives."""
+class ScoreboardView(Protocol):
+    """What a lane reads of a scoreboard: records of scoreboard.ENGINE, and whether the server lives."""
 
     engines: NDArray[Any]
 
@@ -67,9 +67,9 @@ class Lane:
     def __init__(
         self,
         model: str,
-        board: BoardView,
+        scoreboard: ScoreboardView,
         arena: RowMemory,
-        door: Door,
+        transport: Transport,
         lease: int,
         first: int,
         rows: int,
@@ -92,18 +92,18 @@ class Lane:
         # The free runs (first, length) that the two tables leave, in order: these at the most, unless `_stale`.
         self._runs: list[tuple[int, int]] = [(first, rows)]
         self._stale = False
-        self._board = board
+        self._scoreboard = scoreboard
         self._arena = arena
-        self._door = door
+        self._transport = transport
         self._give_back = give_back
-        self._states = board.engines["state"]
-        self._epochs = board.engines["epoch"]
-        self._waits = board.engines["expected_wait"]
+        self._states = scoreboard.engines["state"]
+        self._incarnations = scoreboard.engines["incarnation"]
+        self._waits = scoreboard.engines["expected_wait"]
         self._one_engine = len(self._states) == 1
         self._looked = 0.0
         self._unsent_because = ""
         self._row_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._let_go = weakref.finalize(self, _let_go, os.getpid(), door, arena, leave)
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), transport, arena, leave)
         forks.register(self)
 
     # ---- rows
@@ -211,11 +211,11 @@ class Lane:
             return self.wait(ticket, deadline)
         self.sequence = sequence = self.sequence + 1
         ticket = InFlight(sequence, first, rows, deadline, version)
-        ticket.engine, ticket.epoch, ticket.submitted = engine, self._epochs.item(engine), now
+        ticket.engine, ticket.incarnation, ticket.submitted = engine, self._incarnations.item(engine), now
         stale, self._stale = self._stale, True
         self.in_flight[sequence] = ticket
         try:
-            answer = self._door.exchange(ticket, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+            answer = self._transport.exchange(ticket, seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         except TooManyFiles as error:
             ticket.engine, self._unsent_because, answer = UNSENT, str(error), None  # sent when looked after
         if answer is None:
@@ -235,9 +235,11 @@ class Lane:
         engine = self._choose_engine() if self._one_engine else None
         if engine is None:
             return None, 0
-        epoch = self._epochs.item(engine)
+        incarnation = self._incarnations.item(engine)
         try:
-            return self._door.caller(first, place, outputs, self._board.engines[engine : engine + 1], epoch), epoch
+            return self._transport.caller(
+                first, place, outputs, self._scoreboard.engines[engine : engine + 1], incarnation
+            ), incarnation
         except TooManyFiles:
             return None, 0
 
@@ -281,7 +283,7 @@ class Lane:
         Args:
             waited: the tickets whose answers the caller wants.
         """
-        answers = self._door.receive(timeout)
+        answers = self._transport.receive(timeout)
         if answers:
             self._settle(answers)
         if (not answers or self.in_flight) and time.monotonic() - self._looked > LOOK_AFTER / 2:
@@ -289,7 +291,7 @@ class Lane:
 
     def receive_now(self) -> None:
         """Take in the answers that are there."""
-        while answers := self._door.receive(0):
+        while answers := self._transport.receive(0):
             self._settle(answers)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
@@ -297,7 +299,7 @@ class Lane:
 
         Called in that thread. `arrived` must not keep the lane alive.
         """
-        self._door.watch(loop, arrived)
+        self._transport.watch(loop, arrived)
 
     def close(self) -> None:
         """Release the lease; tickets in flight stay unanswered."""
@@ -320,9 +322,9 @@ class Lane:
             ticket.engine, self._unsent_because = UNSENT, "no engine serves"
             return
         ticket.submitted = time.monotonic_ns()
-        ticket.engine, ticket.epoch = engine, self._epochs.item(engine)
+        ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
         try:
-            self._door.send(ticket)
+            self._transport.send(ticket)
         except TooManyFiles as error:
             ticket.engine, self._unsent_because = UNSENT, str(error)  # tried again when looked after
 
@@ -374,7 +376,7 @@ class Lane:
 
     def _look_after(self, waited: Sequence[InFlight] = ()) -> None:
         self._looked = time.monotonic()
-        if not self._board.server_lives():
+        if not self._scoreboard.server_lives():
             self.gone = ServerGone(
                 f"the server died or was stopped with {len(self.in_flight)} tickets of {self.model!r} in flight; "
                 "the next call connects again if one is there"
@@ -385,8 +387,8 @@ class Lane:
                 self._forget(ticket)  # its taking in was broken off
                 continue
             sent = ticket.engine != UNSENT
-            died = sent and int(self._epochs[ticket.engine]) != ticket.epoch
-            if sent and not died and self._door.holds(ticket):
+            died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
+            if sent and not died and self._transport.holds(ticket):
                 continue
             wanted = ticket in waited or (ticket.holder is not None and ticket.holder() is not None)
             ticket.deaths += died and not self._far  # far away it was a connection: engines are the relay's affair
@@ -406,7 +408,7 @@ class Lane:
             f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) "
             "in flight; it is not sent again. See the server's log for what ended them"
         )
-        return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.epoch)
+        return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.incarnation)
 
     def why_late(self, ticket: InFlight) -> str:
         """What to say of a ticket that was not answered in time."""
@@ -432,15 +434,15 @@ class Lane:
             )
         self.inputs, self.outputs, self.in_flight, self._held, self._row_waiters = {}, {}, {}, {}, []
         self._let_go.detach()
-        self._door.forked()
+        self._transport.forked()
         self._arena.close()
-        del self._board, self._states, self._epochs, self._waits  # and with them the mapping
+        del self._scoreboard, self._states, self._incarnations, self._waits  # and with them the mapping
 
 
-def _let_go(pid: int, door: Door, arena: RowMemory, leave: Callable[[], None]) -> None:
+def _let_go(pid: int, transport: Transport, arena: RowMemory, leave: Callable[[], None]) -> None:
     """Close what a lane had open. Its lock goes last: then nothing of this client writes to its rows any more."""
     if os.getpid() == pid:
-        door.close()
+        transport.close()
         arena.close()
         leave()
 

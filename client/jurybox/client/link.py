@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # What of a publication crosses a network: all of it, what changed since the last one, or all of it as bfloat16.
 Transfer: TypeAlias = Literal["exact", "changed", "bfloat16"]
-_FILES_OF_A_LINK = 16  # libzmq's threads and sockets, the board; some at once only
+_FILES_OF_A_LINK = 16  # libzmq's threads and sockets, the scoreboard; some at once only
 POLL = 0.05  # seconds between two questions whether a model is ready
 
 
@@ -87,7 +87,7 @@ def seconds(timeout: float) -> float:
 
 
 class ControlLink:
-    """The part of a link that is calls on the control door.
+    """The part of a link that is calls on the control socket.
 
     A link that is lost without `close` closes its sockets when it is collected. In a forked child it opens its own, as
     soon as something is asked; what was leased before is the parent's.

@@ -1,4 +1,4 @@
-"""A connection to a server on this host: calls on its control door, rows in its shared memory."""
+"""A connection to a server on this host: calls on its control socket, rows in its shared memory."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import weakref
 from contextlib import ExitStack
 
 from jurybox.client.control import Control
-from jurybox.client.doors.door import Door
-from jurybox.client.doors.zmq import ZmqDoor
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, ControlLink, Transfer, spec_of
 from jurybox.client.publisher import Publisher
+from jurybox.client.transports.transport import Transport
+from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import LANE_LOCK, Board, EngineState
 from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError, TooManyFiles
 from jurybox.protocol.locks import try_lock, unlock
+from jurybox.protocol.scoreboard import LANE_LOCK, EngineState, Scoreboard
 from jurybox.protocol.segment import directory
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 
-_FILES_OF_A_LANE = 10  # arena, bell, pipe or socket
+_FILES_OF_A_LANE = 10  # arena, rings, pipe or socket
 _SPIN_US = 100  # a small model answers a lone client within it
 
 
 class LocalLink(ControlLink):
-    """The board of a server, and lanes in its arenas.
+    """The scoreboard of a server, and lanes in its arenas.
 
     Args:
         address: ipc://.
-        door: "auto" (the best there is), "zmq" or "native".
+        transport: "auto" (the best there is), "zmq" or "shm".
         timeout: seconds to wait for a server that is still starting.
     """
 
-    def __init__(self, address: str, door: str, timeout: float) -> None:
+    def __init__(self, address: str, transport: str, timeout: float) -> None:
         super().__init__(lambda wires: Control(wires.context, address))
         self._address = address
-        self._door = door
+        self._transport = transport
         self._spin_us = _spin_us()
         self._traces = _wants_traces()
-        self.board: Board | None = None
+        self.scoreboard: Scoreboard | None = None
         self._channels: weakref.WeakSet[WeightsChannel] = weakref.WeakSet()  # each its publisher's or reader's
         self._info = ServerMessage()
-        self._entering: tuple[Board, int] | None = None  # a lane that is locked, and not yet a Lane's
+        self._entering: tuple[Scoreboard, int] | None = None  # a lane that is locked, and not yet a Lane's
         try:
             self._greet(timeout)
         except BaseException:
@@ -59,7 +59,7 @@ class LocalLink(ControlLink):
         """As Link.close."""
         for channel in list(self._channels):
             channel.close()
-        self.board = None
+        self.scoreboard = None
         if self._wires is not None:
             self._control.close()
         self._unwire(linger=200)
@@ -68,10 +68,10 @@ class LocalLink(ControlLink):
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
         self._channels, self._entering = weakref.WeakSet(), None
-        if self.board is not None:
+        if self.scoreboard is not None:
             # With it go this process's holds on the parent's locks, not the locks.
-            self.board.segment.close()
-            self.board = None
+            self.scoreboard.segment.close()
+            self.scoreboard = None
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher:
         """As Link.publisher; it writes where the engines read, whatever `transfer` says."""
@@ -99,18 +99,21 @@ class LocalLink(ControlLink):
         return channel, message
 
     def _version_in_use(self, model: int) -> int:
-        """Of the weights that engines answer with, the oldest where several do; the model by its place on the board."""
-        board = self.board
-        if board is None:
+        """Of the weights that engines answer with, the oldest where several do.
+
+        `model` is its place on the scoreboard.
+        """
+        scoreboard = self.scoreboard
+        if scoreboard is None:
             raise Refused("this connection was closed: connect again")
-        versions = board.counters["version"][board.engines["state"] == EngineState.SERVING, model]
+        versions = scoreboard.counters["version"][scoreboard.engines["state"] == EngineState.SERVING, model]
         return int(versions.min()) if len(versions) else 0
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """As Link.lease: a lane, locked, its arena mapped; from a new server where the old one is gone."""
         deadline = time.monotonic() + timeout
         with self._lock:
-            if self.board is None or not self.board.server_lives():
+            if self.scoreboard is None or not self.scoreboard.server_lives():
                 self._greet(timeout)
             while True:
                 lease = self._grant(name, rows, deadline, timeout)
@@ -124,93 +127,95 @@ class LocalLink(ControlLink):
 
         Its last holder let the grant lapse and locked it late; the server will find it locked and skip it.
         """
-        board = self.board
-        assert board is not None
+        scoreboard = self.scoreboard
+        assert scoreboard is not None
         if (left := self._entering) is not None:  # an earlier attempt was broken off
             unlock(left[0].segment.fd, LANE_LOCK + left[1])
             self._entering = None
         try:
             require(_FILES_OF_A_LANE, f"a lane of {lease.model.name!r}")
         except TooManyFiles:
-            self._release(board, lease)
+            self._release(scoreboard, lease)
             raise
-        self._entering = (board, lease.lane)
-        if not try_lock(board.segment.fd, LANE_LOCK + lease.lane):
+        self._entering = (scoreboard, lease.lane)
+        if not try_lock(scoreboard.segment.fd, LANE_LOCK + lease.lane):
             self._entering = None
             return None
         try:
-            lane = self._lane(board, lease)
+            lane = self._lane(scoreboard, lease)
         except BaseException:
-            self._release(board, lease)
-            unlock(board.segment.fd, LANE_LOCK + lease.lane)
+            self._release(scoreboard, lease)
+            unlock(scoreboard.segment.fd, LANE_LOCK + lease.lane)
             self._entering = None
             raise
         self._entering = None
         return lane
 
-    def _lane(self, board: Board, lease: Lease) -> Lane:
+    def _lane(self, scoreboard: Scoreboard, lease: Lease) -> Lane:
         """The lane of a lease whose lock is held; it is closed, or collected, before the lock goes."""
         with ExitStack() as undo:
             arena = Arena.attach(lease.model.arena, ArenaLayout(spec_of(lease.model), lease.model.arena_rows))
             undo.callback(arena.close)
-            door = self._open_door(board, lease)
-            undo.callback(door.close)
+            transport = self._open_transport(scoreboard, lease)
+            undo.callback(transport.close)
             if self._traces:
-                door = _traced(door, lease.model.name, board.segment.name, lease.lane)
+                transport = _traced(transport, lease.model.name, scoreboard.segment.name, lease.lane)
             lane = Lane(
                 lease.model.name,
-                board,
+                scoreboard,
                 arena,
-                door,
+                transport,
                 lease.lease,
                 lease.first_row,
                 lease.rows,
-                lambda: self._release(board, lease),
-                leave=lambda: unlock(board.segment.fd, LANE_LOCK + lease.lane),
+                lambda: self._release(scoreboard, lease),
+                leave=lambda: unlock(scoreboard.segment.fd, LANE_LOCK + lease.lane),
             )
             undo.pop_all()
             return lane
 
-    def _release(self, board: Board, lease: Lease) -> None:
+    def _release(self, scoreboard: Scoreboard, lease: Lease) -> None:
         # Unanswered, the server still notices by the lock, only a little later.
         with contextlib.suppress(Error):
-            if not self._closed and board.server_lives():
-                self._control.call(1.0, board.server_lives, release=ReleaseRequest(lane=lease.lane, lease=lease.lease))
+            if not self._closed and scoreboard.server_lives():
+                self._control.call(
+                    1.0, scoreboard.server_lives, release=ReleaseRequest(lane=lease.lane, lease=lease.lease)
+                )
 
     def _greet(self, timeout: float) -> None:
-        """Say hello and map the board of the server that answers."""
+        """Say hello and map the scoreboard of the server that answers."""
         missing = ""
         while True:
             self._info = self._call(timeout, hello=self.hello()).server
-            self.board = None  # lanes of it go on looking at it, and learn from it that their server is gone
+            self.scoreboard = None  # lanes of it go on looking at it, and learn from it that their server is gone
             try:
-                board = Board.attach(self._info.board)
-                weakref.finalize(board, board.segment.close)
-                self.board = board
+                scoreboard = Scoreboard.attach(self._info.scoreboard)
+                weakref.finalize(scoreboard, scoreboard.segment.close)
+                self.scoreboard = scoreboard
                 return
             except SharedMemoryError as error:
-                if self._info.board == missing:
+                if self._info.scoreboard == missing:
                     raise _foreign_memory(self._address, missing, error) from error
-                missing = self._info.board  # it may have stopped just now: who answers next tells
+                missing = self._info.scoreboard  # it may have stopped just now: who answers next tells
 
-    def _open_door(self, board: Board, lease: Lease) -> Door:
-        """The door that was asked for; with "auto" the native one where this install has it."""
-        if self._door in ("auto", "native"):
+    def _open_transport(self, scoreboard: Scoreboard, lease: Lease) -> Transport:
+        """The transport that was asked for; with "auto" the native one where this install has it."""
+        if self._transport in ("auto", "shm"):
             try:
-                from jurybox.client.doors.native import NativeDoor
+                from jurybox.client.transports.shm import ShmTransport
 
-                return NativeDoor(board, lease.lane, lease.lease, self._spin_us)
+                return ShmTransport(scoreboard, lease.lane, lease.lease, self._spin_us)
             except ImportError as error:
-                if self._door == "native":
+                if self._transport == "shm":
                     raise Refused(
-                        f"door='native' needs the native core, which this install lacks ({error}): install a wheel for "
-                        "this platform, or use door='zmq'"
+                        f"transport='shm' needs the native core, which is missing here ({error}): install a wheel for "
+                        "this platform, or use transport='zmq'"
                     ) from error
         assert self._wires is not None
-        return ZmqDoor(self._wires.context, list(self._info.engines), lease.lane, lease.lease)
+        return ZmqTransport(self._wires.context, list(self._info.engines), lease.lane, lease.lease)
 
 
-def _foreign_memory(address: str, board: str, error: SharedMemoryError) -> SharedMemoryError:
+def _foreign_memory(address: str, scoreboard: str, error: SharedMemoryError) -> SharedMemoryError:
     """A server that answers has its memory somewhere; this says why that is not where this process looks."""
     if isinstance(error.__cause__, PermissionError):
         why = f"is closed to user {os.getuid()}: run this process as the server's user"
@@ -221,7 +226,7 @@ def _foreign_memory(address: str, board: str, error: SharedMemoryError) -> Share
             "instead, a restart of the server gives it a new /dev/shm, so start this container again too. Or connect "
             "to a grpc:// or tcp:// address: those need no shared memory"
         )
-    return SharedMemoryError(f"the server at {address} answers, but its shared memory {board} {why}")
+    return SharedMemoryError(f"the server at {address} answers, but its shared memory {scoreboard} {why}")
 
 
 def _spin_us() -> int:
@@ -238,8 +243,8 @@ def _wants_traces() -> bool:
     return text == "true"
 
 
-def _traced(door: Door, model: str, board: str, lane: int) -> Door:
-    """The door with traces around it; OpenTelemetry is imported here, and nowhere where it is not wanted."""
+def _traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Transport:
+    """The transport with traces around it; OpenTelemetry is imported here, and nowhere where it is not wanted."""
     try:
         from jurybox.client.tracing import traced
     except ImportError as error:
@@ -247,4 +252,4 @@ def _traced(door: Door, model: str, board: str, lane: int) -> Door:
             f"JURYBOX_TRACES is true, but OpenTelemetry is missing ({error}): install it with "
             "pip install 'jurybox[otel]', or unset the variable"
         ) from error
-    return traced(door, model, board, lane)
+    return traced(transport, model, scoreboard, lane)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import LOOK_AFTER
 from jurybox.client.lane import Lane
 from jurybox.client.link import seconds
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
+from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout, error_for
 from jurybox.protocol.spec import ModelSpec

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, InFlight
 from jurybox.client.lane import Lane
+from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, InFlight
 from jurybox.protocol.errors import Busy, Code, Refused, error_for
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Rows:
 class CallRow:
     """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
 
-    __slots__ = ("__weakref__", "_call", "_epoch", "_outputs", "_place", "_ticket", "first", "lane", "rows")
+    __slots__ = ("__weakref__", "_call", "_incarnation", "_outputs", "_place", "_ticket", "first", "lane", "rows")
 
     def __init__(self, lane: Lane, first: int) -> None:
         self.first, self.rows = first, 1
@@ -121,13 +121,13 @@ class CallRow:
 
     def _prepare(self) -> None:
         """For the engine that serves now."""
-        self._call, self._epoch = self.lane.caller(self.first, self._place, self._outputs)
+        self._call, self._incarnation = self.lane.caller(self.first, self._place, self._outputs)
         self._renew()
 
     def _renew(self) -> None:
         """An object for the next call, the last one's being in flight still."""
         self._ticket = InFlight(0, self.first, 1, 0, 0)
-        self._ticket.engine, self._ticket.epoch = 0, self._epoch
+        self._ticket.engine, self._ticket.incarnation = 0, self._incarnation
 
     @property
     def usable(self) -> bool:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
     from jurybox.client.weights_reader import WeightsReader
 
-DOORS = ("auto", "zmq", "native")
+TRANSPORTS = ("auto", "zmq", "shm")
 
 
 def connect(
     address: str | None = None,
     *,
-    door: str = "auto",
+    transport: str = "auto",
     timeout: float = 10.0,
     server_key: str | None = None,
     client_key: str | None = None,
@@ -39,7 +39,7 @@ def connect(
     Args:
         address: where the server is; JURYBOX_ADDRESS or the default ipc address without it. ``ipc://`` is on this host,
             ``tcp://host:port`` and ``grpc://host:port`` (``grpcs://`` with TLS) are anywhere.
-        door: on this host: "auto" (the best there is), "zmq" or "native".
+        transport: on this host: "auto" (the best there is), "zmq" or "shm".
         timeout: seconds, also the default of every later call.
         server_key: for tcp://, the server's public CURVE key, or the .key file with it; JURYBOX_SERVER_KEY without it.
         client_key: for tcp://, the .key_secret file with this client's own pair; JURYBOX_CLIENT_KEY without it. A
@@ -52,10 +52,10 @@ def connect(
         ServerGone: no server answers there in time.
         ProtocolMismatch: one of another protocol version does.
         Refused: it asks for a token, and this is not it; no such key file.
-        ValueError: an unknown door or kind of address.
+        ValueError: an unknown transport or kind of address.
     """
-    if door not in DOORS:
-        raise ValueError(f"door={door!r}: expected one of {', '.join(map(repr, DOORS))}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: expected one of {', '.join(map(repr, TRANSPORTS))}")
     timeout = seconds(timeout)
     where = address or default_address()
     if where.startswith("ipc://"):
@@ -63,9 +63,9 @@ def connect(
             raise Refused(f"{where} is for clients on the server's own host: {NOT_LINUX}")
         from jurybox.client.local_link import LocalLink
 
-        return Server(where, LocalLink(where, door, timeout), timeout)
-    if door != "auto":
-        raise ValueError(f"door={door!r} is for ipc:// addresses: {where} chooses its own")
+        return Server(where, LocalLink(where, transport, timeout), timeout)
+    if transport != "auto":
+        raise ValueError(f"transport={transport!r} is for ipc:// addresses: {where} chooses its own")
     if where.startswith("tcp://"):
         from jurybox.client.remote.curve import keys
         from jurybox.client.remote.tcp_link import TcpLink

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import LOOK_AFTER, Answer, InFlight
 from jurybox.client.lane import Lane
+from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
 from jurybox.protocol.errors import Code, Refused, Timeout, error_for
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from jurybox.client.doors.door import Answer, Door, InFlight
+from jurybox.client.transports.transport import Answer, InFlight, Transport
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 _MOST_OPEN = 4096  # spans; the oldest is ended when there are more: nobody waits for its answer any more
 
 
-def traced(door: Door, model: str, board: str, lane: int) -> Door:
-    """A door whose tickets are traced; spans go where the process's tracer provider says.
+def traced(transport: Transport, model: str, scoreboard: str, lane: int) -> Transport:
+    """A transport whose tickets are traced; spans go where the process's tracer provider says.
 
-    Where the process has none, one is set up that exports by OTLP over HTTP, as the OTEL_ variables tell it. `board`
-    is the name of the server's.
+    Where the process has none, one is set up that exports by OTLP over HTTP, as the OTEL_ variables tell it.
+    `scoreboard` is the name of the server's.
     """
     if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
         _export()
     try:
-        timings: Timings | None = Timings.attach(sibling(board, "timings"))
+        timings: Timings | None = Timings.attach(sibling(scoreboard, "timings"))
     except SharedMemoryError:
         timings = None
-    return TracedDoor(door, model, lane, timings, trace.get_tracer("jurybox", build_version()))
+    return TracedTransport(transport, model, lane, timings, trace.get_tracer("jurybox", build_version()))
 
 
-class TracedDoor:
-    """A door around a door.
+class TracedTransport:
+    """A transport around a transport.
 
     Args:
         model: name for the spans.
@@ -55,8 +55,8 @@ class TracedDoor:
         timings: what the engines leave; None where they leave nothing.
     """
 
-    def __init__(self, door: Door, model: str, lane: int, timings: Timings | None, tracer: Tracer) -> None:
-        self._door = door
+    def __init__(self, transport: Transport, model: str, lane: int, timings: Timings | None, tracer: Tracer) -> None:
+        self._transport = transport
         self._model = model
         self._lane = lane
         self._timings = timings
@@ -64,50 +64,50 @@ class TracedDoor:
         self._open: dict[int, tuple[Span, InFlight, int]] = {}  # by sequence; with the offset to seconds since 1970
 
     def send(self, ticket: InFlight) -> None:
-        """As Door.send."""
+        """As Transport.send."""
         self._begin(ticket)
-        self._door.send(ticket)
+        self._transport.send(ticket)
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Door.exchange."""
+        """As Transport.exchange."""
         self._begin(ticket)
-        answer = self._door.exchange(ticket, timeout)
+        answer = self._transport.exchange(ticket, timeout)
         if answer is not None:
             self._end(answer)
         return answer
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
-        """As Door.caller: none, since every ticket is to be seen here."""
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+        """As Transport.caller: none, since every ticket is to be seen here."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Door.receive."""
-        answers = self._door.receive(timeout)
+        """As Transport.receive."""
+        answers = self._transport.receive(timeout)
         for answer in answers:
             self._end(answer)
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Door.holds."""
-        return self._door.holds(ticket)
+        """As Transport.holds."""
+        return self._transport.holds(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Door.watch."""
-        self._door.watch(loop, arrived)
+        """As Transport.watch."""
+        self._transport.watch(loop, arrived)
 
     def close(self) -> None:
-        """As Door.close."""
+        """As Transport.close."""
         for sequence in list(self._open):
             self._give_up(sequence)
         if self._timings is not None:
             self._timings.close()
-        self._door.close()
+        self._transport.close()
 
     def forked(self) -> None:
-        """As Door.forked; the spans are the parent's."""
+        """As Transport.forked; the spans are the parent's."""
         self._open.clear()
         if self._timings is not None:
             self._timings.close()
-        self._door.forked()
+        self._transport.forked()
 
     def _begin(self, ticket: InFlight) -> None:
         if (known := self._open.get(ticket.sequence)) is not None:

@@ -43,7 +43,7 @@ def ipc_path(address: str) -> Path | None:
 
 
 def engine_address(address: str, engine: int) -> str:
-    """The ZeroMQ door of an engine: beside the server's socket, or on the ports after the server's."""
+    """The ZeroMQ transport of an engine: beside the server's socket, or on the ports after the server's."""
     if address.startswith(_IPC):
         return f"{address}-{engine}"
     host, _, port = address.rpartition(":")

@@ -1,6 +1,6 @@
 """One table of errors: what travels as a code, what is raised, what HTTP and gRPC say.
 
-Every error a caller can see is a row of `TABLE`; doors send the code and a message, the client raises the
+Every error a caller can see is a row of `TABLE`; transports send the code and a message, the client raises the
 exception, the gateway answers with the status.
 
 Text of a model, a file or a client passes `plain` or `said` before it goes into a message, a log or a document: it may

@@ -14,7 +14,7 @@ from jurybox.protocol.errors import plain
 _MOST_ELEMENTS = 1 << 31
 _LONGEST_NAME = 200  # characters of a tensor's name
 
-# The Open Inference Protocol's names for NumPy's dtypes; what is absent here cannot cross a door.
+# The Open Inference Protocol's names for NumPy's dtypes; what is absent here cannot cross a transport.
 # BF16 has no NumPy dtype: a model may compute in it, its rows are float32.
 OIP_NAMES: dict[str, str] = {
     "bool": "BOOL",
@@ -37,8 +37,8 @@ class TensorSpec:
     """One named tensor of a model: its dtype (NumPy's name) and the shape of ONE row, the batch dimension left out.
 
     Raises:
-        ValueError: for a dtype that no door can carry, or a shape that is no tuple, has a size below one, or more than
-            2^31 elements.
+        ValueError: for a dtype that no transport can carry, or a shape that is no tuple, has a size below one, or more
+            than 2^31 elements.
     """
 
     dtype: str

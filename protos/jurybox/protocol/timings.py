@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.board import MAX_LANES
+from jurybox.protocol.scoreboard import MAX_LANES
 from jurybox.protocol.segment import Maker, Segment
 
 PLACES = 16  # tickets of a lane that are remembered; a client with more in flight may find that one was overwritten

@@ -1,4 +1,4 @@
-"""What crosses an engine's ZeroMQ door: the prefix that begins every message, and the records behind it.
+"""What crosses an engine's ZeroMQ transport: the prefix that begins every message, and the records behind it.
 
 The prefix is two bytes: "J" and the protocol's version. A peer of another version is told so by name instead of
 having its bytes misread. Behind it comes one record, little-endian and without padding: TICKET to an engine, and from
@@ -20,7 +20,7 @@ MAX_NAME = 128  # characters of a model's name
 
 
 def require_name(name: str) -> None:
-    """Refuse what cannot be a model's name before it is sent, looked up or told. Every door asks this first.
+    """Refuse what cannot be a model's name before it is sent, looked up or told. Every transport asks this first.
 
     Raises:
         ModelNotFound: it is longer than MAX_NAME, or holds what UTF-8 cannot carry.
@@ -73,16 +73,16 @@ TICKET = np.dtype(
         ("rows", "<u4"),
         ("model", "<u4"),
         ("version", "<u8"),  # asked for; 0: the newest
-        # On the way to an engine these eight bytes are its epoch, the life of it that is meant.
-        ("door", "<u4"),
+        # On the way to an engine these eight bytes are its incarnation, the life of it that is meant.
+        ("transport", "<u4"),
         ("code", "<u4"),  # 0, or why it was refused on arrival
     ]
 )
-PACK_TICKET = struct.Struct("<QQqqIIIIQQ")  # the last: epoch
+PACK_TICKET = struct.Struct("<QQqqIIIIQQ")  # the last: incarnation
 assert TICKET.itemsize == PACK_TICKET.size == 64
 TICKET_FRAME = len(PREFIX) + PACK_TICKET.size
 
-# sequence, weights version, the engine's epoch, code of errors.py; sequence 0: the message was no ticket.
+# sequence, weights version, the engine's incarnation, code of errors.py; sequence 0: the message was no ticket.
 PACK_REPLY = struct.Struct("<QQQI")
 
 # ZeroMQ identity of a lane's client: the reply's address follows from the ticket itself.

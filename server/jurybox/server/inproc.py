@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
+from jurybox.client.transports.transport import Answer, InFlight
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import Board, EngineState
 from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
@@ -33,11 +33,11 @@ from jurybox.server.supervisor.leases import Leases
 if TYPE_CHECKING:
     import asyncio
 
-_EPOCH = 1
+_INCARNATION = 1
 
 
-class InprocDoor:
-    """Both sides of a door: the client's calls put tickets where the engine's core collects them."""
+class InprocTransport:
+    """Both sides of a transport: the client's calls put tickets where the engine's core collects them."""
 
     number = 0
 
@@ -50,18 +50,18 @@ class InprocDoor:
         self._unanswered: set[int] = set()
 
     def collect(self, out: NDArray[Any]) -> int:
-        """As the engine's Door.collect."""
+        """As the engine's Transport.collect."""
         n = min(len(self._tickets), len(out))
         for i in range(n):
             out[i] = np.frombuffer(self._tickets.popleft(), TICKET)[0]
         return n
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As the engine's Door.reply."""
-        self._answers.extend(Answer(n, code, message, version, _EPOCH) for n in tickets["sequence"].tolist())
+        """As the engine's Transport.reply."""
+        self._answers.extend(Answer(n, code, message, version, _INCARNATION) for n in tickets["sequence"].tolist())
 
     def send(self, ticket: InFlight) -> None:
-        """As the client's Door.send."""
+        """As the client's Transport.send."""
         t = ticket
         self._unanswered.add(t.sequence)
         self._tickets.append(
@@ -71,15 +71,15 @@ class InprocDoor:
         )
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As the client's Door.exchange."""
+        """As the client's Transport.exchange."""
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
-        """As the client's Door.caller: `exchange` will do."""
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+        """As the client's Transport.caller: `exchange` will do."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As the client's Door.receive; runs the engine until an answer is there."""
+        """As the client's Transport.receive; runs the engine until an answer is there."""
         until = time.monotonic() + timeout
         while not self._answers and (self._turn() or time.monotonic() < until):
             pass
@@ -88,17 +88,17 @@ class InprocDoor:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As the client's Door.holds."""
+        """As the client's Transport.holds."""
         return ticket.sequence in self._unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As the client's Door.watch; there is nothing to watch: `receive` computes."""
+        """As the client's Transport.watch; there is nothing to watch: `receive` computes."""
 
     def close(self) -> None:
-        """As the client's Door.close."""
+        """As the client's Transport.close."""
 
     def forked(self) -> None:
-        """As the client's Door.forked: a child has the engine's core, too, and its clients do not share it."""
+        """As the client's Transport.forked: a child has the engine's core, too, and its clients do not share it."""
 
 
 class InprocServer:
@@ -112,13 +112,13 @@ class InprocServer:
 
     def __init__(self, models: Mapping[str, ServedModel], *, max_batch: int = 64, rows: int = 256) -> None:
         server_id = f"inproc{secrets.token_hex(4)}"
-        self._owned = Board.create(segment_name(server_id, "board"), 1, time.time())
-        self._board = Board.attach(self._owned.segment.name)
+        self._owned = Scoreboard.create(segment_name(server_id, "scoreboard"), 1, time.time())
+        self._scoreboard = Scoreboard.attach(self._owned.segment.name)
         self._arenas: dict[str, Arena] = {}
         self._index = {name: index for index, name in enumerate(models)}
         self._leases = Leases(self._owned, lambda lane: False, time.monotonic)
         self.engine = Engine(
-            self._board, 0, [], pause=None, interruptible=True
+            self._scoreboard, 0, [], pause=None, interruptible=True
         )  # its clients are its caller: nobody comes meanwhile
         for name, model in models.items():
             spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
@@ -126,8 +126,8 @@ class InprocServer:
             served = Served(name, model, arena.inputs, arena.outputs, max_batch)
             self.engine.install(self._index[name], served)
             self._arenas[name] = arena
-        record = self._board.engines[0:1]
-        record["epoch"], record["state"] = _EPOCH, EngineState.SERVING
+        record = self._scoreboard.engines[0:1]
+        record["incarnation"], record["state"] = _INCARNATION, EngineState.SERVING
 
     def model(self, name: str, *, rows: int = 16) -> Model:
         """As the client's Server.model."""
@@ -139,7 +139,7 @@ class InprocServer:
         """Free the memory."""
         for arena in self._arenas.values():
             arena.close()
-        self._board.close()
+        self._scoreboard.close()
         self._owned.close()
 
     def __enter__(self) -> InprocServer:
@@ -155,17 +155,17 @@ class InprocServer:
     def _lease(self, name: str, rows: int) -> tuple[Lane, ModelSpec, int]:
         arena = self._arenas[name]
         grant = self._leases.grant(self._index[name], rows, arena.rows)
-        door = InprocDoor(grant.lane, grant.lease, self._turn)
-        self.engine.add_door(door)
+        transport = InprocTransport(grant.lane, grant.lease, self._turn)
+        self.engine.add_transport(transport)
 
         def give_back() -> None:
-            self.engine.remove_door(door)
+            self.engine.remove_transport(transport)
             self._leases.release(grant.lane, grant.lease, ())
 
         view = Arena.attach(arena.segment.name, arena.layout)
         served = self.engine.slots[self._index[name]].served
         return (
-            Lane(name, self._board, view, door, grant.lease, grant.first, rows, give_back),
+            Lane(name, self._scoreboard, view, transport, grant.lease, grant.first, rows, give_back),
             served.spec,
             served.max_batch,
         )

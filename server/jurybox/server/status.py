@@ -1,6 +1,6 @@
-"""The status document: what `jurybox status`, the gateway and reports read, made from the board's arrays.
+"""The status document: what `jurybox status`, the gateway and reports read, made from the scoreboard's arrays.
 
-Durations and ages are in seconds, sizes in bytes. Histograms are the board's counts summed over engines: bucket 0
+Durations and ages are in seconds, sizes in bytes. Histograms are the scoreboard's counts summed over engines: bucket 0
 counts zeros, bucket i counts values in [2^(i-1), 2^i), rows or nanoseconds as the name says.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.board import MAX_LANES, Board, EngineState, state_of
+from jurybox.protocol.scoreboard import MAX_LANES, EngineState, Scoreboard, state_of
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ HISTOGRAMS = ("batch_rows", "queue_ns", "forward_ns", "request_ns", "adopt_ns")
 _SUMS = ("requests", "rows", "batches", "failed", "expired", "refused", "not_held", "updates", "waiting")
 
 
-def status_json(board: Board, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:
+def status_json(scoreboard: Scoreboard, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:
     """The document as JSON; `server` as in `status_document`."""
-    return json.dumps(status_document(board, models, lanes, **server))
+    return json.dumps(status_document(scoreboard, models, lanes, **server))
 
 
 def status_document(
-    board: Board,
+    scoreboard: Scoreboard,
     models: Sequence[HeldModel],
     lanes: Sequence[LeasedLane],
     *,
@@ -64,9 +64,9 @@ def status_document(
     """
     now = time.time() if now is None else now
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
-    started = board.started
-    engines = _engines(board.engines.copy(), devices, engine_timeout, monotonic_ns)
-    counters = board.counters.copy()
+    started = scoreboard.started
+    engines = _engines(scoreboard.engines.copy(), devices, engine_timeout, monotonic_ns)
+    counters = scoreboard.counters.copy()
     return {
         "server": {
             "id": server_id,
@@ -129,7 +129,7 @@ def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, mono
                 "state": state.name.lower(),
                 "hung": state is EngineState.SERVING and age is not None and age > timeout,
                 "pid": int(record["pid"]),
-                "epoch": f"{int(record['epoch']):016x}",  # beyond what JavaScript's numbers hold
+                "incarnation": f"{int(record['incarnation']):016x}",  # beyond what JavaScript's numbers hold
                 "heartbeat_age": age,
                 "restarts": int(record["restarts"]),
                 "expected_wait": int(record["expected_wait"]) / 1e9,

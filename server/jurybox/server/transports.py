@@ -1,4 +1,4 @@
-"""The native door: tickets and answers through shared memory, on one host."""
+"""The shm transport: tickets and answers through shared memory, on one host."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
 from jurybox import native
-from jurybox.protocol.bell import Bell
 from jurybox.protocol.errors import MOST_TEXT, Code, cut, plain, said
+from jurybox.protocol.shm_rings import ShmRings
 from jurybox.protocol.wire import IDENTITY, PACK_REPLY, PREFIX, TICKET, TICKET_FRAME, prefix_error
 from jurybox.server.settings.endpoints import bind_for_own_user
 
 
-class NativeDoor:
-    """The engine's side of its bell.
+class ShmTransport:
+    """The engine's side of its rings.
 
     Args:
-        segment: name of the bell's segment.
+        segment: name of the rings' segment.
         others: descriptors that also end `wait`.
-        epoch: of this life of the engine; tickets for another are dropped.
+        incarnation: of this life of the engine; tickets for another are dropped.
         spin_us: how long `wait` may spin before it sleeps; what is useful below that it finds out itself.
     """
 
     number = 0
 
-    def __init__(self, segment: str, others: Sequence[int], epoch: int, spin_us: int) -> None:
-        self._memory = Bell.attach(segment)
-        self._bell = native.BellEngine(
-            self._memory.segment.array(np.uint8, (native.BELL_BYTES,)),
+    def __init__(self, segment: str, others: Sequence[int], incarnation: int, spin_us: int) -> None:
+        self._memory = ShmRings.attach(segment)
+        self._rings = native.ShmRingsEngine(
+            self._memory.segment.array(np.uint8, (native.RINGS_BYTES,)),
             [self._memory.pipe, *others],
-            epoch,
+            incarnation,
             spin_us * 1000,
         )
-        self.collect = self._bell.collect  # as Door.collect
-        self.wait = self._bell.wait  # seconds
-        self.pause = self._bell.pause  # seconds, tickets
-        self.mend = self._bell.mend  # gives how many lanes were overwritten
-        self.renew = self._bell.renew  # epoch
+        self.collect = self._rings.collect  # as Transport.collect
+        self.wait = self._rings.wait  # seconds
+        self.pause = self._rings.pause  # seconds, tickets
+        self.mend = self._rings.mend  # gives how many lanes were overwritten
+        self.renew = self._rings.renew  # incarnation
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Door.reply. An answer to a client that never reads is dropped."""
-        self._bell.reply(tickets, code, version, plain(message) if message else "")
+        """As Transport.reply. An answer to a client that never reads is dropped."""
+        self._rings.reply(tickets, code, version, plain(message) if message else "")
 
     def close(self) -> None:
         self._memory.close()
 
 
 # ----
-# The ZeroMQ door: tickets as records on a ROUTER socket, for every language.
+# The ZeroMQ transport: tickets as records on a ROUTER socket, for every language.
 
 
 # A client's credit (the rows of its lane) bounds what waits for it; beyond that, replies to a peer that never
@@ -65,12 +65,12 @@ _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
-class ZmqDoor:
+class ZmqTransport:
     """Receives tickets and sends replies on one ROUTER socket.
 
     Args:
         address: where to bind.
-        epoch: of this life of the engine; every reply carries it.
+        incarnation: of this life of the engine; every reply carries it.
         report: called with (event, fields) for what should be logged.
     """
 
@@ -80,10 +80,10 @@ class ZmqDoor:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
-        epoch: int,
+        incarnation: int,
         report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._report = report
         self._rest = False  # whether a message of many frames is half read
         self._socket = context.socket(zmq.ROUTER)
@@ -94,9 +94,9 @@ class ZmqDoor:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         bind_for_own_user(self._socket, address)
 
-    def renew(self, epoch: int) -> None:
+    def renew(self, incarnation: int) -> None:
         """Begin another life: tickets for the one before are dropped."""
-        self._epoch = epoch
+        self._incarnation = incarnation
 
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
@@ -106,7 +106,7 @@ class ZmqDoor:
         return bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
 
     def collect(self, out: NDArray[Any]) -> int:
-        """As Door.collect; what is no ticket is answered with what was expected.
+        """As Transport.collect; what is no ticket is answered with what was expected.
 
         A turn reads so many messages and no more, good or bad: who sends garbage without end takes its part of every
         turn, and not the whole of one.
@@ -132,22 +132,22 @@ class ZmqDoor:
         if not records:
             return 0
         tickets = np.frombuffer(b"".join(records), TICKET)
-        # Another epoch's sender has seen on the board that this engine is new, and sends again.
-        meant = tickets.view(np.uint64).reshape(-1, TICKET.itemsize // 8)[:, -1] == self._epoch
+        # Another incarnation's sender has seen on the scoreboard that this engine is new, and sends again.
+        meant = tickets.view(np.uint64).reshape(-1, TICKET.itemsize // 8)[:, -1] == self._incarnation
         if not meant.all():
             tickets = tickets[meant]
         out[: len(tickets)].view(np.uint8)[:] = tickets.view(np.uint8)
         return len(tickets)
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Door.reply. A reply to a peer that is gone is dropped by the socket."""
-        socket, send, epoch, text = self._socket, Bare.send, self._epoch, cut(message, MOST_TEXT)
+        """As Transport.reply. A reply to a peer that is gone is dropped by the socket."""
+        socket, send, incarnation, text = self._socket, Bare.send, self._incarnation, cut(message, MOST_TEXT)
         identity, reply = IDENTITY.pack, PACK_REPLY.pack
         for sequence, lease, lane in zip(
             tickets["sequence"].tolist(), tickets["lease"].tolist(), tickets["lane"].tolist(), strict=True
         ):
             send(socket, identity(b"L", lane, lease), _SNDMORE)
-            send(socket, PREFIX + reply(sequence, version, epoch, code) + text, _NOBLOCK)
+            send(socket, PREFIX + reply(sequence, version, incarnation, code) + text, _NOBLOCK)
 
     def close(self) -> None:
         self._socket.close()
@@ -165,7 +165,7 @@ class ZmqDoor:
         )
         code = Code.PROTOCOL_MISMATCH if mismatch else Code.MALFORMED
         self._report("bad message", error=message)
-        reply = PREFIX + PACK_REPLY.pack(0, 0, self._epoch, code) + message.encode()
+        reply = PREFIX + PACK_REPLY.pack(0, 0, self._incarnation, code) + message.encode()
         try:
             self._socket.send_multipart((identity, reply), zmq.NOBLOCK)
         except zmq.ZMQError as error:

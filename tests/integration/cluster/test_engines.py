@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.integration.cluster.clusters import nodes, placed, ray
-from tests.unit.cluster.test_doors import answers
+from tests.unit.cluster.test_endpoints import answers
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.client import Error
@@ -30,7 +30,7 @@ PATIENT = Timeouts(start=180, actor=120, learner=120, stall=180, back_off=(0.2,)
 
 def test_an_engine_is_found_by_its_name_from_every_node_and_found_again_when_its_node_dies():
     def doubled(name: str) -> tuple[str, float]:
-        """The kind of door that somebody here takes, and what comes back through it."""
+        """The kind of endpoint that somebody here takes, and what comes back through it."""
         with engines.connect(name, timeout=120) as server, server.model("double") as model:
             return server.address.partition(":")[0], float(model(np.full(4, 3.0, np.float32))[0])
 

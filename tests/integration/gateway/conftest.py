@@ -1,4 +1,4 @@
-"""One server with both doors of the gateway open, for all tests here: they must leave it as they found it."""
+"""One server with both ways into the gateway open, for all tests here: they must leave it as they found it."""
 
 from __future__ import annotations
 

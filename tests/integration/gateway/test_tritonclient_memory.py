@@ -68,7 +68,7 @@ def test_inputs_and_outputs_in_shared_memory(kind, region):
         ("/oip_test_absent", 0, 8, "cannot be opened"),
         ("/../etc/passwd", 0, 8, "expected a name as shm_open"),
         ("..", 0, 8, "expected a name as shm_open"),
-        ("/jurybox-0-abcd-board-0", 0, 8, "begins with 'oip_test_'"),
+        ("/jurybox-0-abcd-scoreboard-0", 0, 8, "begins with 'oip_test_'"),
         ("/somebodys_own", 0, 8, "begins with 'oip_test_'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The walls of the tcp door: who has no right key gets nowhere, and who has one not too far."""
+"""The walls of the tcp transport: who has no right key gets nowhere, and who has one not too far."""
 
 import time
 

@@ -124,12 +124,12 @@ def test_a_models_name_of_two_mib_is_refused_as_that_and_breaks_nothing(server, 
     still_answers(web, stub)
 
 
-@pytest.mark.parametrize("door", ["ipc", "tcp"])
-def test_a_models_name_of_two_mib_is_refused_at_the_control_door_too(server, door):
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_models_name_of_two_mib_is_refused_at_the_control_transport_too(server, transport):
     """By the client before it is sent, and by the server where a client does not look."""
     from jurybox.client import connect
 
-    address = server.address if door == "ipc" else f"tcp://{server.told['tcp']}"
+    address = server.address if transport == "ipc" else f"tcp://{server.told['tcp']}"
     with connect(address, timeout=20) as client:
         model = client.model("affine")
         for name in ("a" * (2 * MIB), "a" * (MAX_NAME + 1)):
@@ -445,10 +445,10 @@ def test_no_operation_id_is_given_twice(server):
     from jurybox.server.gateway.inference import http_inference
     from jurybox.server.gateway.inference.inference import OpenInference
 
-    door = OpenInference(server.address, None, shared_memory="")
+    transport = OpenInference(server.address, None, shared_memory="")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        described = create_app(None, routers=[http_inference.router(door)]).openapi()
+        described = create_app(None, routers=[http_inference.router(transport)]).openapi()
     names = [one["operationId"] for path in described["paths"].values() for one in path.values()]
     assert len(names) == len(set(names))
 

@@ -96,7 +96,7 @@ def test_rows_left_for_a_later_batch_are_shown_as_waiting(x):
 
     class Watching(torch.nn.Module):
         def forward(self, observation):
-            seen.append(int(server.engine.board.counters[0, 0]["waiting"]))
+            seen.append(int(server.engine.scoreboard.counters[0, 0]["waiting"]))
             return observation + 1
 
     served = ServedModel(Watching(), VECTOR, {"action": TensorSpec("float32", (4,))})
@@ -111,7 +111,7 @@ def test_counters_count_what_happened(x):
         together(model, x, each=4)
         with pytest.raises(ModelFailed):
             model.infer(np.full((2, 4), 666, np.float32))
-        record = server.engine.board.counters[0, 0]
+        record = server.engine.scoreboard.counters[0, 0]
         assert (record["requests"], record["rows"], record["failed"]) == (4, 16, 1)
         assert record["batch_rows"].sum() == record["batches"]
         assert record["request_ns"].sum() == record["queue_ns"].sum() == 4

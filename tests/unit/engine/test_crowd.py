@@ -7,9 +7,9 @@ import pytest
 import torch
 from tests.models import VECTOR
 
-from jurybox.native import Crowd
+from jurybox.native import ArrivalTracker
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import Board
+from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
@@ -28,7 +28,7 @@ def tickets(*lanes):
 
 
 def test_a_client_that_came_back_at_once_is_expected_again():
-    crowd = Crowd(8)
+    crowd = ArrivalTracker(8)
     crowd.answered(tickets(1), 0)
     assert crowd.away == 0  # never seen to be quick
     crowd.came(tickets(1), 50_000, QUICK * BATCH)
@@ -39,7 +39,7 @@ def test_a_client_that_came_back_at_once_is_expected_again():
 
 
 def test_a_client_that_thinks_long_is_not_waited_for():
-    crowd = Crowd(8)
+    crowd = ArrivalTracker(8)
     crowd.answered(tickets(1), 0)
     crowd.came(tickets(1), 50 * BATCH, QUICK * BATCH)
     crowd.answered(tickets(1), 51 * BATCH)
@@ -47,7 +47,7 @@ def test_a_client_that_thinks_long_is_not_waited_for():
 
 
 def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
-    crowd = Crowd(8)
+    crowd = ArrivalTracker(8)
     crowd.came(tickets(1, 2), 0, QUICK * BATCH)
     crowd.answered(tickets(1, 2), 10)
     crowd.stays_away()
@@ -79,13 +79,13 @@ class World:
         self.fixed, self.by_row = fixed, by_row
         self.now, self.pauses, self.sizes, self.think = 1_000_000, [], [], think
         self.asks = dict.fromkeys(range(len(think)), self.now)
-        owner = Board.create(segment_name("crowdtest", "board"), 1, 0.0)
-        self.board = owner
+        owner = Scoreboard.create(segment_name("crowdtest", "scoreboard"), 1, 0.0)
+        self.scoreboard = owner
         spec = ServedModel(torch.nn.Identity(), VECTOR, {"action": VECTOR["observation"]})
         layout = ArenaLayout(ModelSpec("m", spec.inputs, spec.outputs), 64)
         self.arena = Arena.create(segment_name("crowdtest", "arena"), layout)
         for lane in range(len(think)):
-            self.board.lanes[lane : lane + 1][["lease", "model", "first", "rows"]] = (lane + 1, 0, lane, 1)
+            self.scoreboard.lanes[lane : lane + 1][["lease", "model", "first", "rows"]] = (lane + 1, 0, lane, 1)
         self.engine = Engine(owner, 0, [self], clock=lambda: self.now, pause=self.pause)
         served = Served("m", spec, self.arena.inputs, self.arena.outputs, 64)
         served.run = lambda tickets, rows, version: self.forward(rows)
@@ -119,7 +119,7 @@ class World:
 
     def close(self):
         self.arena.close()
-        self.board.close()
+        self.scoreboard.close()
 
 
 @pytest.fixture

@@ -9,16 +9,15 @@ from tests.serving import wait_until
 from jurybox import native
 from jurybox.client.publisher import Publisher
 from jurybox.protocol import TensorSpec
-from jurybox.protocol.board import COUNTERS
 from jurybox.protocol.errors import Code, ModelFailed
+from jurybox.protocol.scoreboard import COUNTERS
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batcher import Queue
-from jurybox.server.engine.batches import Batches, Meters
-from jurybox.server.engine.core import Slot
+from jurybox.server.engine.batches import Batches, Counters, Slot
 from jurybox.server.engine.device import DeviceServed, Mark, Stream, ladder, neighbours, pays, rung
-from jurybox.server.engine.weights_updater import Follower
+from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.models import ServedModel
 
 ROWS = 16
@@ -71,13 +70,13 @@ def crew(arena):
     answers = []
     batches = Batches(
         lambda records, code, version, message: answers.append((records["sequence"].tolist(), code, message)),
-        native.Crowd(8),
+        native.ArrivalTracker(8),
         lambda: 0,
         lambda event, **fields: None,
     )
 
     def slot(module=None):
-        return Slot(served(arena, module), Queue(ROWS), Meters(np.zeros(1, COUNTERS)))
+        return Slot(served(arena, module), Queue(ROWS), Counters(np.zeros(1, COUNTERS)))
 
     return batches, slot, answers
 
@@ -175,14 +174,14 @@ def test_weights_are_adopted_where_the_module_has_them(arena):
     layout = WeightsLayout.of(module.state_dict())
     owner = WeightsChannel.create(segment_name("adopttest", "weights"), layout)
     model, adopted = served(arena, module), []
-    follower = Follower(
+    weights_updater = WeightsUpdater(
         owner, module, CPU, 1, lambda action: action(), lambda version, _: adopted.append(version), model.forwards
     )
-    model.follower = follower
+    model.weights_updater = weights_updater
     address = module.bias.data_ptr()
     publisher = Publisher(owner)
     try:
-        follower.start()
+        weights_updater.start()
         for version in (1, 2, 3):
             publisher.publish({"bias": np.full(1, 100 * version, np.float32)})
             wait_until(lambda version=version: adopted[-1:] == [version], 10, "adoption")
@@ -195,6 +194,6 @@ def test_weights_are_adopted_where_the_module_has_them(arena):
         assert module.bias.data_ptr() == address  # where a captured graph looks for it
     finally:
         model.close()
-        follower.join()
+        weights_updater.join()
         publisher.close()
         owner.close()

@@ -14,13 +14,13 @@ from jurybox.protocol.errors import Code
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, TICKET, lane_identity
 from jurybox.server.inproc import InprocServer
 from jurybox.server.logs import Seldom
-from jurybox.server.transports import ZmqDoor
+from jurybox.server.transports import ZmqTransport
 
-EPOCH = 5
+INCARNATION = 5
 
 
 class Flood:
-    """A door at which a full turn's tickets of one lane always wait."""
+    """A transport at which a full turn's tickets of one lane always wait."""
 
     number = 0
 
@@ -41,8 +41,8 @@ class Flood:
 def test_a_lane_that_floods_waits_with_no_more_than_its_rows_and_others_are_answered():
     with InprocServer({"a": affine()}, max_batch=4) as server:
         flooding = server._leases.grant(0, 8, 256)
-        door = Flood(flooding)
-        server.engine.add_door(door)
+        transport = Flood(flooding)
+        server.engine.add_transport(transport)
         model = server.model("a", rows=2)
         slot = server.engine.slots[0]
         x = np.ones((2, 4), np.float32)
@@ -50,13 +50,13 @@ def test_a_lane_that_floods_waits_with_no_more_than_its_rows_and_others_are_answ
             np.testing.assert_array_equal(model.infer(x, timeout=20), 2 * x + 1)
             assert len(slot.queue) <= 8 + 2
         assert len(slot.queue._tickets) <= 256  # it never grew
-        assert door.answers[Code.OK] > 0 and door.answers[Code.BUSY] > 100_000
+        assert transport.answers[Code.OK] > 0 and transport.answers[Code.BUSY] > 100_000
 
 
 def test_a_number_sent_again_with_other_rows_leaves_no_row_busy():
     with InprocServer({"a": affine()}) as server:
         lane = server._leases.grant(0, 4, 256)
-        door, sent = Flood(lane), np.zeros(2, TICKET)
+        transport, sent = Flood(lane), np.zeros(2, TICKET)
         sent["lane"], sent["lease"], sent["sequence"] = lane.lane, lane.lease, 7
         sent["first"], sent["rows"] = [lane.first, lane.first + 1], [1, 3]
         waiting = [sent, sent]
@@ -67,20 +67,20 @@ def test_a_number_sent_again_with_other_rows_leaves_no_row_busy():
             out[:2] = waiting.pop()
             return 2
 
-        door.collect = collect
-        server.engine.add_door(door)
+        transport.collect = collect
+        server.engine.add_transport(transport)
         for _ in range(20):
             server._turn()
-        assert door.answers == {Code.OK: 4}
+        assert transport.answers == {Code.OK: 4}
 
 
 @pytest.fixture
 def meeting(tmp_path):
-    """A door, and sockets connected to it."""
+    """A transport, and sockets connected to it."""
     context, reported, opened = zmq.Context(), [], []
-    address = f"ipc://{tmp_path}/door"
+    address = f"ipc://{tmp_path}/transport"
     seldom = Seldom(lambda event, **fields: reported.append((event, fields)))
-    door = ZmqDoor(context, address, EPOCH, seldom)
+    transport = ZmqTransport(context, address, INCARNATION, seldom)
 
     def dealer(identity):
         socket = context.socket(zmq.DEALER)
@@ -91,28 +91,28 @@ def meeting(tmp_path):
         opened.append(socket)
         return socket
 
-    yield door, dealer, reported
+    yield transport, dealer, reported
     for socket in opened:
         socket.close()
-    door.close()
+    transport.close()
     context.term()
 
 
 def ticket(sequence):
-    return PREFIX + PACK_TICKET.pack(sequence, 9, 0, 0, 1, 0, 1, 0, 0, EPOCH)
+    return PREFIX + PACK_TICKET.pack(sequence, 9, 0, 0, 1, 0, 1, 0, 0, INCARNATION)
 
 
 def test_garbage_takes_its_part_of_a_turn_and_a_ticket_behind_it_is_found_in_the_next(meeting):
-    door, dealer, reported = meeting
+    transport, dealer, reported = meeting
     rude, good = dealer(b"rude"), dealer(lane_identity(1, 9))
     rude.send(b"x")
-    wait_until(door.pending, 20)
+    wait_until(transport.pending, 20)
     for _ in range(5000):
         rude.send(b"no ticket of ours")
     good.send(ticket(4))
     out = np.zeros(64, TICKET)
     turns, longest, until = 0, 0.0, time.monotonic() + 20
-    while not (n := door.collect(out)) and time.monotonic() < until:
+    while not (n := transport.collect(out)) and time.monotonic() < until:
         turns += 1
     assert n == 1 and out["sequence"][0] == 4
     assert turns < 200
@@ -120,44 +120,44 @@ def test_garbage_takes_its_part_of_a_turn_and_a_ticket_behind_it_is_found_in_the
 
 
 def test_one_turn_reads_a_bounded_number_of_messages_while_they_keep_coming(meeting, monkeypatch):
-    door, dealer, _ = meeting
+    transport, dealer, _ = meeting
     rude = dealer(b"rude")
     for _ in range(4000):
         rude.send(b"garbage")
-    wait_until(door.pending, 20)
+    wait_until(transport.pending, 20)
     complaints = []
-    monkeypatch.setattr(door, "_complain", lambda *message: complaints.append(message))
-    door.collect(np.zeros(1024, TICKET))
+    monkeypatch.setattr(transport, "_complain", lambda *message: complaints.append(message))
+    transport.collect(np.zeros(1024, TICKET))
     assert 0 < len(complaints) <= 64
 
 
 def test_a_message_of_very_many_frames_is_dropped_over_several_turns_and_misread_by_none(meeting):
-    door, dealer, _ = meeting
+    transport, dealer, _ = meeting
     rude, good = dealer(b"rude"), dealer(lane_identity(1, 9))
     rude.send_multipart([ticket(1)] * 10_000)
-    wait_until(door.pending, 20)
+    wait_until(transport.pending, 20)
     out, found, until = np.zeros(64, TICKET), [], time.monotonic() + 20
     good.send(ticket(4))
     while not found and time.monotonic() < until:
-        n = door.collect(out)
+        n = transport.collect(out)
         found += out["sequence"][:n].tolist()
     for _ in range(50):
-        found += out["sequence"][: door.collect(out)].tolist()
+        found += out["sequence"][: transport.collect(out)].tolist()
     assert found == [4]
     assert PACK_REPLY.unpack_from(rude.recv(), 2)[3] == Code.MALFORMED
 
 
 @pytest.mark.parametrize("text", ["half \ud800 a pair", "é" * 10_000, "\0"])
 def test_whatever_the_text_of_a_failure_its_answer_arrives(meeting, text):
-    door, dealer, _ = meeting
+    transport, dealer, _ = meeting
     good = dealer(lane_identity(1, 9))
     good.send(ticket(4))
-    wait_until(door.pending, 20)
+    wait_until(transport.pending, 20)
     out = np.zeros(4, TICKET)
     until = time.monotonic() + 20
-    while not (n := door.collect(out)) and time.monotonic() < until:
+    while not (n := transport.collect(out)) and time.monotonic() < until:
         pass
-    door.reply(out[:n], Code.MODEL_FAILED, 0, text)
+    transport.reply(out[:n], Code.MODEL_FAILED, 0, text)
     frame = good.recv()
     sequence, _, _, code = PACK_REPLY.unpack_from(frame, 2)
     assert (sequence, code) == (4, Code.MODEL_FAILED)

@@ -108,5 +108,5 @@ def test_a_version_that_is_not_held_is_no_failure_of_the_model(world):
         server.model("m").infer(X, version=3)
     assert caught.value.code == Code.VERSION_NOT_HELD
     assert [event for event, _ in reported] == ["weights version not held"]
-    record = server.engine.board.counters[0, 0]
+    record = server.engine.scoreboard.counters[0, 0]
     assert (record["failed"], record["not_held"]) == (0, 1)

@@ -119,7 +119,7 @@ def test_without_keep_the_puck_bounces_off() -> None:
     assert r.puck.linearVelocity.x > 3.0
 
 
-def test_the_puck_bounces_off_the_boards_with_little_loss() -> None:
+def test_the_puck_bounces_off_the_scoreboards_with_little_loss() -> None:
     r = rink(puck=(0.0, 2.0), velocity=(0.0, 20.0))
     for _ in range(8):
         r.step([STILL, STILL])

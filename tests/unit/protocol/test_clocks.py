@@ -13,8 +13,8 @@ WALL = re.compile(
 TELLS = {
     "server/jurybox/server/supervisor/supervisor.py": 1,  # when the server was started
     "server/jurybox/server/inproc.py": 1,  # the same
-    "server/jurybox/server/watch/snapshot.py": 1,  # when a snapshot was taken
-    "server/jurybox/server/weights_files.py": 1,  # when weights were saved
+    "server/jurybox/server/watch/sample.py": 1,  # when a snapshot was taken
+    "server/jurybox/server/supervisor/weights_saver.py": 1,  # when weights were saved
     "server/jurybox/server/status.py": 1,  # up since
     "client/jurybox/client/tracing.py": 1,  # when a span began, which traces want so
 }

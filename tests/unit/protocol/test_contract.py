@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from jurybox import native
-from jurybox.client.doors import door
+from jurybox.client.transports import transport
 from jurybox.protocol import errors
-from jurybox.protocol.board import LANE
 from jurybox.protocol.errors import Code, error_for
+from jurybox.protocol.scoreboard import LANE
 from jurybox.protocol.spec import TensorSpec, plain_specs, specs_from_plain
 from jurybox.protocol.wire import IDENTITY, PREFIX, TICKET, lane_identity, prefix_error
 
@@ -79,7 +79,7 @@ def test_the_generated_code_is_what_the_protos_say():
 
 def test_the_client_imports_neither_torch_nor_fastapi_nor_grpc():
     code = (
-        "import sys, jurybox.client, jurybox.client.doors.native\n"
+        "import sys, jurybox.client, jurybox.client.transports.shm\n"
         "heavy = {'torch', 'fastapi', 'grpc', 'pydantic', 'cv2', 'gymnasium'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
@@ -107,4 +107,4 @@ def test_the_clients_time_outs_are_caught_in_python_310_too():
 
 
 def test_the_native_core_says_in_the_clients_numbers_why_there_is_no_answer():
-    assert (native.NOT_SENT, native.NOT_ANSWERED) == (door.NOT_SENT, door.NOT_ANSWERED)
+    assert (native.NOT_SENT, native.NOT_ANSWERED) == (transport.NOT_SENT, transport.NOT_ANSWERED)

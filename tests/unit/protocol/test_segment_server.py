@@ -18,11 +18,11 @@ import pytest
 from tests.serving import segments, wait_until
 
 from jurybox.protocol import segment_server
-from jurybox.protocol.bell import Bell
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
 from jurybox.protocol.locks import is_locked, try_lock
 from jurybox.protocol.segment import Segment, directory, segment_name, socket_of, sweep
 from jurybox.protocol.segment_server import SegmentServer, available_memory
+from jurybox.protocol.shm_rings import ShmRings
 
 SIZE = 8192
 
@@ -102,7 +102,7 @@ def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
         import sys
         from jurybox.protocol.segment import segment_name
         from jurybox.protocol.segment_server import SegmentServer
-        segment = SegmentServer(sys.argv[1]).create(segment_name(sys.argv[1], "board"), 4096)
+        segment = SegmentServer(sys.argv[1]).create(segment_name(sys.argv[1], "scoreboard"), 4096)
         print("made", flush=True)
         sys.stdin.read()
     """
@@ -112,11 +112,11 @@ def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
     )
     try:
         process.stdout.readline()
-        attached = [Segment.attach(segment_name(owner, "board"), writable=bool(n % 2)) for n in range(4)]
+        attached = [Segment.attach(segment_name(owner, "scoreboard"), writable=bool(n % 2)) for n in range(4)]
         # One who asks and is not there to take the answer: it waits in a socket, descriptors and all.
         unread = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        unread.connect(str(socket_of(segment_name(owner, "board"))))
-        unread.send(b"w" + segment_name(owner, "board").encode())
+        unread.connect(str(socket_of(segment_name(owner, "scoreboard"))))
+        unread.send(b"w" + segment_name(owner, "scoreboard").encode())
         wait_until(lambda: unread.recv(1, socket.MSG_PEEK), 10)
         assert all(each.owner_lives() for each in attached)
     finally:
@@ -125,8 +125,8 @@ def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
     assert not any(each.owner_lives() for each in attached)
     assert attached[0].array("u1", (4096,)).sum() == 0  # the memory is there as long as anybody is
     with pytest.raises(SharedMemoryError, match="its owner may be gone"):
-        Segment.attach(segment_name(owner, "board"))
-    socket_file = socket_of(segment_name(owner, "board"))
+        Segment.attach(segment_name(owner, "scoreboard"))
+    socket_file = socket_of(segment_name(owner, "scoreboard"))
     assert socket_file.is_socket()
     assert socket_file.name in sweep()
     assert not socket_file.exists()
@@ -142,7 +142,7 @@ def test_nothing_is_left_in_any_file_system():
     before = segments()
     owner = secrets.token_hex(4)
     with SegmentServer(owner) as server:
-        segment = server.create(segment_name(owner, "board"), SIZE)
+        segment = server.create(segment_name(owner, "scoreboard"), SIZE)
         assert segments() - before == {socket_of(segment.name).name}
         assert server.sizes() == {segment.name: SIZE}
         assert stat.S_IMODE(socket_of(segment.name).stat().st_mode) == 0o600
@@ -159,7 +159,7 @@ def test_the_socket_is_its_users_alone_whatever_the_umask():
     try:
         owner = secrets.token_hex(4)
         with SegmentServer(owner):
-            assert stat.S_IMODE(socket_of(segment_name(owner, "board")).stat().st_mode) == 0o600
+            assert stat.S_IMODE(socket_of(segment_name(owner, "scoreboard")).stat().st_mode) == 0o600
     finally:
         os.umask(before)
 
@@ -169,7 +169,7 @@ def test_a_folder_with_a_long_name_does(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(folder))
     with SegmentServer("long") as server:
-        name = server.create(segment_name("long", "board"), SIZE).name
+        name = server.create(segment_name("long", "scoreboard"), SIZE).name
         assert Segment.attach(name).size == SIZE
         assert sweep() == []
     assert list(folder.iterdir()) == []
@@ -213,7 +213,7 @@ def test_another_user_gets_nothing_though_modes_let_him_in(segment):
 def test_a_socket_that_somebody_else_has_put_there_is_not_asked(tmp_path, monkeypatch):
     """In /dev/shm everybody may make files: one with our server's name hands out memory of its own."""
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
-    name = segment_name("dead", "board")
+    name = segment_name("dead", "scoreboard")
     code = """
         import os, socket, sys
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -241,7 +241,7 @@ def test_a_socket_that_somebody_else_has_put_there_is_not_asked(tmp_path, monkey
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
 def test_a_file_that_somebody_else_has_put_there_is_not_mapped(tmp_path, monkeypatch):
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
-    file = tmp_path / segment_name("dead", "board")
+    file = tmp_path / segment_name("dead", "scoreboard")
     file.write_bytes(bytes(SIZE))
     os.chown(file, 12345, 12345)
     with pytest.raises(SharedMemoryError, match="is of user 12345, not of its owner"):
@@ -250,9 +250,9 @@ def test_a_file_that_somebody_else_has_put_there_is_not_mapped(tmp_path, monkeyp
 
 def test_a_file_without_content_is_an_error_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
-    (tmp_path / segment_name("cut", "board")).touch()
+    (tmp_path / segment_name("cut", "scoreboard")).touch()
     with pytest.raises(SharedMemoryError, match="cannot be opened"):
-        Segment.attach(segment_name("cut", "board"))
+        Segment.attach(segment_name("cut", "scoreboard"))
 
 
 def test_silence_and_floods_keep_nobody_from_attaching(server, segment):
@@ -277,7 +277,8 @@ def test_silence_and_floods_keep_nobody_from_attaching(server, segment):
 
 
 @pytest.mark.parametrize(
-    "request_", [b"", b"w", b"w../../etc/passwd", b"wjurybox-0-x-board-0", b"x" * 5000, b"w\xff\xfe", b"w" + b"\0" * 40]
+    "request_",
+    [b"", b"w", b"w../../etc/passwd", b"wjurybox-0-x-scoreboard-0", b"x" * 5000, b"w\xff\xfe", b"w" + b"\0" * 40],
 )
 def test_no_request_ends_the_thread(server, segment, request_):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -293,7 +294,7 @@ def test_a_server_that_is_stopped_is_an_error_in_time(monkeypatch):
         import os, signal, sys
         from jurybox.protocol.segment import segment_name
         from jurybox.protocol.segment_server import SegmentServer
-        segment = SegmentServer(sys.argv[1]).create(segment_name(sys.argv[1], "board"), 4096)
+        segment = SegmentServer(sys.argv[1]).create(segment_name(sys.argv[1], "scoreboard"), 4096)
         print("made", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
         print("on", flush=True)
@@ -308,12 +309,12 @@ def test_a_server_that_is_stopped_is_an_error_in_time(monkeypatch):
         wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split(")")[1].split()[0] == "T", 10)
         began = time.monotonic()
         with pytest.raises(SharedMemoryError, match="stopped or overloaded"):
-            Segment.attach(segment_name(owner, "board"))
+            Segment.attach(segment_name(owner, "scoreboard"))
         assert time.monotonic() - began < 10
         assert sweep() == []  # it lives
         process.send_signal(signal.SIGCONT)
         process.stdout.readline()
-        assert Segment.attach(segment_name(owner, "board")).size == 4096
+        assert Segment.attach(segment_name(owner, "scoreboard")).size == 4096
     finally:
         process.kill()
         process.wait()
@@ -338,21 +339,21 @@ def test_too_few_descriptors_are_named_as_such(segment):
     assert Segment.attach(segment.name).size == SIZE
 
 
-def test_a_bells_pipe_wakes_whoever_attached_it(server):
-    bell = Bell.create(server, segment_name(server.owner, "bell", 1), SIZE)
-    engine, client = Bell.attach(bell.segment.name), Bell.attach(bell.segment.name)
+def test_a_rings_pipe_wakes_whoever_attached_it(server):
+    rings = ShmRings.create(server, segment_name(server.owner, "rings", 1), SIZE)
+    engine, client = ShmRings.attach(rings.segment.name), ShmRings.attach(rings.segment.name)
     os.write(client.pipe, b"!")
     assert os.read(engine.pipe, 16) == b"!"
     client.close()
     with pytest.raises(BlockingIOError):
         os.read(engine.pipe, 16)  # not the end of the file, though nobody writes any more
     engine.close()
-    bell.close()
+    rings.close()
     with pytest.raises(SharedMemoryError):
-        Bell.attach(bell.segment.name)
+        ShmRings.attach(rings.segment.name)
     plain = server.create(segment_name(server.owner, "arena", 2), SIZE)
-    with pytest.raises(SharedMemoryError, match="no bell"):
-        Bell.attach(plain.name)
+    with pytest.raises(SharedMemoryError, match="no rings"):
+        ShmRings.attach(plain.name)
     plain.close()
     plain.unlink()
 

@@ -134,7 +134,7 @@ def test_a_resumed_run_knows_the_best_that_it_evaluated_after_its_last_checkpoin
 
 
 class Busy:
-    """The orchestrator's end of a lifeline that is not read at this moment."""
+    """The orchestrator's end of a control pipe that is not read at this moment."""
 
     def __init__(self):
         self.sent = []
@@ -151,10 +151,10 @@ def test_an_evaluation_reaches_an_orchestrator_that_is_busy(tmp_path):
     from jurybox.training.runtime.shared_resources import SharedResources
 
     planned = plan(evaluate=10)
-    lifeline = Busy()
-    reports = Reports(lifeline)
+    control_pipe = Busy()
+    reports = Reports(control_pipe)
     with SharedResources.create(planned) as shared:
         context = RoleContext(planned, 2, shared, reports, certainly=reports.certainly)
         context.say("a line that may be dropped")
         context.evaluated(10, {"w": 1.0})
-    assert [message["kind"] for message in lifeline.sent] == ["evaluation"]
+    assert [message["kind"] for message in control_pipe.sent] == ["evaluation"]

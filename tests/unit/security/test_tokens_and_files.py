@@ -174,7 +174,7 @@ def test_a_tcp_address_leaves_an_address_for_clients_of_the_host():
         ({"address": "tcp://10.0.0.1:5555"}, "server.curve_clients"),
     ],
 )
-def test_a_door_to_others_without_its_locks_is_refused(server, lacks):
+def test_a_transport_to_others_without_its_locks_is_refused(server, lacks):
     settings = Settings.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
     with pytest.raises(ConfigError, match=lacks) as caught:
         require_servable(settings, insecure=False)
@@ -182,7 +182,7 @@ def test_a_door_to_others_without_its_locks_is_refused(server, lacks):
     require_servable(settings, insecure=True)
 
 
-def test_a_door_to_others_with_its_locks_opens():
+def test_a_transport_to_others_with_its_locks_opens():
     server = {
         "http": "0.0.0.0:80",
         "grpc": "0.0.0.0:81",

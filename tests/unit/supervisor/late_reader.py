@@ -5,15 +5,15 @@ import sys
 import time
 from pathlib import Path
 
-from jurybox.protocol.lifeline import attach
+from jurybox.protocol.control_pipe import attach
 
-lifeline = attach(int(sys.argv[1]))
+control_pipe = attach(int(sys.argv[1]))
 folder = Path(os.environ["LATE_READER"])
 while not (folder / "go").exists():
     time.sleep(0.01)
 numbers = []
-while (message := lifeline.receive(20.0)) is not None and message["kind"] != "last":
+while (message := control_pipe.receive(20.0)) is not None and message["kind"] != "last":
     if message["kind"] == "order":
         numbers.append(message["number"])
-lifeline.send("read", numbers=len(numbers), ordered=numbers == sorted(numbers))
-lifeline.receive(60.0)  # stays until it is killed: its death would be news as well
+control_pipe.send("read", numbers=len(numbers), ordered=numbers == sorted(numbers))
+control_pipe.receive(60.0)  # stays until it is killed: its death would be news as well

@@ -6,7 +6,7 @@ import io
 import json
 
 from jurybox.server.logs import configure
-from jurybox.server.supervisor.run import Events
+from jurybox.server.supervisor.control import Events
 
 
 def test_what_is_logged_is_kept_with_its_fields():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jurybox.protocol.board import Board
 from jurybox.protocol.errors import ModelNotFound
+from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import Segment, segment_name
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.models import HeldModel, Models
@@ -14,9 +14,9 @@ BAD = ModelSettings.model_validate({"factory": "tests.models:broken"})
 
 @pytest.fixture
 def models():
-    board = Board.create(segment_name("heldtest", "board"), 2, 0.0)
-    yield Models("heldtest", board, Segment.create)
-    board.close()
+    scoreboard = Scoreboard.create(segment_name("heldtest", "scoreboard"), 2, 0.0)
+    yield Models("heldtest", scoreboard, Segment.create)
+    scoreboard.close()
 
 
 def test_a_failed_reload_is_not_what_a_restarted_engine_loads(models):

@@ -1,27 +1,27 @@
 import pytest
 
-from jurybox.protocol.board import Board
 from jurybox.protocol.errors import Busy
+from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.server.supervisor.leases import GRACE, Leases
 
 
 @pytest.fixture
-def board():
-    board = Board.create(segment_name("leasetest", "board"), 1, 0.0)
-    yield board
-    board.close()
+def scoreboard():
+    scoreboard = Scoreboard.create(segment_name("leasetest", "scoreboard"), 1, 0.0)
+    yield scoreboard
+    scoreboard.close()
 
 
 @pytest.fixture
-def world(board):
+def world(scoreboard):
     class World:
         now = 0.0
         locked: set[int] = set()
 
     world = World()
     world.locked = set()
-    world.leases = Leases(board, lambda lane: lane in world.locked, lambda: world.now)
+    world.leases = Leases(scoreboard, lambda lane: lane in world.locked, lambda: world.now)
     return world
 
 
@@ -41,13 +41,13 @@ def test_models_have_arenas_of_their_own(world):
     assert world.leases.grant(0, 8, 8).first == world.leases.grant(1, 8, 8).first == 0
 
 
-def test_a_dead_clients_rows_come_back_once_every_engine_has_forgotten_them(world, board):
+def test_a_dead_clients_rows_come_back_once_every_engine_has_forgotten_them(world, scoreboard):
     lane = world.leases.grant(0, 10, 10)
     world.locked.add(lane.lane)
     assert world.leases.reclaim([0, 1]) == []
     world.locked.clear()  # the kernel dropped the lock of a dead client
     assert [dead.lane for dead in world.leases.reclaim([0, 1])] == [lane.lane]
-    assert board.lanes["lease"][lane.lane] == 0  # engines refuse its tickets from now on
+    assert scoreboard.lanes["lease"][lane.lane] == 0  # engines refuse its tickets from now on
     world.leases.confirmed(lane.lane, lane.lease, 0)
     with pytest.raises(Busy):
         world.leases.grant(0, 1, 10)

@@ -1,4 +1,4 @@
-"""A real board and the status document of an imagined server, so that what is watched can be set by hand."""
+"""A real scoreboard and the status document of an imagined server, so that what is watched can be set by hand."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.status import status_document
 from jurybox.server.supervisor.models import HeldModel
-from jurybox.server.watch.sample import BoardReader, Snapshot
+from jurybox.server.watch.sample import ScoreboardReader, Snapshot
 
 SECOND = 10**9
 
 
 class Scene:
-    """A server of two engines and two models, of which only the board is real."""
+    """A server of two engines and two models, of which only the scoreboard is real."""
 
     def __init__(self) -> None:
         self.id = f"watch{secrets.token_hex(4)}"
-        self.board = Board.create(segment_name(self.id, "board"), 2, started=5000.0)
+        self.scoreboard = Scoreboard.create(segment_name(self.id, "scoreboard"), 2, started=5000.0)
         settings = ModelSettings(factory="a:b", max_batch=64)
         self.models = [
             HeldModel(index, name, settings, digest="cafe", engines={0: "ready", 1: "ready"})
@@ -31,39 +31,39 @@ class Scene:
         ]
         self.events: list[dict[str, Any]] = []
         for index in (0, 1):
-            self.engine(index, state=EngineState.SERVING, pid=100 + index, epoch=5, heartbeat=1)
-        self._reader = BoardReader()
+            self.engine(index, state=EngineState.SERVING, pid=100 + index, incarnation=5, heartbeat=1)
+        self._reader = ScoreboardReader()
 
     def engine(self, index: int, **fields: int) -> None:
         for name, value in fields.items():
-            self.board.engines[name][index] = value
+            self.scoreboard.engines[name][index] = value
 
     def add(self, engine: int, model: int, **fields: int) -> None:
         for name, value in fields.items():
-            self.board.counters[name][engine, model] += value
+            self.scoreboard.counters[name][engine, model] += value
 
     def bucket(self, engine: int, model: int, histogram: str, bucket: int, count: int = 1) -> None:
-        self.board.counters[histogram][engine, model, bucket] += count
+        self.scoreboard.counters[histogram][engine, model, bucket] += count
 
     def lease(self, lane: int, model: int, rows: int) -> None:
-        record = self.board.lanes[lane : lane + 1]
+        record = self.scoreboard.lanes[lane : lane + 1]
         record["lease"], record["model"], record["rows"] = lane + 1, model, rows
 
     def document(self) -> dict[str, Any]:
         return status_document(
-            self.board, self.models, [], segments={self.board.segment.name: self.board.segment.size},
+            self.scoreboard, self.models, [], segments={self.scoreboard.segment.name: self.scoreboard.segment.size},
             server_id=self.id, address="ipc:///x/engine", now=5060.0, events=self.events,
             engine_timeout=1e9,
         )  # fmt: skip
 
     def snapshot(self, **changes: Any) -> Snapshot:
-        """The board now, with some of the snapshot's fields set by hand."""
+        """The scoreboard now, with some of the snapshot's fields set by hand."""
         taken = self._reader.read(self.document())
         return Snapshot(**{**taken.__dict__, **changes})
 
     def close(self) -> None:
         self._reader.close()
-        self.board.close()
+        self.scoreboard.close()
 
 
 @pytest.fixture

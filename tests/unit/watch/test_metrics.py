@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from jurybox.server.gateway.metrics import Kind, exposition
-from jurybox.server.gateway.metrics_table import TABLE
+from jurybox.server.gateway.metrics import TABLE, Kind, exposition
 
 PHOTO, POLICY = 3, 7
 OPEN = "application/openmetrics-text;version=1.0.0"
@@ -53,7 +52,7 @@ def test_counters_are_summed_over_engines(scene):
     assert value(scene, "engine_requests_total", engine="1") == 5
 
 
-def test_a_histogram_is_the_boards_cumulated_with_its_sum_in_seconds(scene):
+def test_a_histogram_is_the_scoreboards_cumulated_with_its_sum_in_seconds(scene):
     scene.bucket(0, PHOTO, "request_ns", 5, 2)  # below the first bound
     scene.bucket(0, PHOTO, "request_ns", 17, 3)  # [65.5 us, 131 us)
     scene.bucket(1, PHOTO, "request_ns", 20, 1)
@@ -96,7 +95,7 @@ def test_weights_tell_version_newest_lag_and_age(scene):
 
 
 def test_an_engine_that_died_is_down_and_counted(scene):
-    from jurybox.protocol.board import EngineState
+    from jurybox.protocol.scoreboard import EngineState
 
     scene.engine(1, state=EngineState.ABSENT, restarts=1)
     assert [value(scene, "engine_up", engine=str(index)) for index in (0, 1)] == [1, 0]
@@ -104,7 +103,7 @@ def test_an_engine_that_died_is_down_and_counted(scene):
 
 
 def test_an_engine_that_comes_back_changes_no_sum_and_no_count(scene):
-    from jurybox.protocol.board import EngineState
+    from jurybox.protocol.scoreboard import EngineState
 
     counted = {metric.full_name for metric in TABLE if metric.kind is Kind.COUNTER} | {
         f"jurybox_{metric.name}_{part}"
@@ -114,7 +113,7 @@ def test_an_engine_that_comes_back_changes_no_sum_and_no_count(scene):
     }
     scene.add(0, PHOTO, requests=10, rows=40, batches=5, request_total_ns=1000, version=2, newest=2)
     before = scraped(scene)
-    scene.engine(0, state=EngineState.LOADING, epoch=6, heartbeat=2)
+    scene.engine(0, state=EngineState.LOADING, incarnation=6, heartbeat=2)
     after = scraped(scene)
     assert {key: count for key, count in before.items() if key[0] in counted} == {
         key: count for key, count in after.items() if key[0] in counted

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurybox.server.gateway.metrics_table import TABLE
+from jurybox.server.gateway.metrics import TABLE
 
 ROOT = Path(__file__).parents[3]
 SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docker" / "monitoring" / "generate.py")

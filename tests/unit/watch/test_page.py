@@ -72,7 +72,7 @@ def test_no_file_of_the_page_has_inline_code_or_names_a_foreign_host(file):
     assert "innerHTML" not in text
 
 
-async def test_metrics_come_from_the_board_and_the_server_is_asked_once_a_second(http, source, scene):
+async def test_metrics_come_from_the_scoreboard_and_the_server_is_asked_once_a_second(http, source, scene):
     for requests in range(1, 6):
         scene.add(0, 3, requests=1)
         text = (await http.get("/metrics")).text
@@ -104,7 +104,7 @@ async def test_a_server_that_died_is_gone_at_once_though_its_names_are_known(sou
     await watch.snapshot()
     monkeypatch.setattr("jurybox.server.gateway.live._NAMES_FOR", 0.0)
     source.error = ServerGone("no answer within 1.0 s")
-    scene.board.close()
+    scene.scoreboard.close()
     with pytest.raises(ServerGone, match="is gone"):
         await watch.snapshot()
     watch.close()

@@ -1,4 +1,4 @@
-"""Two looks at the board make rates, percentiles and events."""
+"""Two looks at the scoreboard make rates, percentiles and events."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from jurybox.protocol.board import EngineState
 from jurybox.protocol.errors import ServerGone
+from jurybox.protocol.scoreboard import EngineState
 from jurybox.server.watch.history import History, sentence
-from jurybox.server.watch.sample import BoardReader, growth, sample
+from jurybox.server.watch.sample import ScoreboardReader, growth, sample
 
 SECOND = 10**9
 PHOTO, POLICY = 3, 7
@@ -71,7 +71,7 @@ def test_a_model_that_came_between_the_looks_began_at_zero(scene):
 def test_a_model_that_was_loaded_anew_began_at_zero(scene):
     scene.add(0, PHOTO, requests=100)
     before = scene.snapshot()
-    scene.board.counters[:, PHOTO] = 0
+    scene.scoreboard.counters[:, PHOTO] = 0
     scene.add(0, PHOTO, requests=3)
     assert growth(before, scene.snapshot())["requests"][0].tolist() == [3, 0]
 
@@ -171,18 +171,18 @@ def test_failures_before_the_first_look_are_nobodys_news(scene):
 def test_root_may_watch_another_users_server(scene, monkeypatch):
     document = scene.document()
     monkeypatch.setattr("os.getuid", lambda: 12345)  # names of its own segments have another number in them
-    assert BoardReader().read(document).server_id == scene.id
+    assert ScoreboardReader().read(document).server_id == scene.id
 
 
-def test_whoever_watches_cannot_write_to_the_board_and_sees_a_dead_server(scene):
-    reader = BoardReader()
+def test_whoever_watches_cannot_write_to_the_scoreboard_and_sees_a_dead_server(scene):
+    reader = ScoreboardReader()
     document = scene.document()
     reader.read(document)
-    board = reader._board
-    assert board is not None
+    scoreboard = reader._scoreboard
+    assert scoreboard is not None
     with pytest.raises(ValueError, match="read-only"):
-        board.counters["requests"][0, 0] = 1
-    scene.board.segment.close()  # lets go of the lock, as a dead server does
+        scoreboard.counters["requests"][0, 0] = 1
+    scene.scoreboard.segment.close()  # lets go of the lock, as a dead server does
     with pytest.raises(ServerGone, match="gone"):
         reader.read(document)
-    scene.board.segment.unlink()
+    scene.scoreboard.segment.unlink()

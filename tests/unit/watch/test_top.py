@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jurybox.protocol.board import EngineState
+from jurybox.protocol.scoreboard import EngineState
 from jurybox.server import commands
 from jurybox.server.commands.top import _bars, _engines, _models, screen
 from jurybox.server.watch.sample import sample

@@ -70,7 +70,7 @@ class Grouped:
         engine, arena = self.server.engine, self.server._arenas[f"agent{i}"]
         served = engine.slots[i].served
         self.groups.join(
-            "agents", Member(i, served, arena.inputs, arena.outputs, self.channels[i], engine.meters(i)), None, int
+            "agents", Member(i, served, arena.inputs, arena.outputs, self.channels[i], engine.counters(i)), None, int
         )
 
     def between_turns(self) -> None:
@@ -87,7 +87,7 @@ class Grouped:
     def wait_for(self, i: int, version: int) -> None:
         def adopted() -> bool:
             self.between_turns()
-            return self.server.engine.board.counters["version"][0, i] == version
+            return self.server.engine.scoreboard.counters["version"][0, i] == version
 
         wait_until(adopted, 10, f"version {version} of agent{i}")
 
@@ -136,7 +136,7 @@ def test_members_asked_together_are_one_forward(make):
     FORWARDS.clear()
     grouped.ask({i: rows(1 + i % 3) for i in range(5)})
     assert FORWARDS == [3]
-    counters = grouped.server.engine.board.counters[0]
+    counters = grouped.server.engine.scoreboard.counters[0]
     assert counters["rows"][:5].tolist() == [1, 2, 3, 1, 2] and counters["batches"][:5].tolist() == [1] * 5
 
 
@@ -194,7 +194,7 @@ def test_a_member_that_fails_does_not_fail_the_others(make):
         tickets[2].result()
     for i in (0, 1, 3):
         assert_its_own(tickets[i].result(), grouped.own[i], rows(2, i))
-    assert grouped.server.engine.board.counters["failed"][0, :4].tolist() == [0, 0, 1, 0]
+    assert grouped.server.engine.scoreboard.counters["failed"][0, :4].tolist() == [0, 0, 1, 0]
 
 
 def test_more_rows_than_a_members_batch_holds_are_more_forwards(make):

@@ -11,8 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
 from jurybox.client.remote.curve import Keys
-from jurybox.protocol.board import ENGINE, EngineState
 from jurybox.protocol.descriptors import require
+from jurybox.protocol.scoreboard import ENGINE, EngineState
 
 MOST_BYTES = 1 << 30  # of a frame that a server may send
 _PATIENCE = 10.0  # seconds without a connection after which the server counts as gone
@@ -59,12 +59,12 @@ def new_identity() -> bytes:
 
 
 class Connection:
-    """A connection for one lane; to the lane it is the board of a server with one engine, the server's relay.
+    """A connection for one lane; to the lane it is the scoreboard of a server with one engine, the server's relay.
 
-    The engine's epoch grows whenever the connection breaks, so that the lane sends its tickets again.
+    The engine's incarnation grows whenever the connection breaks, so that the lane sends its tickets again.
 
     Attributes:
-        engines: one record of board.ENGINE.
+        engines: one record of scoreboard.ENGINE.
         torn: set while a message of several frames is sent or taken in. Who finds it set knows that this was broken
             off, by a KeyboardInterrupt perhaps, and renews the connection.
     """
@@ -74,7 +74,7 @@ class Connection:
         self._address = address
         self._keys = keys
         self.engines = np.zeros(1, ENGINE)
-        self.engines["state"], self.engines["epoch"] = EngineState.SERVING, 1
+        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
         self.torn = False
         self._open()
 
@@ -89,25 +89,25 @@ class Connection:
         self.socket.connect(self._address)
 
     def renew(self) -> None:
-        """Break the connection and make another: what was on its way is sent again, in the next epoch."""
+        """Break the connection and make another: what was on its way is sent again, in the next incarnation."""
         self.close()
-        self.engines["epoch"] += 1
+        self.engines["incarnation"] += 1
         self.engines["state"] = EngineState.SERVING
         self._open()
         self.torn = False
 
     @property
-    def epoch(self) -> int:
-        return int(self.engines["epoch"][0])
+    def incarnation(self) -> int:
+        return int(self.engines["incarnation"][0])
 
     def server_lives(self) -> bool:
-        """As Board.server_lives: whether the connection stands, or began or broke only a moment ago."""
+        """As Scoreboard.server_lives: whether the connection stands, or began or broke only a moment ago."""
         while not self.torn and self._events.poll(0):
             self.torn = True
             stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if not stands and self._broken_at is None:
                 self._broken_at = time.monotonic()
-                self.engines["epoch"] += 1
+                self.engines["incarnation"] += 1
             if stands:
                 self._broken_at = None
             self.engines["state"] = EngineState.SERVING if stands else EngineState.ABSENT

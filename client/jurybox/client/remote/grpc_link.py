@@ -11,7 +11,7 @@ import grpc
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Transfer, spec_of
 from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised, token_metadata
-from jurybox.client.remote.grpc_door import Gateway, GrpcDoor
+from jurybox.client.remote.grpc_transport import Gateway, GrpcTransport
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
@@ -132,8 +132,8 @@ class GrpcLink:
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
-        door = GrpcDoor(self._asker, self._stub.ModelInfer, self._metadata, spec, memory)
-        lane = Lane(name, Gateway(), memory, door, 0, 0, memory.rows, lambda: None, far=True)
+        transport = GrpcTransport(self._asker, self._stub.ModelInfer, self._metadata, spec, memory)
+        lane = Lane(name, Gateway(), memory, transport, 0, 0, memory.rows, lambda: None, far=True)
         return lane, spec, message.max_batch
 
     def _index(self, timeout: float) -> Any:

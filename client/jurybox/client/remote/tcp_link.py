@@ -13,7 +13,7 @@ from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, Transfer, spec_of
 from jurybox.client.remote.connection import Connection, new_identity, open_socket
 from jurybox.client.remote.curve import Keys
-from jurybox.client.remote.inline_door import InlineDoor
+from jurybox.client.remote.inline_transport import InlineTransport
 from jurybox.client.remote.rows_here import RowsHere, out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ReleaseRequest
 from jurybox.protocol.errors import Error, ServerGone
@@ -69,12 +69,12 @@ class TcpLink(ControlLink):
                 memory = RowsHere(spec, lease.rows)
                 assert self._wires is not None
                 connection = Connection(self._wires.context, self._address, self._keys)
-                door = InlineDoor(connection, memory, lease.lease)
+                transport = InlineTransport(connection, memory, lease.lease)
                 lane = Lane(
                     name,
                     connection,
                     memory,
-                    door,
+                    transport,
                     lease.lease,
                     0,
                     lease.rows,
@@ -96,7 +96,7 @@ class TcpLink(ControlLink):
         """One identity for all its sockets, since leases are the client's that bears it; another in a forked child."""
         address, keys, identity = self._address, self._keys, new_identity()
         return lambda wires: Control(
-            wires.context, address, lambda: open_socket(wires.context, address, keys, identity)
+            wires.context, address, lambda: open_socket(wires.context, address, keys, identity), far=True
         )
 
     def _release(self, request: ReleaseRequest) -> None:

@@ -70,15 +70,15 @@ def top(
 
 
 class _Looker:
-    """Looks at one address: asks for names, reads numbers from the board; connects again where a server is gone."""
+    """Asks one address for names, reads numbers from the scoreboard, and connects again where a server is gone."""
 
     def __init__(self, address: str, window: float) -> None:
         from jurybox.server.watch.history import History
-        from jurybox.server.watch.sample import BoardReader
+        from jurybox.server.watch.sample import ScoreboardReader
 
         self._address = address
         self._server: Any = None
-        self._reader = BoardReader()
+        self._reader = ScoreboardReader()
         self._history = History(window)
 
     def look(self) -> dict[str, Any]:

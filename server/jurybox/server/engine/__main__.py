@@ -2,7 +2,7 @@
 
 import sys
 
-from jurybox.protocol import lifeline
+from jurybox.protocol import control_pipe
 from jurybox.server.engine.process import run
 
-sys.exit(run(lifeline.attach(int(sys.argv[1]))))
+sys.exit(run(control_pipe.attach(int(sys.argv[1]))))

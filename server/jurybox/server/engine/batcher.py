@@ -156,7 +156,7 @@ def fair_choice(tickets: Tickets, max_rows: int) -> NDArray[np.bool_]:
 # to share, and nobody is waited for. Nor is more than half of the crowd: its halves take turns, and while one is
 # computed the other's clients run, where a batch of everybody would leave all other cores idle. A lone client is
 # never waited for, since nobody is missing when it asks; a client that stays away loses its credit and is waited for
-# no more until it shows again that it is quick. native.Crowd keeps that book.
+# no more until it shows again that it is quick. native.ArrivalTracker keeps that book.
 
 
 QUICK = 4  # batches' time within which a client in closed loop is back

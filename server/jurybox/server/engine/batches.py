@@ -1,31 +1,35 @@
-"""Counting: what an engine did, written to its part of the board."""
+"""Counting: what an engine did, written to its part of the scoreboard."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.board import TIME_BUCKETS
 from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, said
-from jurybox.server.engine.core import Slot
+from jurybox.protocol.scoreboard import TIME_BUCKETS
+from jurybox.server.engine.batcher import BatchCost, Queue
 from jurybox.server.engine.device import Batch, DeviceServed
+from jurybox.server.engine.served import Served
 from jurybox.server.logs import traced
 
+if TYPE_CHECKING:
+    from jurybox.server.groups.group import Grouped
 
-class Meters:
-    """The counters of one model in one engine; the only writer of its record on the board.
 
-    What is counted is kept here and shown there: other processes can write to the board.
+class Counters:
+    """The counters of one model in one engine; the only writer of its record on the scoreboard.
+
+    What is counted is kept here and shown there: other processes can write to the scoreboard.
 
     Args:
-        shown: one record of board.COUNTERS, shape (1,); counting goes on where it stands.
+        shown: one record of scoreboard.COUNTERS, shape (1,); counting goes on where it stands.
     """
 
     def __init__(self, shown: NDArray[Any]) -> None:
@@ -78,6 +82,34 @@ class Meters:
         self._shown[name] = self._own[name]
 
 
+class Slot:
+    """A model in this engine: its queue, its module, its counters. Models of a group share one (groups/)."""
+
+    def __init__(self, served: Served | Grouped, queue: Queue, counters: Counters) -> None:
+        self.served = served
+        self.queue = queue
+        self.counters = counters
+        self.cost = BatchCost()
+        self.shown = 0  # 1 + number of the model, as the scoreboard shows who computes; 0: ask the tickets
+
+    def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
+        """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""
+        return ((tickets, version or self.served.version),)
+
+    def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        """What of a batch may fail without the rest."""
+        return (tickets,)
+
+    def name(self, tickets: NDArray[Any]) -> str:
+        """Of the model whose tickets these are."""
+        return self.served.spec.name
+
+    def release(self) -> None:
+        """A model is served by this slot no longer."""
+        if isinstance(self.served, Served):
+            self.served.close()
+
+
 # ----
 # Running batches: one at a time on the CPU, two on their way on a device of its own; whatever goes wrong with one.
 
@@ -116,7 +148,7 @@ class Batches:
     def __init__(
         self,
         answer: Callable[[NDArray[Any], int, int, str], None],
-        crowd: native.Crowd,
+        crowd: native.ArrivalTracker,
         clock: Callable[[], int],
         report: Callable[..., None],
         *,
@@ -199,7 +231,7 @@ class Batches:
             self._answer(answered, Code.OK, used, "")
         ended = self._clock()
         self._crowd.answered(tickets, ended)
-        slot.meters.batch(tickets, rows, began, ended)
+        slot.counters.batch(tickets, rows, began, ended)
         self.mean_ns += _SMOOTHING * (ended - began - self.mean_ns)
         slot.cost.observe(rows, ended - began)
 
@@ -221,12 +253,12 @@ class Batches:
     def _fail(self, slot: Slot, tickets: NDArray[Any], error: BaseException) -> None:
         name, version = slot.name(tickets), slot.served.version
         if isinstance(error, VersionNotHeld):  # what was asked for is not there: no fault of the model
-            slot.meters.not_held(tickets)
+            slot.counters.not_held(tickets)
             self._report("weights version not held", model=name, error=said(error), tickets=len(tickets))
             self._answer(tickets, error.code, version, said(error))
             return
         message = plain(error) if isinstance(error, ModelFailed) else f"model {name!r} raised {said(error)}"
-        slot.meters.failed(tickets)
+        slot.counters.failed(tickets)
         fields: dict[str, Any] = {"model": name, "error": message, "tickets": len(tickets)}
         now = self._clock()
         if now - self._traced.get(name, now - _TRACED_NS) >= _TRACED_NS:

@@ -3,64 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.errors import Code, plain, said
+from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batcher import QUICK, BatchCost, Queue
-from jurybox.server.engine.batches import Batches, Meters
+from jurybox.server.engine.batcher import QUICK, Queue
+from jurybox.server.engine.batches import Batches, Counters, Slot
 from jurybox.server.engine.served import Served
-from jurybox.server.groups.group import Grouped
 
 
-class Door(Protocol):
+class Transport(Protocol):
     """A source of tickets and the way back for replies. None of its methods waits."""
 
-    number: int  # the core writes it into the tickets that came through this door
+    number: int  # the core writes it into the tickets that came through this transport
 
     def collect(self, out: NDArray[Any]) -> int:
         """Write tickets that arrived to `out`, n records of wire.TICKET; gives how many, at most n."""
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """Answer tickets that came through this door, all with the same code, weights version and message."""
-
-
-# ----
-# A model's place in an engine.
-
-
-class Slot:
-    """A model in this engine: its queue, its module, its counters. Models of a group share one (group_slot.py)."""
-
-    def __init__(self, served: Served | Grouped, queue: Queue, meters: Meters) -> None:
-        self.served = served
-        self.queue = queue
-        self.meters = meters
-        self.cost = BatchCost()
-        self.shown = 0  # 1 + number of the model, as the board shows who computes; 0: ask the tickets
-
-    def answers(self, tickets: NDArray[Any], version: int) -> Iterable[tuple[NDArray[Any], int]]:
-        """A computed batch by the weights version of its answers; `version` is the one that was asked for, or 0."""
-        return ((tickets, version or self.served.version),)
-
-    def parts(self, tickets: NDArray[Any]) -> Sequence[NDArray[Any]]:
-        """What of a batch may fail without the rest."""
-        return (tickets,)
-
-    def name(self, tickets: NDArray[Any]) -> str:
-        """Of the model whose tickets these are."""
-        return self.served.spec.name
-
-    def release(self) -> None:
-        """A model is served by this slot no longer."""
-        if isinstance(self.served, Served):
-            self.served.close()
+        """Answer tickets that came through this transport, all with the same code, weights version and message."""
 
 
 # ----
@@ -70,16 +37,16 @@ class Slot:
 # (jurybox.server.inproc), and tests drive it turn by turn.
 
 
-_ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its door
+_ARRIVALS = 1024  # tickets taken in a turn; the rest stays at its transport
 
 
 class Engine:
-    """Batches the tickets of all doors.
+    """Batches the tickets of all transports.
 
     Args:
-        board: whose lanes say what a ticket may touch, and where counters go.
-        index: which engine of the board this is.
-        doors: where tickets come from.
+        scoreboard: whose lanes say what a ticket may touch, and where counters go.
+        index: which engine of the scoreboard this is.
+        transports: where tickets come from.
         clock: nanoseconds, of CLOCK_MONOTONIC unless a test injects its own.
         pause: lets so many seconds pass, or until so many clients have asked, so that those about to ask can do so;
             None: never wait for anybody.
@@ -90,59 +57,59 @@ class Engine:
 
     def __init__(
         self,
-        board: Board,
+        scoreboard: Scoreboard,
         index: int,
-        doors: Sequence[Door],
+        transports: Sequence[Transport],
         clock: Callable[[], int] = time.monotonic_ns,
         pause: Callable[[float, int], None] | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
         *,
         interruptible: bool = False,
     ) -> None:
-        self.board = board
+        self.scoreboard = scoreboard
         self.index = index
-        self.doors: list[Door] = []
-        for door in doors:
-            self.add_door(door)
+        self.transports: list[Transport] = []
+        for transport in transports:
+            self.add_transport(transport)
         self.slots: dict[int, Slot] = {}
         self._queues: list[Slot] = []  # each slot once, however many models share it
         self._clock = clock
         self._pause = pause
         self._report = report
-        self._crowd = native.Crowd(len(board.lanes))
-        self._meters: dict[int, Meters] = {}
-        self._admission = native.Admission(len(board.lanes))
+        self._crowd = native.ArrivalTracker(len(scoreboard.lanes))
+        self._counters: dict[int, Counters] = {}
+        self._admission = native.Admission(len(scoreboard.lanes))
         self._batches = Batches(self._answer, self._crowd, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused in words of their own
         self._closed: tuple[Code, str] | None = None
-        self._shown = _cell(board, index, "expected_wait")
-        self._computing = _cell(board, index, "computing")
+        self._shown = _cell(scoreboard, index, "expected_wait")
+        self._computing = _cell(scoreboard, index, "computing")
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
 
-    def add_door(self, door: Door) -> None:
-        """Take tickets from one more door."""
-        door.number = max((other.number for other in self.doors), default=-1) + 1
-        self.doors.append(door)
+    def add_transport(self, transport: Transport) -> None:
+        """Take tickets from one more transport."""
+        transport.number = max((other.number for other in self.transports), default=-1) + 1
+        self.transports.append(transport)
 
-    def remove_door(self, door: Door) -> None:
-        """Take no more from a door, and forget what came through it."""
-        self.doors.remove(door)
+    def remove_transport(self, transport: Transport) -> None:
+        """Take no more from a transport, and forget what came through it."""
+        self.transports.remove(transport)
 
-    def meters(self, model: int) -> Meters:
+    def counters(self, model: int) -> Counters:
         """The counters of a model in this engine."""
-        if model not in self._meters:
-            self._meters[model] = Meters(self.board.counters[self.index, model : model + 1])
-        return self._meters[model]
+        if model not in self._counters:
+            self._counters[model] = Counters(self.scoreboard.counters[self.index, model : model + 1])
+        return self._counters[model]
 
     def show_counters(self) -> None:
-        """Write all counters to the board anew, whatever has been written there."""
-        for meters in list(self._meters.values()):  # the workshop's thread asks for those of a new model
-            meters.show()
+        """Write all counters to the scoreboard anew, whatever has been written there."""
+        for counters in list(self._counters.values()):  # the workshop's thread asks for those of a new model
+            counters.show()
 
     def forget_all(self) -> None:
-        """Drop every ticket: their senders see another epoch and ask again. Nothing is computed any more afterwards."""
+        """Drop every ticket: their senders see another incarnation and ask again. Nothing is computed afterwards."""
         self._batches.land_all()
         for model, slot in self.slots.items():
             slot.queue.withdraw(model)
@@ -153,7 +120,7 @@ class Engine:
         Args:
             arena: number of the arena whose rows it computes; tickets of lanes of another are refused.
         """
-        slot = Slot(served, Queue(served.max_batch, min_batch, max_wait_ns), self.meters(model))
+        slot = Slot(served, Queue(served.max_batch, min_batch, max_wait_ns), self.counters(model))
         slot.shown = model + 1
         self.put(model, slot, served.max_batch, arena)
 
@@ -197,8 +164,8 @@ class Engine:
             self._answer(waiting, code, 0, message or f"model {slot.name(waiting)!r} was unloaded")
         slot.release()
         self._hold(model, None)
-        self._meters.pop(model, None)
-        self.board.counters[self.index, model] = 0  # another model may come to this place
+        self._counters.pop(model, None)
+        self.scoreboard.counters[self.index, model] = 0  # another model may come to this place
 
     def _hold(self, model: int, slot: Slot | None) -> None:
         if slot is None:
@@ -209,11 +176,11 @@ class Engine:
 
     def stop_following(self) -> None:
         """End the threads that follow weights channels: one that outlives the interpreter brings the process down."""
-        followers = [slot.served.follower for slot in self._queues if slot.served.follower is not None]
-        for follower in followers:
-            follower.stop()
-        for follower in followers:
-            follower.join()
+        followers = [slot.served.weights_updater for slot in self._queues if slot.served.weights_updater is not None]
+        for weights_updater in followers:
+            weights_updater.stop()
+        for weights_updater in followers:
+            weights_updater.join()
 
     def retire(self, lane: int) -> None:
         """Forget what a lane has waiting that was taken back. Between two turns nothing else touches its rows.
@@ -245,7 +212,7 @@ class Engine:
         if self._crowd.away and self._pause is not None and not self._batches.under_way:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
-            slot.meters.expired(late)
+            slot.counters.expired(late)
             self._answer(late, Code.TIMEOUT, served.version, "the deadline passed before the ticket's turn came")
             if not len(queue):
                 return True
@@ -253,7 +220,7 @@ class Engine:
         version = queue.waiting["version"].item(0) if queue.pinned else 0
         tickets = queue.take()
         rows = waiting - queue.rows
-        slot.meters.waiting(queue.rows)
+        slot.counters.waiting(queue.rows)
         later = sum(slot.queue.rows // slot.queue.max_batch for slot in self._queues)
         self._show_wait(batches=2 + self._batches.under_way + later)
         self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # should it end this process, here is who did
@@ -280,13 +247,13 @@ class Engine:
     def _take_in(self) -> int:
         """Queue what has arrived; gives the number of tickets accepted."""
         accepted = 0
-        for door in self.doors:
-            n = door.collect(self._arrivals)
+        for transport in self.transports:
+            n = transport.collect(self._arrivals)
             if not n:
                 continue
             tickets = self._arrivals[:n]
             refused, rows, pinned = self._admission.admit(
-                tickets, door.number, self.board.lanes, self._limits, self._arenas
+                tickets, transport.number, self.scoreboard.lanes, self._limits, self._arenas
             )
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
@@ -324,15 +291,15 @@ class Engine:
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         only = self._admission.leave(tickets)
-        came_by = tickets["door"]
+        came_by = tickets["transport"]
         if message:
             message = plain(message)
-        for door in self.doors:
+        for transport in self.transports:
             try:
-                if door.number == only:
-                    door.reply(tickets, code, version, message)
-                elif only < 0 and (mine := came_by == door.number).any():
-                    door.reply(tickets[mine], code, version, message)
+                if transport.number == only:
+                    transport.reply(tickets, code, version, message)
+                elif only < 0 and (mine := came_by == transport.number).any():
+                    transport.reply(tickets[mine], code, version, message)
             except Exception as error:  # noqa: BLE001  who cannot be answered must not keep others from their answers
                 self._report("answers not sent", error=said(error), tickets=len(tickets))
 
@@ -347,14 +314,14 @@ class Engine:
             if (those := refused["code"] == code).any():
                 self._answer(refused[those], code, 0, message)
         for model in np.unique(refused["model"][np.isin(refused["code"], (Code.REFUSED, Code.BUSY))]):
-            self.meters(int(model)).refused(int((refused["model"] == model).sum()))
+            self.counters(int(model)).refused(int((refused["model"] == model).sum()))
         accepted: NDArray[Any] = tickets[tickets["code"] == Code.OK]
         return accepted
 
 
-def _cell(board: Board, index: int, name: str) -> memoryview:
+def _cell(scoreboard: Scoreboard, index: int, name: str) -> memoryview:
     """One number of an engine's record; an array takes twice as long to store one."""
-    array: Any = board.engines[name][index : index + 1]
+    array: Any = scoreboard.engines[name][index : index + 1]
     return memoryview(array)
 
 

@@ -157,14 +157,14 @@ class Graphs:
 
 
 # ----
-# What an engine holds of its device's memory, shown on the board.
+# What an engine holds of its device's memory, shown on the scoreboard.
 
 
 _EVERY = 1.0  # seconds: asking takes torch's allocator some tens of microseconds, beside the loop
 
 
 def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:
-    """Keep `device_bytes` of a board's engine record, shape (1,), at what torch's allocator has reserved.
+    """Keep `device_bytes` of a scoreboard's engine record, shape (1,), at what torch's allocator has reserved.
 
     Nothing is done for a CPU. The thread ends with the process.
     """
@@ -225,7 +225,7 @@ class DeviceServed(Served):
         if not self._lock.held and self.device.type == "cuda":
             report("arena not page-locked", model=name, reason=self._lock.reason)
         self.forwards = Stream(self.device)
-        self._berths = [_Berth(self, max_batch) for _ in range(_BERTHS)]
+        self._berths = [_StagingBuffer(self, max_batch) for _ in range(_BERTHS)]
 
     def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
         """Queue a batch's copies and forward; as `run`, of a batch to be finished later.
@@ -273,7 +273,9 @@ class DeviceServed(Served):
 class Batch:
     """A batch on its way."""
 
-    def __init__(self, served: DeviceServed, berth: _Berth, tickets: NDArray[Any], rows: int, end: Mark) -> None:
+    def __init__(
+        self, served: DeviceServed, berth: _StagingBuffer, tickets: NDArray[Any], rows: int, end: Mark
+    ) -> None:
         self._served = served
         self._berth = berth
         self._tickets = tickets
@@ -291,7 +293,7 @@ class Batch:
             native.scatter(array, self._tickets, self._berth.results[name][: self._rows].numpy())
 
 
-class _Berth:
+class _StagingBuffer:
     """What one batch on its way occupies."""
 
     def __init__(self, served: DeviceServed, max_batch: int) -> None:

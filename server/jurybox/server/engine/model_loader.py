@@ -26,7 +26,7 @@ from jurybox.server.engine.device import DeviceServed
 from jurybox.server.engine.model_code import LoadError
 from jurybox.server.engine.model_code import load as load_model
 from jurybox.server.engine.served import Served
-from jurybox.server.engine.weights_updater import Follower
+from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.groups.group import Member
 from jurybox.server.groups.groups import Groups
 from jurybox.server.logs import traced
@@ -44,7 +44,7 @@ class _Half:
     model: ServedModel
 
 
-class Workshop:
+class ModelLoader:
     """Loads models beside the engine's loop.
 
     Every load has a number of the supervisor's. A model that was unloaded, or ordered anew, while it was being loaded
@@ -154,9 +154,9 @@ class Workshop:
             channel = WeightsChannel.attach(weights) if weights else None
             if channel is not None:
                 undo.callback(channel.close)
-            meters = self._engine.meters(model)
+            counters = self._engine.counters(model)
             if settings.group:
-                member = Member(model, served, arena.inputs, arena.outputs, channel, meters, number)
+                member = Member(model, served, arena.inputs, arena.outputs, channel, counters, number)
                 self._groups.join(
                     settings.group,
                     member,
@@ -167,17 +167,17 @@ class Workshop:
                 undo.pop_all()
                 return
             if channel is not None:
-                served.follower = Follower(
+                served.weights_updater = WeightsUpdater(
                     channel,
                     getattr(half.model.module, "_orig_mod", half.model.module),  # behind torch.compile's wrapper
                     self._device,
                     settings.keep_versions,
                     self._later,
-                    meters.adopted,
+                    counters.adopted,
                     served.forwards if isinstance(served, DeviceServed) else None,
                     self._report,
                 )
-                served.follower.start()
+                served.weights_updater.start()
             clean = undo.pop_all()
 
         def install() -> None:

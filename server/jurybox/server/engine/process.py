@@ -16,16 +16,16 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.control_pipe import ControlPipe, exact_sleeps
 from jurybox.protocol.errors import Code, plain, said
-from jurybox.protocol.lifeline import Lifeline, exact_sleeps
+from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
-from jurybox.server.engine.batches import Batches
-from jurybox.server.engine.core import Door, Engine, Slot
+from jurybox.server.engine.batches import Batches, Slot
+from jurybox.server.engine.core import Engine, Transport
 from jurybox.server.engine.device import show_device_memory
-from jurybox.server.engine.model_loader import Workshop
+from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.logs import Seldom, configure, traced
-from jurybox.server.transports import NativeDoor, ZmqDoor
+from jurybox.server.transports import ShmTransport, ZmqTransport
 
 # From malloc.h of the GNU C library; other C libraries have no mallopt, or know other numbers and refuse these.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -54,7 +54,7 @@ def keep_freed_memory() -> bool:
 # What other threads want done in the loop's thread, between two turns.
 
 
-class Errands:
+class CallbackQueue:
     """Actions in order, and a file that is readable while there are any.
 
     Args:
@@ -138,19 +138,19 @@ class TracedEngine(Engine):
 
     def __init__(
         self,
-        board: Board,
+        scoreboard: Scoreboard,
         index: int,
-        doors: Sequence[Door],
+        transports: Sequence[Transport],
         timings: Timings,
         pause: Callable[[float, int], None],
         report: Callable[..., None],
     ) -> None:
-        super().__init__(board, index, doors, pause=pause, report=report)
+        super().__init__(scoreboard, index, transports, pause=pause, report=report)
         self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, report)
 
 
 # ----
-# The engine's process: settings and orders from the lifeline, tickets from the doors, one loop.
+# The engine's process: settings and orders from the control pipe, tickets from the transports, one loop.
 #
 # Models are loaded by a thread beside the loop, so that those already ready are served meanwhile; a finished model is
 # installed between two turns.
@@ -158,46 +158,46 @@ class TracedEngine(Engine):
 
 _HEARTBEAT = 0.25  # seconds between two signs of life of an idle engine
 _MEND_NS = 250_000_000  # between two looks at what other processes may have overwritten
-_ORDERS_NS = 5_000_000  # a busy engine looks at the lifeline this often
+_ORDERS_NS = 5_000_000  # a busy engine looks at the control pipe this often
 _ORDERS = 256  # carried out between two turns
 _MILD = ("weights version not held", "out of memory, batches halved")
 
 
 class EngineProcess:
-    """One engine: builds the doors and the core from the first message, then serves until told to stop."""
+    """One engine: builds the transports and the core from the first message, then serves until told to stop."""
 
-    def __init__(self, lifeline: Lifeline, orders: dict[str, Any]) -> None:
+    def __init__(self, control_pipe: ControlPipe, orders: dict[str, Any]) -> None:
         torch.set_num_threads(orders["threads"])
         if orders["device"] == "cpu":
             keep_freed_memory()
-        index, epoch = orders["index"], orders["epoch"]
+        index, incarnation = orders["index"], orders["incarnation"]
         self._log = configure(f"engine-{index}", orders["log_level"], orders["log_format"])
-        self._lifeline = lifeline
+        self._control_pipe = control_pipe
         self._sending = threading.Lock()
-        self._board = Board.attach(orders["board"])
+        self._scoreboard = Scoreboard.attach(orders["scoreboard"])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Whatever can come as often as somebody likes is logged once a second, with a count.
         self._warnings, self._errors = Seldom(self._log.warning), Seldom(self._log.error)
-        self._errands = Errands(self._went_wrong)
-        self._zmq = ZmqDoor(self._context, orders["address"], epoch, self._warnings)
-        others = [self._zmq.fileno(), lifeline.fileno(), self._errands.fileno()]
-        self._native = NativeDoor(orders["bell"], others, epoch, orders["spin_us"])
+        self._callbacks = CallbackQueue(self._went_wrong)
+        self._zmq = ZmqTransport(self._context, orders["address"], incarnation, self._warnings)
+        others = [self._zmq.fileno(), control_pipe.fileno(), self._callbacks.fileno()]
+        self._native = ShmTransport(orders["rings"], others, incarnation, orders["spin_us"])
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
-        self._workshop = Workshop(
+        self._workshop = ModelLoader(
             torch.device(orders["device"]),
             self._tell,
-            self._errands.put,
+            self._callbacks.put,
             self._engine,
             self._log.warning,
             orders["factories"],
         )
         # The record has one writer, which is this process. Others can write to it, so it is written anew all the time.
-        self._words = self._board.engine_words(index)
-        self._record = self._board.engines[index : index + 1]
-        self._epoch, self._state_and_pid = epoch, 0
+        self._words = self._scoreboard.engine_words(index)
+        self._record = self._scoreboard.engines[index : index + 1]
+        self._incarnation, self._state_and_pid = incarnation, 0
         self._state(EngineState.LOADING)
-        show_device_memory(torch.device(orders["device"]), self._board.engines[index : index + 1])
+        show_device_memory(torch.device(orders["device"]), self._scoreboard.engines[index : index + 1])
         # Clients are sent here once every model of the configuration is ready, or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
@@ -210,11 +210,13 @@ class EngineProcess:
         self._stopped = False
 
     def _new_engine(self, index: int) -> Engine:
-        doors: list[Door] = [self._native, self._zmq]
+        transports: list[Transport] = [self._native, self._zmq]
         if self._timings is None:
-            return Engine(self._board, index, doors, pause=self._native.pause, report=self._report)
+            return Engine(self._scoreboard, index, transports, pause=self._native.pause, report=self._report)
 
-        return TracedEngine(self._board, index, doors, self._timings, pause=self._native.pause, report=self._report)
+        return TracedEngine(
+            self._scoreboard, index, transports, self._timings, pause=self._native.pause, report=self._report
+        )
 
     def _report(self, event: str, **fields: Any) -> None:
         (self._warnings if event in _MILD else self._errors)(event, **fields)
@@ -223,7 +225,7 @@ class EngineProcess:
         self._log.error("an action failed", error=said(error), exception=traced(error))
 
     def serve(self) -> None:
-        """Serve until the lifeline ends or says stop."""
+        """Serve until the control pipe ends or says stop."""
         exact_sleeps()
         with torch.inference_mode():
             self._loop()
@@ -262,7 +264,7 @@ class EngineProcess:
         """Carry out what the supervisor ordered and what the workshop finished."""
         for _ in range(_ORDERS):
             try:
-                order = self._lifeline.receive(0)
+                order = self._control_pipe.receive(0)
             except EOFError:
                 self._stopped = True
                 break
@@ -275,7 +277,7 @@ class EngineProcess:
                 self._carry_out(order)
             except Exception as error:  # noqa: BLE001  an order that fails is answered; it must not end the engine
                 self._refuse(order, error)
-        self._errands.run()
+        self._callbacks.run()
         self._warnings.flush()
         self._errors.flush()
 
@@ -322,7 +324,7 @@ class EngineProcess:
 
     def _tell(self, kind: str, **fields: Any) -> None:
         with self._sending:
-            self._lifeline.send(kind, **fields)
+            self._control_pipe.send(kind, **fields)
             if kind in ("ready", "failed"):
                 self._settled(fields["model"])
 
@@ -336,18 +338,18 @@ class EngineProcess:
         if self._state_and_pid & 0xFFFFFFFF == EngineState.DRAINING:
             return
         self._state(EngineState.SERVING)
-        self._lifeline.send("serving")
+        self._control_pipe.send("serving")
 
     def _state(self, state: EngineState) -> None:
         self._state_and_pid = state | os.getpid() << 32
-        self._words[0], self._words[1] = self._epoch, time.monotonic_ns()
+        self._words[0], self._words[1] = self._incarnation, time.monotonic_ns()
         self._record["pid"] = os.getpid()
         native.show_state(self._record, int(state))
 
     def _beat(self, now: int) -> None:
-        """Epoch, heartbeat, state and process id; the expected wait between them is the core's to write."""
+        """Incarnation, heartbeat, state and process id; the expected wait between them is the core's to write."""
         words = self._words
-        words[0], words[1], words[3] = self._epoch, now, self._state_and_pid
+        words[0], words[1], words[3] = self._incarnation, now, self._state_and_pid
 
     def _mend(self) -> None:
         """Write anew what others can write to. Where tickets or answers may have got lost, begin another life."""
@@ -358,20 +360,20 @@ class EngineProcess:
                 lanes=overwritten,
             )
             self._engine.forget_all()
-            self._epoch = secrets.randbits(62) | 1
-            self._native.renew(self._epoch)
-            self._zmq.renew(self._epoch)
+            self._incarnation = secrets.randbits(62) | 1
+            self._native.renew(self._incarnation)
+            self._zmq.renew(self._incarnation)
             self._beat(time.monotonic_ns())
 
 
-def run(lifeline: Lifeline) -> int:
+def run(control_pipe: ControlPipe) -> int:
     """The engine's main: the first message configures it, and may be long in coming to one on standby."""
     try:
-        while (orders := lifeline.receive(30.0)) is None:
+        while (orders := control_pipe.receive(30.0)) is None:
             continue
     except EOFError:
         return 0
     if orders["kind"] != "configure":
         return 3
-    EngineProcess(lifeline, orders).serve()
+    EngineProcess(control_pipe, orders).serve()
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +12,27 @@ from numpy.typing import NDArray
 from jurybox import native
 from jurybox.protocol.errors import ModelFailed, VersionNotHeld
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.engine.weights_updater import Following
 from jurybox.server.models import ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
 _LARGE_ROW = 4096
+
+
+class WeightsSource(Protocol):
+    """Where a served model has its weights from."""
+
+    @property
+    def version(self) -> int:
+        """In use; 0 while the model computes with what it was loaded with."""
+
+    def use(self, version: int) -> None:
+        """Compute with a version until told otherwise; 0: the newest. Raises VersionNotHeld."""
+
+    def stop(self) -> None:
+        """Follow no longer."""
+
+    def join(self) -> None:
+        """Wait for the end of the thread that was told to stop."""
 
 
 class Served:
@@ -44,7 +60,7 @@ class Served:
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.module = model.module.to(self.device).eval()
-        self.follower: Following | None = None
+        self.weights_updater: WeightsSource | None = None
         self._compute = compute
         self._inputs = [_Input(key, inputs[key], max_batch) for key in self.spec.inputs]
         self._outputs = [_Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items()]
@@ -53,7 +69,7 @@ class Served:
     @property
     def version(self) -> int:
         """Of the weights it computes with; 0 for those it was loaded with."""
-        return self.follower.version if self.follower is not None else 0
+        return self.weights_updater.version if self.weights_updater is not None else 0
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
         """Answer a batch: read the tickets' rows from the arena, write their outputs to it.
@@ -88,8 +104,8 @@ class Served:
 
     def close(self) -> None:
         """It is served no longer."""
-        if self.follower is not None:
-            self.follower.stop()
+        if self.weights_updater is not None:
+            self.weights_updater.stop()
 
     def free_memory(self) -> None:
         """Hand cached device memory back, so that a smaller batch may find room."""
@@ -120,8 +136,8 @@ class Served:
                     item.checked(results, rows)
 
     def _use(self, version: int) -> None:
-        if self.follower is not None:
-            self.follower.use(version)
+        if self.weights_updater is not None:
+            self.weights_updater.use(version)
         elif version:
             raise VersionNotHeld(
                 f"model {self.spec.name!r} takes no publications (models.{self.spec.name}.publish), so no version"

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,27 +17,6 @@ from jurybox.server.engine.device import Mark, Stream, staging
 
 _SLICE = 0.25  # seconds between two looks whether to stop
 _NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
-
-
-class Following(Protocol):
-    """Where a served model has its weights from."""
-
-    @property
-    def version(self) -> int:
-        """In use; 0 while the model computes with what it was loaded with."""
-        ...
-
-    def use(self, version: int) -> None:
-        """Compute with a version until told otherwise; 0: the newest. Raises VersionNotHeld."""
-        ...
-
-    def stop(self) -> None:
-        """Follow no longer."""
-        ...
-
-    def join(self) -> None:
-        """Wait for the end of the thread that was told to stop."""
-        ...
 
 
 class Copy:
@@ -74,7 +52,7 @@ class Copy:
         return self._reader.age_seconds
 
 
-class Follower:
+class WeightsUpdater:
     """Keeps a module at the newest version of a weights channel.
 
     Besides the copy in use there is one being filled, and `keep` earlier ones for tickets that ask for a version.

@@ -17,7 +17,7 @@ from jurybox.client import Error, ServerGone, Timeout, connect
 from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.metrics import exposition
 from jurybox.server.watch.history import History
-from jurybox.server.watch.sample import BoardReader, Snapshot
+from jurybox.server.watch.sample import ScoreboardReader, Snapshot
 
 Document = dict[str, Any]
 
@@ -161,7 +161,7 @@ class Watching:
             self._serve(path, _PAGE / file, media_type)
 
     def close(self) -> None:
-        """End every stream and let go of the board."""
+        """End every stream and let go of the scoreboard."""
         self._broadcast.close()
         self._watch.close()
 
@@ -192,26 +192,26 @@ class Watching:
 
 
 # ----
-# The gateway's eye on the server: snapshots of the board, and a stream of them while somebody looks.
+# The gateway's eye on the server: snapshots of the scoreboard, and a stream of them while somebody looks.
 
 
-_NAMES_FOR = 1.0  # seconds a status document is good for: it tells the names, the board tells the numbers
+_NAMES_FOR = 1.0  # seconds a status document is good for: it tells the names, the scoreboard tells the numbers
 _SILENT_FOR = 30.0  # seconds a supervisor may owe the next one; then it is no longer busy, but hangs
 INTERVAL = 0.4  # seconds between two documents of the stream
 _MOST_WATCHERS = 64
 
 
 class Watch:
-    """Gives snapshots of the server; asks it for its status once a second at most, the rest it reads from the board."""
+    """Snapshots of the server: its status once a second at most, the rest from the scoreboard."""
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source
-        self._reader = BoardReader()
+        self._reader = ScoreboardReader()
         self._document: Document | None = None
         self._asked = 0.0
 
     async def snapshot(self) -> Snapshot:
-        """The board now.
+        """The scoreboard now.
 
         Raises:
             ServerGone, Timeout: no server answers, and none lives that has lately.
@@ -221,8 +221,8 @@ class Watch:
                 self._document = await self._source.status()
                 self._asked = time.monotonic()
             except (ServerGone, Timeout):
-                # The client calls gone who died and who had no core for a second alike. The board knows better: its
-                # owner's lock says whether it lives, and then it tells the truth, under the names it had.
+                # The client calls gone who died and who had no core for a second alike. The scoreboard knows better:
+                # its owner's lock says whether it lives, and then it tells the truth, under the names it had.
                 if self._document is None or time.monotonic() - self._asked >= _SILENT_FOR:
                     raise
         try:
@@ -232,7 +232,7 @@ class Watch:
             raise
 
     def close(self) -> None:
-        """Let go of the board."""
+        """Let go of the scoreboard."""
         self._reader.close()
 
 

@@ -1,7 +1,9 @@
-"""What a metric is: its definition, and how its samples are read from a snapshot of the board."""
+"""What a metric is: its definition, and how its samples are read from a snapshot of the scoreboard."""
 
 from __future__ import annotations
 
+import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,8 +16,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from jurybox.server.gateway.metrics_table import TABLE
-from jurybox.server.watch.sample import Snapshot
+from jurybox.protocol.scoreboard import BATCH_BUCKETS, EngineState
+from jurybox.protocol.wire import PROTOCOL_VERSION
+from jurybox.server.revision import source_revision
+from jurybox.server.watch.sample import FAILURES, Snapshot
 
 PREFIX = "jurybox_"
 
@@ -30,7 +34,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Distribution:
-    """A histogram's sample: `counts` (buckets,) as the board keeps them, and the sum of all values in base units."""
+    """A histogram's sample: `counts` (buckets,) as the scoreboard keeps them, and their sum in base units."""
 
     counts: NDArray[np.uint64]
     total: float
@@ -42,9 +46,9 @@ Samples = Iterable[tuple[Labels, float | Distribution]]
 
 @dataclass(frozen=True)
 class Buckets:
-    """Which of the board's powers of two are told: upper bounds 2^first to 2^last, divided by `scale`.
+    """Which of the scoreboard's powers of two are told: upper bounds 2^first to 2^last, divided by `scale`.
 
-    A bucket of the board counts whole numbers below 2^i, so that of `exact` ones (rows) the bound is 2^i - 1.
+    A bucket of the scoreboard counts whole numbers below 2^i, so that of `exact` ones (rows) the bound is 2^i - 1.
     """
 
     first: int
@@ -102,7 +106,7 @@ def by_model(read: Callable[[Snapshot, int], float | Distribution | None]) -> Ca
 
 
 def by_engine(read: Callable[[NDArray[Any], Snapshot, int], float | None]) -> Callable[[Snapshot], Samples]:
-    """One sample an engine, read from (its record on the board, snapshot, its number); none where that is None."""
+    """One sample an engine, read from (its record on the scoreboard, snapshot, its number); none where that is None."""
 
     def samples(snapshot: Snapshot) -> Samples:
         for index, record in enumerate(snapshot.engines):
@@ -113,12 +117,12 @@ def by_engine(read: Callable[[NDArray[Any], Snapshot, int], float | None]) -> Ca
 
 
 def counted(field: str) -> Callable[[Snapshot], Samples]:
-    """A counter of the board summed over engines, one sample a model."""
+    """A counter of the scoreboard summed over engines, one sample a model."""
     return by_model(lambda snapshot, at: float(snapshot.counters[field][:, at].sum()))
 
 
 def distributed(field: str, total: str, scale: float) -> Callable[[Snapshot], Samples]:
-    """A histogram of the board summed over engines, one sample a model; `total` names the counter of its sum."""
+    """A histogram of the scoreboard summed over engines, one sample a model; `total` names the counter of its sum."""
 
     def read(snapshot: Snapshot, at: int) -> Distribution:
         counters = snapshot.counters[:, at]
@@ -133,11 +137,216 @@ def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapsho
 
 
 # ----
+# Every metric of `/metrics`. The exposition, docs/metrics.md and the Grafana dashboard are all made from this table.
+#
+# Names follow what users of Triton and vLLM know, with base units and Prometheus's suffixes. Labels are few on purpose:
+# `model` or `engine`, whose number is bounded by the scoreboard. Counters live on the scoreboard, which the supervisor
+# owns: an engine that is started again goes on counting where its predecessor stopped.
+
+
+_COUNTER, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_MODEL, _ENGINE = ("model",), ("engine",)
+_NS = 1e9
+_SHORT = Buckets(10, 36, _NS)  # a microsecond to a minute
+_LONG = Buckets(17, 39, _NS)  # an eighth of a millisecond to nine minutes
+_ROWS = Buckets(1, BATCH_BUCKETS - 3, exact=True)  # 1 to 131071, above the largest max_batch
+
+
+def _failures(snapshot: Snapshot) -> Samples:
+    for at, model in enumerate(snapshot.models):
+        for reason in FAILURES:
+            yield (model["name"], reason), float(snapshot.counters[reason][:, at].sum())
+
+
+def _shared_bytes(snapshot: Snapshot) -> dict[str, float]:
+    kinds: Counter[str] = Counter()
+    for name, size in snapshot.document["memory"]["segments"].items():
+        kinds[name.rsplit("-", 2)[-2]] += size
+    return dict(kinds)
+
+
+def _arena_bytes(snapshot: Snapshot, at: int) -> float | None:
+    segment = snapshot.models[at]["arena"]["segment"]
+    size: float | None = snapshot.document["memory"]["segments"].get(segment)
+    return size
+
+
+def _build(snapshot: Snapshot) -> Samples:
+    server = snapshot.document["server"]
+    labels = (server["build"], source_revision() or "", str(PROTOCOL_VERSION), platform.python_version(), server["id"])
+    yield labels, 1.0
+
+
+TABLE = (
+    Metric(
+        "requests", _COUNTER, _MODEL, "Requests answered by the model, on every transport.",
+        "Its rate is the throughput. Requests that failed are not among them.", counted("requests"),
+        like="nv_inference_request_success, vllm:request_success_total",
+    ),
+    Metric(
+        "request_failures", _COUNTER, ("model", "reason"), "Requests that got an error from the engine.",
+        "`failed`: the model raised or broke its spec, see the engine's log. `expired`: the deadline passed while the "
+        "request waited, so the server is too slow for its clients' time-outs. `refused`: rows outside the lane.",
+        _failures, like="nv_inference_request_failure",
+    ),
+    Metric(
+        "versions_not_held", _COUNTER, _MODEL, "Requests for a weights version that was not held (any more).",
+        "No failure of the model: its caller came too late for a version, or asked for one that was never published. "
+        "`keep_versions` says how many are kept.", counted("not_held"),
+    ),
+    Metric(
+        "rows", _COUNTER, _MODEL, "Rows computed.", "What the device does; a request brings one row or many.",
+        counted("rows"), "rows", like="nv_inference_count",
+    ),
+    Metric(
+        "batches", _COUNTER, _MODEL, "Batches computed.",
+        "Rows divided by batches is the mean batch: near 1 under load means that clients ask one after another.",
+        counted("batches"), like="nv_inference_exec_count",
+    ),
+    Metric(
+        "request_duration_seconds", _HISTOGRAM, _MODEL, "From a client's submission to the engine's reply.",
+        "What clients wait. If it grows while `forward_duration_seconds` does not, requests queue.",
+        distributed("request_ns", "request_total_ns", _NS), "seconds",
+        like="nv_inference_request_duration_us, vllm:e2e_request_latency_seconds", buckets=_SHORT,
+    ),
+    Metric(
+        "queue_wait_seconds", _HISTOGRAM, _MODEL, "From a client's submission to the start of its batch.",
+        "Up to one forward is normal: a request waits for the batch that is computing. Much more: raise `max_batch`, "
+        "add replicas, or let fewer clients in.",
+        distributed("queue_ns", "queue_total_ns", _NS), "seconds",
+        like="nv_inference_queue_duration_us, vllm:request_queue_time_seconds", buckets=_SHORT,
+    ),
+    Metric(
+        "forward_duration_seconds", _HISTOGRAM, _MODEL, "One batch: gather its rows, compute, write its outputs.",
+        "The floor of every latency. Compare `compile`, `dtype` and `max_batch` by it.",
+        distributed("forward_ns", "forward_total_ns", _NS), "seconds",
+        like="nv_inference_compute_infer_duration_us, vllm:request_inference_time_seconds", buckets=_SHORT,
+    ),
+    Metric(
+        "batch_rows", _HISTOGRAM, _MODEL, "Rows of a batch.",
+        "All at `max_batch` with a long queue: raise `max_batch`. All at 1: the crowd is small, or asks in turns.",
+        distributed("batch_rows", "rows", 1.0), "rows", buckets=_ROWS,
+    ),
+    Metric(
+        "rows_waiting", _GAUGE, _MODEL, "Rows that wait for a batch.",
+        "Above `max_batch` for long: the engine is full.",
+        counted("waiting"), "rows", like="nv_inference_pending_request_count, vllm:num_requests_waiting",
+    ),
+    Metric(
+        "lanes_in_use", _GAUGE, _MODEL, "Lanes leased: connected clients of the model.",
+        "Falls when a client dies; its rows are free again at once.",
+        by_model(lambda snapshot, at: float(len(snapshot.leased(at)))),
+    ),
+    Metric(
+        "rows_in_use", _GAUGE, _MODEL, "Rows of the arena that are leased.",
+        "At `arena_rows`, new clients get `Busy`: raise `rows`, or ask for smaller lanes.",
+        by_model(lambda snapshot, at: float(snapshot.leased(at)["rows"].sum())), "rows",
+    ),
+    Metric(
+        "arena_rows", _GAUGE, _MODEL, "Rows of the arena.", "The bound of `rows_in_use`.",
+        by_model(lambda snapshot, at: float(snapshot.models[at]["arena"]["rows"])), "rows",
+    ),
+    Metric(
+        "arena_bytes", _GAUGE, _MODEL, "Shared memory of the model's arena.", "Grows with `rows`.",
+        by_model(_arena_bytes), "bytes",
+    ),
+    Metric(
+        "shared_memory_bytes", _GAUGE, ("kind",), "Shared memory of the server, by kind of segment.",
+        "Constant while no model comes or goes.", told(_shared_bytes), "bytes",
+    ),
+    Metric(
+        "device_bytes", _GAUGE, _ENGINE, "Memory the engine holds on its device; 0 on a CPU.",
+        "Should be flat after the warm-up.", by_engine(lambda record, _, __: float(record["device_bytes"])), "bytes",
+        like="nv_gpu_memory_used_bytes",
+    ),
+    Metric(
+        "weights_version", _GAUGE, _MODEL, "Version of the weights in use, by the serving engine furthest behind.",
+        "0: the weights the model was loaded with.", by_model(lambda snapshot, at: float(snapshot.weights(at)[0])),
+        "versions",
+    ),
+    Metric(
+        "weights_newest_version", _GAUGE, _MODEL, "Newest version that a learner published.", "See the lag.",
+        by_model(lambda snapshot, at: float(snapshot.weights(at)[1])), "versions",
+    ),
+    Metric(
+        "weights_lag_versions", _GAUGE, _MODEL, "Newest version minus the one in use.",
+        "Constantly above 1: the learner publishes faster than the engine copies; publish less often.",
+        by_model(lambda snapshot, at: float(snapshot.weights(at)[1] - snapshot.weights(at)[0])), "versions",
+    ),
+    Metric(
+        "weights_publications", _COUNTER, _MODEL, "Versions published.",
+        "Flat while training runs: the learner has stopped.",
+        by_model(lambda snapshot, at: float(snapshot.weights(at)[1])),
+    ),
+    Metric(
+        "weights_updates", _COUNTER, _MODEL, "Adoptions of published weights, by all engines together.",
+        "Fewer than publications times engines: versions were skipped, which is as it should be under a fast learner.",
+        counted("updates"),
+    ),
+    Metric(
+        "weights_update_duration_seconds", _HISTOGRAM, _MODEL, "From a publication to its use.",
+        "The time part of the lag.", distributed("adopt_ns", "adopt_total_ns", _NS), "seconds", buckets=_LONG,
+    ),
+    Metric(
+        "weights_age_seconds", _GAUGE, _MODEL, "Time since published weights were adopted; absent before the first.",
+        "Grows without end when the learner is dead.", by_model(Snapshot.weights_age), "seconds",
+    ),
+    Metric(
+        "model_ready", _GAUGE, _MODEL, "1 when an engine can answer for the model, else 0.",
+        "`/health/ready` gives the reason.",
+        by_model(lambda snapshot, at: float(snapshot.models[at]["state"] == "ready")),
+    ),
+    Metric(
+        "engine_up", _GAUGE, _ENGINE, "1 while the engine serves, else 0.", "Alert on it.",
+        by_engine(lambda record, snapshot, index: float(
+            record["state"] == EngineState.SERVING and not snapshot.document["engines"][index]["hung"]
+        )),
+    ),
+    Metric(
+        "engine_restarts", _COUNTER, _ENGINE, "Deaths of the engine's process; it was started again after each.",
+        "Any increase has a line in the log that says why.", by_engine(lambda record, _, __: float(record["restarts"])),
+    ),
+    Metric(
+        "engine_requests", _COUNTER, _ENGINE, "Requests answered by the engine, of all models.",
+        "Replicas of equal speed share the load about equally.",
+        by_engine(lambda _, snapshot, index: float(snapshot.counters["requests"][index].sum())),
+    ),
+    Metric(
+        "engine_busy_seconds", _COUNTER, _ENGINE, "Time the engine spent in batches.",
+        "Its rate is the share of time the engine computes; near 1 it is full: add a replica or a device.",
+        by_engine(lambda _, snapshot, index: float(snapshot.counters["forward_total_ns"][index].sum()) / _NS),
+        "seconds", like="nv_gpu_utilization",
+    ),
+    Metric(
+        "engine_expected_wait_seconds", _GAUGE, _ENGINE, "What a request that comes now would wait.",
+        "Clients choose the engine by it.", by_engine(lambda record, _, __: float(record["expected_wait"]) / _NS),
+        "seconds",
+    ),
+    Metric(
+        "engine_heartbeat_age_seconds", _GAUGE, _ENGINE, "Time since the engine's last sign of life.",
+        "Below a second, or as long as the longest forward; at `engine_timeout` the engine is killed.",
+        by_engine(lambda record, snapshot, _: (snapshot.taken - int(record["heartbeat"])) / _NS
+                  if record["heartbeat"] else None),
+        "seconds",
+    ),
+    Metric(
+        "start_time_seconds", _GAUGE, (), "When the server was started, seconds since 1970.",
+        "A change is a restart of the server: counters begin anew.",
+        lambda snapshot: [((), float(snapshot.document["server"]["started"]))], "seconds",
+    ),
+    Metric(
+        "build_info", _GAUGE, ("version", "revision", "protocol", "python", "server"), "1; its labels say what runs.",
+        "`server` is new at every start.", _build,
+    ),
+)  # fmt: skip
+
+
+# ----
 # The exposition: a snapshot through the table of metrics, in Prometheus's formats.
 
 
 class SnapshotCollector(Collector):
-    """Prometheus's view of one snapshot. It keeps nothing: what counts is on the board."""
+    """Prometheus's view of one snapshot. It keeps nothing: what counts is on the scoreboard."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

@@ -1,4 +1,4 @@
-"""The gateway's process: settings from the lifeline, HTTP and gRPC until told to stop, or the supervisor is gone."""
+"""The gateway's process: settings from the control pipe, HTTP and gRPC until told to stop or the supervisor ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jurybox.protocol.control_pipe import ControlPipe
 from jurybox.protocol.errors import said
-from jurybox.protocol.lifeline import Lifeline
 from jurybox.server.child_process import signs_of_life
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
@@ -28,42 +28,42 @@ _CONFIGURED = 30.0  # seconds to wait for the first message
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
-async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the lifeline says stop, or ends; gives the exit status."""
+async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
+    """Serve until the control pipe says stop, or ends; gives the exit status."""
     source = ClientSource(orders["address"])
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
     # Clients on other hosts could name this host's memory, so there it is off whatever the setting says.
-    door = OpenInference(orders["address"], source, shared_memory=access.shared_memory_prefix if local else "")
+    oip = OpenInference(orders["address"], source, shared_memory=access.shared_memory_prefix if local else "")
     try:
-        app = create_app(source, door.reasons, [http_inference.router(door, most=access.max_message)])
+        app = create_app(source, oip.reasons, [http_inference.router(oip, most=access.max_message)])
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
-        rpc = _grpc_server(orders, door, source, access) if orders["grpc"] else None
+        rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
     except (OSError, ValueError) as error:
-        lifeline.send("failed", reason=str(error))
+        control_pipe.send("failed", reason=str(error))
         return COULD_NOT_START
     stop = asyncio.Event()
-    _obey(lifeline, stop, log)
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, door, log))
+    _obey(control_pipe, stop, log)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, oip, log))
     if rpc is not None:
         await rpc.start()
     # The HTTP socket listens already: whoever connects from now on is answered.
     bound = {"http": http.bound if http else "", "grpc": rpc.bound if rpc else ""}
-    lifeline.send("ready", port=http.port if http else 0, **bound)
+    control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
     try:
-        async with signs_of_life(lifeline):
+        async with signs_of_life(control_pipe):
             served = await _until(stop, http, app.state.watching.close)
     finally:
         if rpc is not None:
             await rpc.stop()
-        door.close()
+        oip.close()
         await source.close()
     return STOPPED if served else FAILED
 
 
-def _grpc_server(orders: dict[str, Any], door: OpenInference, source: StatusSource, access: Access) -> GrpcServer:
+def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSource, access: Access) -> GrpcServer:
     # Imported here: where gRPC is off, it would cost memory and start-up time for nothing.
     from jurybox.protocol import control_pb2, control_pb2_grpc
     from jurybox.server.gateway import remote_weights
@@ -72,26 +72,26 @@ def _grpc_server(orders: dict[str, Any], door: OpenInference, source: StatusSour
 
     add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
-    services = [grpc_inference.service(door, access.room()), remote_weights.service(orders["address"]), status]
-    return GrpcServer(orders["grpc"], services, door.reasons, access)
+    services = [grpc_inference.service(oip, access.room()), remote_weights.service(orders["address"]), status]
+    return GrpcServer(orders["grpc"], services, oip.reasons, access)
 
 
-def _obey(lifeline: Lifeline, stop: asyncio.Event, log: Log) -> None:
-    """Set `stop` when the lifeline says so, or ends."""
+def _obey(control_pipe: ControlPipe, stop: asyncio.Event, log: Log) -> None:
+    """Set `stop` when the control pipe says so, or ends."""
     loop = asyncio.get_running_loop()
 
     def heard() -> None:
         try:
-            while (message := lifeline.receive(0)) is not None:
+            while (message := control_pipe.receive(0)) is not None:
                 if message["kind"] == "stop":
                     stop.set()
                 else:
                     log.warning("unknown order", order=message["kind"])
         except (EOFError, OSError):
-            loop.remove_reader(lifeline.fileno())
+            loop.remove_reader(control_pipe.fileno())
             stop.set()
 
-    loop.add_reader(lifeline.fileno(), heard)
+    loop.add_reader(control_pipe.fileno(), heard)
 
 
 async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable[[], None]) -> bool:
@@ -112,14 +112,14 @@ async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable
     return await running
 
 
-def _broke(context: dict[str, Any], door: OpenInference, log: Log) -> None:
+def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
     """What was raised in the event loop and nobody awaited: told, and looked into where it may have cost an answer."""
     error = context.get("exception")
     if isinstance(error, (ConnectionError, BlockingIOError)):  # a peer left; gRPC's poller was woken for nothing
         return
     log.error("unexpected", what=context.get("message", ""), error=said(error) if error else "", exc_info=error)
     if "handle" in context:
-        door.doubt()
+        oip.doubt()
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -131,10 +131,10 @@ def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def run(lifeline: Lifeline) -> int:
+def run(control_pipe: ControlPipe) -> int:
     """The gateway's main: the first message configures it."""
     try:
-        orders = lifeline.receive(_CONFIGURED)
+        orders = control_pipe.receive(_CONFIGURED)
     except EOFError:
         return STOPPED
     if orders is None or orders["kind"] != "configure":
@@ -144,7 +144,7 @@ def run(lifeline: Lifeline) -> int:
     log = configure("gateway", orders["log_level"], orders["log_format"])
     try:
         with asyncio.Runner(loop_factory=_loop) as runner:
-            return runner.run(serve(lifeline, orders, log))
+            return runner.run(serve(control_pipe, orders, log))
     except BrokenPipeError:  # the supervisor went while it was being told something
         return STOPPED
 

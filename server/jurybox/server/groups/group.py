@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.board import MAX_MODELS
 from jurybox.protocol.errors import ModelFailed, VersionNotHeld
+from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
-from jurybox.server.engine.batches import Meters
+from jurybox.server.engine.batches import Counters
 from jurybox.server.engine.served import Served
 
 if TYPE_CHECKING:
-    from jurybox.server.groups.weights_updater import GroupFollower
+    from jurybox.server.groups.weights_updater import GroupWeightsUpdater
 
 
 _MATRIX = 2
@@ -113,7 +113,7 @@ class Member:
     inputs: Mapping[str, NDArray[Any]]
     outputs: Mapping[str, NDArray[Any]]
     channel: WeightsChannel | None
-    meters: Meters
+    counters: Counters
     arena: int = 0
 
     @property
@@ -164,7 +164,7 @@ class Grouped:
     def __init__(self, name: str, spec: ModelSpec, device: torch.device, compute: torch.dtype | None) -> None:
         self.spec = ModelSpec(name, spec.inputs, spec.outputs)
         self.version = 0  # every member has its own
-        self.follower: GroupFollower | None = None
+        self.weights_updater: GroupWeightsUpdater | None = None
         self.members: Sequence[Member] = ()
         self._device = device
         self._compute = compute
@@ -180,7 +180,7 @@ class Grouped:
         self._forward = StackedForward(members[0].module)
         for place, member in enumerate(members):
             self._place[member.model] = place
-            member.served.follower = MemberWeights(self, place)
+            member.served.weights_updater = MemberWeights(self, place)
         self._split = None
 
     @property
@@ -291,7 +291,7 @@ class Grouped:
 
 
 class MemberWeights:
-    """As `Follower`, for a member that is computed by itself: its module looks at its row of the active stack."""
+    """As `WeightsUpdater`, for a member that is computed by itself: its module looks at its row of the active stack."""
 
     def __init__(self, grouped: Grouped, place: int) -> None:
         self._grouped = grouped
@@ -304,7 +304,7 @@ class MemberWeights:
         return self._grouped.stacks.active.versions[self._place]
 
     def use(self, version: int) -> None:
-        """As `Follower.use`; a group holds the newest version alone."""
+        """As `WeightsUpdater.use`; a group holds the newest version alone."""
         if version not in (0, self.version):
             raise VersionNotHeld(
                 f"weights version {version} is not held, {self.version} is: models of a group keep no earlier ones; "

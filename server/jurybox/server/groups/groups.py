@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batcher import Queue
-from jurybox.server.engine.batches import Meters
-from jurybox.server.engine.core import Engine, Slot
+from jurybox.server.engine.batches import Counters, Slot
+from jurybox.server.engine.core import Engine
 from jurybox.server.groups.group import Grouped, Member, Stack, StackedForward
-from jurybox.server.groups.weights_updater import GroupFollower
+from jurybox.server.groups.weights_updater import GroupWeightsUpdater
 
 _ROWS = 3
 # Sums in another order differ by rounding; what depends on the other rows differs by far more.
@@ -157,7 +157,7 @@ class GroupSlot(Slot):
 
     def __init__(self, grouped: Grouped, queue: Queue) -> None:
         self.grouped = grouped
-        super().__init__(grouped, queue, GroupMeters(grouped, queue))
+        super().__init__(grouped, queue, GroupCounters(grouped, queue))
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
         """The tickets by the version that computed them, which is each member's own."""
@@ -182,7 +182,7 @@ class GroupSlot(Slot):
         """A member leaves; the group goes on."""
 
 
-class GroupMeters(Meters):
+class GroupCounters(Counters):
     """Counts for every member by itself."""
 
     def __init__(self, grouped: Grouped, queue: Queue) -> None:
@@ -191,33 +191,33 @@ class GroupMeters(Meters):
         self._anybody_waits = True
 
     def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
-        """As Meters.batch."""
+        """As Counters.batch."""
         for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].meters.batch(part.tickets, part.rows, began, ended)
+            self._grouped.members[part.place].counters.batch(part.tickets, part.rows, began, ended)
 
     def failed(self, tickets: NDArray[Any]) -> None:
-        """As Meters.failed."""
+        """As Counters.failed."""
         for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].meters.failed(part.tickets)
+            self._grouped.members[part.place].counters.failed(part.tickets)
 
     def not_held(self, tickets: NDArray[Any]) -> None:
-        """As Meters.not_held."""
+        """As Counters.not_held."""
         for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].meters.not_held(part.tickets)
+            self._grouped.members[part.place].counters.not_held(part.tickets)
 
     def expired(self, tickets: NDArray[Any]) -> None:
-        """As Meters.expired."""
+        """As Counters.expired."""
         for part in self._grouped.split(tickets):
-            self._grouped.members[part.place].meters.expired(part.tickets)
+            self._grouped.members[part.place].counters.expired(part.tickets)
 
     def waiting(self, rows: int) -> None:
-        """As Meters.waiting: of each member, those of its rows that did not go into the batch."""
+        """As Counters.waiting: of each member, those of its rows that did not go into the batch."""
         if not rows and not self._anybody_waits:
             return
         self._anybody_waits = rows > 0
         waiting = self._queue.waiting
         for member in self._grouped.members:
-            member.meters.waiting(int(waiting["rows"][waiting["model"] == member.model].sum()) if rows else 0)
+            member.counters.waiting(int(waiting["rows"][waiting["model"] == member.model].sum()) if rows else 0)
 
 
 # ----
@@ -270,7 +270,7 @@ class Groups:
         check_groupable(name, group, member.module, member.served.spec.inputs, compute, example)
         if slot is None:
             grouped = Grouped(group, member.served.spec, self._device, compute)
-            grouped.follower = GroupFollower(grouped, self._later, self._report)
+            grouped.weights_updater = GroupWeightsUpdater(grouped, self._later, self._report)
             slot = self._slots[group] = GroupSlot(grouped, Queue(1))
         self._set_members(slot, [*others, member], member.model, installed)
 
@@ -285,8 +285,8 @@ class Groups:
                 self._set_members(slot, rest, None, lambda: None)
             else:
                 del self._slots[group]
-                assert slot.grouped.follower is not None
-                slot.grouped.follower.stop()
+                assert slot.grouped.weights_updater is not None
+                slot.grouped.weights_updater.stop()
 
     def _set_members(
         self, slot: GroupSlot, members: list[Member], new: int | None, installed: Callable[[], None]
@@ -299,5 +299,5 @@ class Groups:
             slot.queue.max_batch = slot.grouped.max_batch
             installed()
 
-        assert slot.grouped.follower is not None
-        slot.grouped.follower.set_members(members, install)
+        assert slot.grouped.weights_updater is not None
+        slot.grouped.weights_updater.set_members(members, install)

@@ -18,7 +18,7 @@ _SLICE = 0.25  # seconds between two looks whether to stop
 _JOINING = 5.0  # seconds a member's first weights may take, and a loop in a long forward
 
 
-class GroupFollower:
+class GroupWeightsUpdater:
     """Keeps the members of a group at the newest versions of their channels, and lets members come and go.
 
     Args:
@@ -95,7 +95,7 @@ class GroupFollower:
                 if reader is not None and reader.reader.newer_than(0):
                     age = reader.into(stack.fill, place, _JOINING)
                     if stack is stacks.active:
-                        member.meters.adopted(stack.versions[place], age)
+                        member.counters.adopted(stack.versions[place], age)
 
     def _rebind(self, members: Sequence[Member], stacks: Stacks, install: Callable[[], None]) -> None:
         self._grouped.rebind(members, stacks)
@@ -136,7 +136,7 @@ class GroupFollower:
             stacks.switch()
             waited = time.monotonic() - began
             for place in changed:
-                members[place].meters.adopted(spare.versions[place], ages.get(place, 0.0) + waited)
+                members[place].counters.adopted(spare.versions[place], ages.get(place, 0.0) + waited)
 
         self._in_loop(switch)
 

@@ -95,7 +95,8 @@ def plausible(value: Tensor, low: float, high: float, *, below: float, above: fl
     """How far ``value`` lies outside ``[low, high]``, as a mark in (0, 1].
 
     1 inside the range and ``1 / (1 + d ** 2)`` outside, d being the distance to the range in units of ``below``
-    or ``above``: half marks at one unit, and, unlike a bell curve, a gradient that still leads back from far away.
+    or ``above``: half marks at one unit, and, unlike a ring segment curve, a gradient that still leads back from far
+    away.
     """
     distance = F.relu(low - value) / below + F.relu(value - high) / above
     return 1 / (1 + distance.square())

@@ -39,9 +39,9 @@ class SceneStatistics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         offsets = range(_RADIUS + 1)
-        bell = [math.exp(-0.5 * (offset / _SIGMA) ** 2) for offset in offsets]
-        total = bell[0] + 2 * sum(bell[1:])
-        self._taps = tuple(weight / total for weight in bell)
+        rings = [math.exp(-0.5 * (offset / _SIGMA) ** 2) for offset in offsets]
+        total = rings[0] + 2 * sum(rings[1:])
+        self._taps = tuple(weight / total for weight in rings)
         self._ratios = (float(moment_ratio(_SHAPES[0])), float(moment_ratio(_SHAPES[1])))
         self.register_buffer("shape_of_ratio", _inverse_table(self._ratios), persistent=False)
 

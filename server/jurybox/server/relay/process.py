@@ -1,4 +1,4 @@
-"""The relay's process: settings from the lifeline, then an event loop until told to stop, or the server is gone."""
+"""The relay's process: settings from the control pipe, then an event loop until told to stop, or the server is gone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import zmq
 
 from jurybox.client.local_link import LocalLink
+from jurybox.protocol.control_pipe import ControlPipe
 from jurybox.protocol.errors import ServerGone
-from jurybox.protocol.lifeline import Lifeline
 from jurybox.server.child_process import signs_of_life
 from jurybox.server.logs import Log, configure
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
 
 _CONFIGURED = 30.0  # seconds to wait for the first message
-_CONNECT = 10.0  # seconds for the server's own door
+_CONNECT = 10.0  # seconds for the server's own transport
 _MOST_REPLY = 64 << 20  # bytes of what the supervisor says, whatever clients may send: a status document grows
 _LOOK_AFTER = 0.1  # seconds between two looks at engines
 _RECLAIM = 1.0  # seconds between two looks whether clients are there
@@ -26,13 +26,13 @@ _FIRST_TO_DIE = 500  # of -1000..1000: where memory runs out, the kernel ends th
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
-async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the lifeline says stop, or ends; gives the exit status."""
+async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
+    """Serve until the control pipe says stop, or ends; gives the exit status."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         front = Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
     except (zmq.ZMQError, ValueError) as error:
-        lifeline.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
+        control_pipe.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
         return COULD_NOT_START
     link = await asyncio.to_thread(LocalLink, orders["address"], "zmq", _CONNECT)
     back = context.socket(zmq.DEALER)
@@ -40,11 +40,11 @@ async def serve(lifeline: Lifeline, orders: dict[str, Any], log: Log) -> int:
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning)
-    stop = _stop_event(lifeline, log)
-    lifeline.send("ready", tcp=front.bound)
+    stop = _stop_event(control_pipe, log)
+    control_pipe.send("ready", tcp=front.bound)
     log.debug("listening", tcp=front.bound)
     try:
-        async with signs_of_life(lifeline):
+        async with signs_of_life(control_pipe):
             await _until(stop, relay)
     except ServerGone:
         return STOPPED
@@ -69,29 +69,29 @@ async def _until(stop: asyncio.Event, relay: Relay) -> None:
             reclaim_at = loop.time() + _RECLAIM
 
 
-def _stop_event(lifeline: Lifeline, log: Log) -> asyncio.Event:
-    """Set when the lifeline says so, or ends."""
+def _stop_event(control_pipe: ControlPipe, log: Log) -> asyncio.Event:
+    """Set when the control pipe says so, or ends."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def heard() -> None:
         try:
-            while (message := lifeline.receive(0)) is not None:
+            while (message := control_pipe.receive(0)) is not None:
                 if message["kind"] == "stop":
                     stop.set()
                 else:
                     log.warning("unknown order", order=message["kind"])
         except (EOFError, OSError):
-            loop.remove_reader(lifeline.fileno())
+            loop.remove_reader(control_pipe.fileno())
             stop.set()
 
-    loop.add_reader(lifeline.fileno(), heard)
+    loop.add_reader(control_pipe.fileno(), heard)
     return stop
 
 
-def run(lifeline: Lifeline) -> int:
+def run(control_pipe: ControlPipe) -> int:
     """The relay's main: the first message configures it."""
     try:
-        orders = lifeline.receive(_CONFIGURED)
+        orders = control_pipe.receive(_CONFIGURED)
     except EOFError:
         return STOPPED
     if orders is None or orders["kind"] != "configure":
@@ -100,6 +100,6 @@ def run(lifeline: Lifeline) -> int:
     with contextlib.suppress(OSError):  # some containers forbid it; then the kernel chooses as it likes
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE))
     try:
-        return asyncio.run(serve(lifeline, orders, log))
+        return asyncio.run(serve(control_pipe, orders, log))
     except BrokenPipeError:  # the supervisor went while it was being told something
         return STOPPED

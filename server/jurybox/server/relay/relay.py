@@ -48,7 +48,7 @@ class Relay:
 
     Args:
         front: to the clients.
-        back: a DEALER to the supervisor's control door.
+        back: a DEALER to the supervisor's control socket.
         link: the relay's own connection to the server.
         report: called with (event, fields) for what should be logged.
     """
@@ -159,8 +159,8 @@ class Relay:
     # ---- tickets
 
     def _on_ticket(self, sender: bytes, record: bytes, frames: Sequence[zmq.Frame]) -> None:
-        sequence, lease, left, _, _, first, rows, _, version, epoch = PACK_TICKET.unpack_from(record, len(PREFIX))
-        ticket = InlineTicket(sender, sequence, left, first, rows, version, epoch)
+        sequence, lease, left, _, _, first, rows, _, version, incarnation = PACK_TICKET.unpack_from(record, len(PREFIX))
+        ticket = InlineTicket(sender, sequence, left, first, rows, version, incarnation)
         if (held := self._lanes.get(lease)) is None:
             why = "this lease is not held: the connection was lost for a while, or the server restarted; take a new one"
             self._send([sender, head(ticket, Code.STALE_LEASE, why)])

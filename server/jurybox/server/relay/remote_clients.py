@@ -15,8 +15,8 @@ import zmq
 from numpy.typing import NDArray
 from zmq.auth.thread import ThreadAuthenticator
 
-from jurybox.client.doors.door import InFlight
 from jurybox.client.lane import Lane
+from jurybox.client.transports.transport import InFlight
 from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 from jurybox.server.security.access import public_keys, read_pair
@@ -171,7 +171,7 @@ class InlineTicket(NamedTuple):
     first: int  # row, counted from the lane's first
     rows: int
     version: int
-    epoch: int  # of the client's connection
+    incarnation: int  # of the client's connection
 
 
 class HeldLane:
@@ -275,7 +275,7 @@ class HeldLane:
 
 def head(ticket: InlineTicket, code: int, message: str, version: int = 0) -> bytes:
     """The first frame of an answer."""
-    return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.epoch, code) + cut(message, MOST_TEXT)
+    return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.incarnation, code) + cut(message, MOST_TEXT)
 
 
 def _bytes(rows: NDArray[Any]) -> bytes:

@@ -185,7 +185,7 @@ class SecuritySettings(BaseModel):
         return found
 
     def open_to_all(self, http: str, grpc: str, tcp: str) -> list[str]:
-        """The doors that others than processes of this host reach and that do not ask who they are, a line each."""
+        """Transports that other hosts reach and that do not ask who they are, a line each."""
         shown = self.token is not None or self.token_file is not None
         found = []
         for name, where in (("http", http), ("grpc", grpc)):
@@ -250,7 +250,7 @@ def public_keys(folder: Path) -> list[Path]:
 
 
 # ----
-# What a process that listens must know of the walls, on its way there through the lifeline.
+# What a process that listens must know of the walls, on its way there through the control pipe.
 
 
 _AT_ONCE = 8  # messages of the largest size that may be in a process at once
@@ -312,11 +312,11 @@ class Access:
         return cls(**orders.get("access", {}))
 
     def order(self) -> dict[str, Any]:
-        """For the lifeline, a socket that only the two processes hold."""
+        """For the control pipe, a socket that only the two processes hold."""
         return {"access": asdict(self)}
 
     def room(self) -> Room:
-        """For the requests of one door."""
+        """For the requests of one transport."""
         return Room(_AT_ONCE * self.max_message)
 
     @property

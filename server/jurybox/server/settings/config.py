@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from jurybox.protocol.address import default_address, local_address
-from jurybox.protocol.board import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.errors import Refused
+from jurybox.protocol.scoreboard import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
 from jurybox.protocol.wire import MAX_NAME
 from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
@@ -183,8 +183,8 @@ class ServerSettings(SecuritySettings):
         cores = len(os.sched_getaffinity(0))
         return self.threads or max(1, cores // 2 // len(self.engine_devices()))
 
-    def open_doors(self) -> list[str]:
-        """The doors through which anybody could come in from elsewhere, each with what it lacks."""
+    def open_transports(self) -> list[str]:
+        """The transports through which anybody could come in from elsewhere, each with what it lacks."""
         return self.open_to_all(self.http, self.grpc, self.tcp)
 
 
@@ -386,9 +386,10 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
         raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
     if missing := settings.server.missing_devices():
         raise ConfigError(missing)
-    if (open_doors := settings.server.open_doors()) and not insecure:
+    if (open_transports := settings.server.open_transports()) and not insecure:
         raise ConfigError(
-            "\n".join(open_doors) + "\nOthers could use this server, and nothing would ask them who they are, or keep "
+            "\n".join(open_transports)
+            + "\nOthers could use this server, and nothing would ask them who they are, or keep "
             "what they send from being read. Expected that, or a loopback host; --insecure serves all the same, for a "
             "network that you trust (docs/security.md)"
         )

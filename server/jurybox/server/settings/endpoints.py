@@ -9,7 +9,7 @@ import re
 import zmq
 
 from jurybox.protocol.address import ipc_path
-from jurybox.protocol.board import MAX_ENGINES
+from jurybox.protocol.scoreboard import MAX_ENGINES
 
 # sun_path holds 107 bytes and a zero (unix(7)); an engine's socket is the server's with its number appended.
 _PATH_BYTES = 107 - len(f"-{MAX_ENGINES - 1}")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.board import Board
-from jurybox.protocol.lifeline import Lifeline, spawn
+from jurybox.protocol.control_pipe import ControlPipe, spawn
+from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.security.access import Access
 from jurybox.server.settings.config import ServerSettings
 
@@ -26,7 +26,7 @@ class Standby:
     def __init__(self, module: str, environment: dict[str, str]) -> None:
         self._module = module
         self._environment = environment
-        self._waiting: tuple[subprocess.Popen[bytes], Lifeline] | None = None
+        self._waiting: tuple[subprocess.Popen[bytes], ControlPipe] | None = None
         self._start_at = 0.0
 
     def look(self, now: float) -> None:
@@ -41,7 +41,7 @@ class Standby:
             self._start_at = now + _AGAIN
             self._waiting = spawn(self._module, environment=self._environment)
 
-    def take(self) -> tuple[subprocess.Popen[bytes], Lifeline] | None:
+    def take(self) -> tuple[subprocess.Popen[bytes], ControlPipe] | None:
         """The one that waits, to be configured; None where there is none, or it has died."""
         taken, self._waiting = self._waiting, None
         if taken is not None and taken[0].poll() is not None:
@@ -55,11 +55,11 @@ class Standby:
         """End it."""
         if self._waiting is None:
             return
-        process, lifeline = self._waiting
+        process, control_pipe = self._waiting
         self._waiting = None
         process.kill()
         process.wait()
-        lifeline.close()
+        control_pipe.close()
 
 
 # ----
@@ -135,11 +135,11 @@ class Child:
         self._standby = standby
         self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
         self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: Lifeline | None = None
+        self._control_pipe: ControlPipe | None = None
 
     @property
     def alive(self) -> bool:
-        return self._lifeline is not None
+        return self._control_pipe is not None
 
     @property
     def pid(self) -> int:
@@ -151,8 +151,8 @@ class Child:
         return len(self._orders)
 
     def fileno(self) -> int:
-        assert self._lifeline is not None
-        return self._lifeline.fileno()
+        assert self._control_pipe is not None
+        return self._control_pipe.fileno()
 
     def start(self, now: float) -> None:
         """Start the process and send its configuration.
@@ -165,7 +165,7 @@ class Child:
         self.restart_at = now + _SHORT
         configuration = self._configure()
         waiting = self._standby.take() if self._standby else None
-        self._process, self._lifeline = waiting or spawn(self._module, environment=self._environment)
+        self._process, self._control_pipe = waiting or spawn(self._module, environment=self._environment)
         self._orders.clear()
         self.send("configure", **configuration)
 
@@ -178,24 +178,24 @@ class Child:
 
         A dead child's is dropped, since its death is noticed by `messages`.
         """
-        if self._lifeline is not None:
+        if self._control_pipe is not None:
             self._orders.append((kind, fields))
             self.send_waiting()
 
     def send_waiting(self) -> None:
         """Send what the child had no room for."""
         try:
-            while self._orders and self._lifeline is not None and self._lifeline.writable():
+            while self._orders and self._control_pipe is not None and self._control_pipe.writable():
                 kind, fields = self._orders.popleft()
-                self._lifeline.send(kind, **fields)
+                self._control_pipe.send(kind, **fields)
         except OSError:
             self.serving = False
             self._orders.clear()
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What the child said meanwhile; raises EOFError when it is dead."""
-        assert self._lifeline is not None
-        while (message := self._lifeline.receive(0)) is not None:
+        assert self._control_pipe is not None
+        while (message := self._control_pipe.receive(0)) is not None:
             yield message
 
     def bury(self, now: float, *, settled_after: float) -> int:
@@ -236,9 +236,9 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        if self._lifeline is not None:
-            self._lifeline.close()
-        self._process = self._lifeline = None
+        if self._control_pipe is not None:
+            self._control_pipe.close()
+        self._process = self._control_pipe = None
         return status
 
 
@@ -291,21 +291,21 @@ _AHEAD = 1.0  # seconds; `now` was read a moment before the beats are
 _AWAY = 2.0  # seconds between two looks from which on the supervisor was away
 
 
-class Vigil:
+class Watchdog:
     """Looks at children several times a second.
 
     Args:
-        board: on which engines show their heartbeats, ns of CLOCK_MONOTONIC.
+        scoreboard: on which engines show their heartbeats, ns of CLOCK_MONOTONIC.
         silence: seconds without a sign of life after which a serving child hangs.
         patience: seconds from its start after which a child that does not serve hangs.
         now: seconds of CLOCK_MONOTONIC, as later for `hanging`.
     """
 
-    def __init__(self, board: Board, silence: float, patience: float, now: float) -> None:
-        self._board = board
+    def __init__(self, scoreboard: Scoreboard, silence: float, patience: float, now: float) -> None:
+        self._scoreboard = scoreboard
         self._silence = silence
         self._patience = patience
-        self._beats = [0.0] * len(board.engines)  # seconds of CLOCK_MONOTONIC
+        self._beats = [0.0] * len(scoreboard.engines)  # seconds of CLOCK_MONOTONIC
         self._looked = now
         self._since = now  # when the supervisor came back last
 
@@ -314,8 +314,8 @@ class Vigil:
         if now - self._looked > _AWAY:
             self._since = now
         self._looked = now
-        # Other processes can write to the board: a beat goes neither back nor beyond now.
-        shown = [int(beat) / 1e9 for beat in self._board.engines["heartbeat"]]
+        # Other processes can write to the scoreboard: a beat goes neither back nor beyond now.
+        shown = [int(beat) / 1e9 for beat in self._scoreboard.engines["heartbeat"]]
         self._beats = beats = [
             beat if last <= beat <= now + _AHEAD else last for last, beat in zip(self._beats, shown, strict=True)
         ]

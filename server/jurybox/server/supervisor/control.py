@@ -1,16 +1,17 @@
-"""The control door: requests in protobuf frames on a ROUTER socket, one handler a kind of request."""
+"""The control socket: requests in protobuf frames on a ROUTER socket, one handler a kind of request."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError, Message
 
-from jurybox.protocol.board import Board
 from jurybox.protocol.control_pb2 import (
     ControlReply,
     ControlRequest,
@@ -29,23 +30,52 @@ from jurybox.protocol.control_pb2 import (
     UnloadRequest,
 )
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, plain, said
+from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
 from jurybox.server.logs import traced
 from jurybox.server.settings.config import ModelSettings, Settings, model_settings_from_json, require_loadable
 from jurybox.server.settings.endpoints import bind_for_own_user
 from jurybox.server.status import status_json
-from jurybox.server.supervisor.engines import Fleet
+from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import LeasedLane, Leases
 from jurybox.server.supervisor.models import HeldModel, Models
-from jurybox.server.supervisor.run import Events
-from jurybox.server.supervisor.weights_saver import Keeper
+from jurybox.server.supervisor.weights_saver import WeightsSaver
 
 _HIGH_WATER = 4096
 
 Handler = Callable[[Any], Message | None]
+_KEPT = 50
+_LONGEST = 300  # characters of a value: a model's reason may be a page of traceback
+_OF_EVERY_LINE = ("timestamp", "level", "process", "event", "exception")
 
 
-class Desk:
+class Events:
+    """A ring of the last events, as the log level lets them through.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._kept: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+
+    def keep(self, line: Mapping[str, Any]) -> None:
+        """Take note of a log line, given as its fields."""
+        fields = {
+            plain(key, 100): value if isinstance(value, (int, float)) else plain(value, _LONGEST)
+            for key, value in line.items()
+            if key not in _OF_EVERY_LINE
+        }
+        event = plain(line["event"], _LONGEST)
+        self._kept.append({"at": self._clock(), "level": line["level"], "event": event, "fields": fields})
+
+    def last(self) -> list[dict[str, Any]]:
+        """Those kept, the newest last: `at` (seconds since 1970), `level`, `event`, `fields`."""
+        return list(self._kept)
+
+
+class ControlSocket:
     """Answers control requests.
 
     Args:
@@ -129,35 +159,35 @@ def _failed(code: Code, message: str) -> bytes:
 
 
 # ----
-# What the control door offers: who is there, leases, status, loading and unloading.
+# What the control socket offers: who is there, leases, status, loading and unloading.
 
 
 _ORDERS = 256  # that may wait for an engine
 
 
-class Reception:
+class ControlHandlers:
     """Handlers of the control requests, by the field of ControlRequest that carries them."""
 
     def __init__(
         self,
         settings: Settings,
         server_id: str,
-        board: Board,
+        scoreboard: Scoreboard,
         models: Models,
         leases: Leases,
-        fleet: Fleet,
-        keeper: Keeper,
+        fleet: Engines,
+        weights_saver: WeightsSaver,
         events: Events,
         segments: Callable[[], Mapping[str, int]],
     ) -> None:
         self._segments = segments
         self._settings = settings
         self._server_id = server_id
-        self._board = board
+        self._scoreboard = scoreboard
         self._models = models
         self._leases = leases
         self._fleet = fleet
-        self._keeper = keeper
+        self._weights_saver = weights_saver
         self._events = events
         self.draining = False
         # Where the gateway really listens, once it has said so.
@@ -181,7 +211,7 @@ class Reception:
         return ServerMessage(
             server_id=self._server_id,
             build=build_version(),
-            board=self._board.segment.name,
+            scoreboard=self._scoreboard.segment.name,
             engines=self._fleet.addresses,
             models=[held.name for held in self._models],
         )
@@ -213,7 +243,7 @@ class Reception:
     def _status(self, request: StatusRequest) -> StatusMessage:
         return StatusMessage(
             json=status_json(
-                self._board,
+                self._scoreboard,
                 list(self._models),
                 self._leases.in_use(),
                 segments=self._segments(),
@@ -280,5 +310,5 @@ class Reception:
             self.forget(lane)
         self._fleet.order("unload", model=held.index)
         self._models.replaced(held)
-        self._keeper.drop(held)
+        self._weights_saver.drop(held)
         self._models.adopt_layout(held, None)

@@ -1,4 +1,4 @@
-"""The engines of a server: a child process and a bell each."""
+"""The engines of a server: a child process and a ring segment each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from jurybox import native
 from jurybox.protocol.address import engine_address
-from jurybox.protocol.bell import Bell
-from jurybox.protocol.board import Board, EngineState
+from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.segment_server import SegmentServer
+from jurybox.protocol.shm_rings import ShmRings
 from jurybox.protocol.timings import Timings
 from jurybox.server.settings.config import ServerSettings
 from jurybox.server.supervisor.children import Child, Standby
@@ -20,8 +20,8 @@ from jurybox.server.supervisor.models import HeldModel, Models
 _MODULE = "jurybox.server.engine"
 
 
-class Fleet:
-    """Every engine there should be, `engines[i]` on `devices[i]`, at place i of the board.
+class Engines:
+    """Every engine there should be, `engines[i]` on `devices[i]`, at place i of the scoreboard.
 
     Args:
         factories: those that the configuration names; of other modules only what they define themselves is called.
@@ -31,7 +31,7 @@ class Fleet:
         self,
         settings: ServerSettings,
         server_id: str,
-        board: Board,
+        scoreboard: Scoreboard,
         models: Models,
         segments: SegmentServer,
         factories: Sequence[str],
@@ -41,10 +41,10 @@ class Fleet:
         self.devices = settings.engine_devices()
         self._settings = settings
         self._server_id = server_id
-        self._board = board
+        self._scoreboard = scoreboard
         self._models = models
-        self._bells: dict[int, Bell] = {}
-        self._bells_made = 0
+        self._rings: dict[int, ShmRings] = {}
+        self._rings_made = 0
         self._timings = Timings.create(segment_name(server_id, "timings"), segments.create) if settings.traces else None
         # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
         threads = str(settings.engine_threads())
@@ -54,7 +54,7 @@ class Fleet:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the engines' ZeroMQ doors."""
+        """Of the engines' ZeroMQ transports."""
         return [engine_address(self._settings.address, index) for index in range(len(self.devices))]
 
     def living(self) -> list[int]:
@@ -81,19 +81,19 @@ class Fleet:
             self._standby.look(now)
 
     def died(self, index: int) -> None:
-        """Show on the board that an engine is dead."""
-        record = self._board.engines[index : index + 1]
+        """Show on the scoreboard that an engine is dead."""
+        record = self._scoreboard.engines[index : index + 1]
         native.show_state(record, int(EngineState.ABSENT))
-        record["epoch"] = record["computing"] = 0
-        self._board.end_life(index)
+        record["incarnation"] = record["computing"] = 0
+        self._scoreboard.end_life(index)
 
     def close(self) -> None:
-        """Remove every bell, the timings and who is on standby; the children are stopped before."""
+        """Remove every rings, the timings and who is on standby; the children are stopped before."""
         if self._standby is not None:
             self._standby.close()
-        for bell in self._bells.values():
-            bell.close()
-        self._bells.clear()
+        for rings in self._rings.values():
+            rings.close()
+        self._rings.clear()
         if self._timings is not None:
             self._timings.close()
 
@@ -105,9 +105,9 @@ class Fleet:
             loads = [self._models.begin_load(held, index) for held in models]
             return {
                 "index": index,
-                "epoch": secrets.randbits(62) | 1,
-                "board": self._board.segment.name,
-                "bell": self._new_bell(index),
+                "incarnation": secrets.randbits(62) | 1,
+                "scoreboard": self._scoreboard.segment.name,
+                "rings": self._new_rings(index),
                 "timings": self._timings.segment.name if self._timings else "",
                 "spin_us": settings.spin_us,
                 "address": engine_address(settings.address, index),
@@ -124,16 +124,16 @@ class Fleet:
 
         return Child(f"engine-{index}", _MODULE, configure, self._environment, self._standby)
 
-    def _new_bell(self, index: int) -> str:
-        """A bell for a new life of an engine: nothing its predecessor left can be taken for the new one's."""
-        if earlier := self._bells.pop(index, None):
+    def _new_rings(self, index: int) -> str:
+        """A ring segment for a new life of an engine: nothing its predecessor left can be taken for the new one's."""
+        if earlier := self._rings.pop(index, None):
             earlier.close()
-        self._bells_made += 1
-        name = segment_name(self._server_id, "bell", self._bells_made)
-        bell = Bell.create(self._segments, name, native.BELL_BYTES)
-        self._bells[index] = bell
-        self._board.begin_life(index, self._bells_made)
-        return bell.segment.name
+        self._rings_made += 1
+        name = segment_name(self._server_id, "rings", self._rings_made)
+        rings = ShmRings.create(self._segments, name, native.RINGS_BYTES)
+        self._rings[index] = rings
+        self._scoreboard.begin_life(index, self._rings_made)
+        return rings.segment.name
 
 
 def _load_order(held: HeldModel, load: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Who holds which lane: granting, noticing the dead, and giving rows back only when no engine touches them.
 
 A lane goes free -> granted -> held -> retiring -> free. It is held once its client has locked it (a kernel lock on
-the board's file that ends with the client, whatever ends the client); a grant that nobody locks within the grace
+the scoreboard's file that ends with the client, whatever ends the client); a grant that nobody locks within the grace
 period lapses. Retiring means every living engine has been asked to forget the lane's tickets: an engine that still
 computes one would otherwise write results into rows that belong to somebody else by then.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jurybox import native
-from jurybox.protocol.board import MAX_LANES, Board
 from jurybox.protocol.errors import Busy
+from jurybox.protocol.scoreboard import MAX_LANES, Scoreboard
 
 GRACE = 2.0  # seconds from the grant to the client's lock
 
@@ -34,16 +34,16 @@ class LeasedLane:
 
 
 class Leases:
-    """The lanes of a server; the only writer of the board's lane table.
+    """The lanes of a server; the only writer of the scoreboard's lane table.
 
     Args:
-        board: where lanes are shown.
+        scoreboard: where lanes are shown.
         is_locked: whether a client holds the kernel lock of a lane.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, board: Board, is_locked: Callable[[int], bool], clock: Callable[[], float]) -> None:
-        self._board = board
+    def __init__(self, scoreboard: Scoreboard, is_locked: Callable[[int], bool], clock: Callable[[], float]) -> None:
+        self._scoreboard = scoreboard
         self._is_locked = is_locked
         self._clock = clock
         self._lanes: dict[int, LeasedLane] = {}
@@ -68,7 +68,7 @@ class Leases:
         leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock())
         self._next += 1
         self._lanes[lane] = leased_lane
-        for lanes in (self._board.own_lanes, self._board.lanes):
+        for lanes in (self._scoreboard.own_lanes, self._scoreboard.lanes):
             native.grant_lane(lanes, lane, model, first, rows, arena, leased_lane.lease)
         return leased_lane
 
@@ -122,7 +122,7 @@ class Leases:
         return list(self._lanes.values())
 
     def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:
-        for lanes in (self._board.own_lanes, self._board.lanes):
+        for lanes in (self._scoreboard.own_lanes, self._scoreboard.lanes):
             native.take_back_lane(lanes, leased.lane)
         leased.retiring = set(engines)
         if not leased.retiring:

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import MAX_MODELS, Board
 from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
 from jurybox.protocol.errors import ModelNotFound, Refused, plain
+from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.segment import Maker, segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
@@ -181,12 +181,12 @@ class HeldModel:
 
 
 class Models:
-    """All models of a server, by name and by their place on the board."""
+    """All models of a server, by name and by their place on the scoreboard."""
 
-    def __init__(self, server_id: str, board: Board, make: Maker) -> None:
+    def __init__(self, server_id: str, scoreboard: Scoreboard, make: Maker) -> None:
         self._make = make
         self._server_id = server_id
-        self._board = board
+        self._scoreboard = scoreboard
         self._by_name: dict[str, HeldModel] = {}
         self._arenas_made = 0
         self._channels_made = 0
@@ -207,7 +207,7 @@ class Models:
         index = next((n for n in range(MAX_MODELS) if n not in used), None)
         if index is None:
             raise Refused(f"{MAX_MODELS} models are held, which is all a server can: unload one first")
-        self._board.counters[:, index] = 0  # an unloaded model's counts are not this one's
+        self._scoreboard.counters[:, index] = 0  # an unloaded model's counts are not this one's
         held = self._by_name[name] = HeldModel(index, name, settings, configured=configured)
         return held
 
@@ -250,7 +250,7 @@ class Models:
             raise ModelNotFound(f"no model {name[:200]!r} is served here; there are: {there}") from None
 
     def numbered(self, index: int) -> HeldModel | None:
-        """The model at a place of the board, if there is one."""
+        """The model at a place of the scoreboard, if there is one."""
         return next((held for held in self._by_name.values() if held.index == index), None)
 
     def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> bool:

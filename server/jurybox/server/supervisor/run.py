@@ -1,4 +1,4 @@
-"""What happened lately: the supervisor's last log lines, for the status document."""
+"""From settings to a running server: the folder, the locks, the sweep, the loop, and the way out."""
 
 from __future__ import annotations
 
@@ -7,53 +7,16 @@ import os
 import signal
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jurybox.protocol.address import ipc_path, prepare_folder, where_to
 from jurybox.protocol.descriptors import raise_limit
-from jurybox.protocol.errors import Error, Refused, plain
+from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.segment import sweep
 from jurybox.server.logs import configure
 from jurybox.server.settings.config import Settings
+from jurybox.server.supervisor.control import Events
 from jurybox.server.supervisor.supervisor import Supervisor
-
-_KEPT = 50
-_LONGEST = 300  # characters of a value: a model's reason may be a page of traceback
-_OF_EVERY_LINE = ("timestamp", "level", "process", "event", "exception")
-
-
-class Events:
-    """A ring of the last events, as the log level lets them through.
-
-    Args:
-        clock: seconds since 1970.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._kept: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-
-    def keep(self, line: Mapping[str, Any]) -> None:
-        """Take note of a log line, given as its fields."""
-        fields = {
-            plain(key, 100): value if isinstance(value, (int, float)) else plain(value, _LONGEST)
-            for key, value in line.items()
-            if key not in _OF_EVERY_LINE
-        }
-        event = plain(line["event"], _LONGEST)
-        self._kept.append({"at": self._clock(), "level": line["level"], "event": event, "fields": fields})
-
-    def last(self) -> list[dict[str, Any]]:
-        """Those kept, the newest last: `at` (seconds since 1970), `level`, `event`, `fields`."""
-        return list(self._kept)
-
-
-# ----
-# From settings to a running server: the folder, the locks, the sweep, the loop, and the way out.
-
 
 _DYING = 2.0  # seconds that a server killed just now may take to let go of its address
 STOPPED, FAILED, COULD_NOT_START, ENGINE_LOST = 0, 1, 3, 4

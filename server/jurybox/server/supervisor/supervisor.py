@@ -12,23 +12,22 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox.protocol.address import ipc_path
-from jurybox.protocol.board import LANE_LOCK, Board
 from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.protocol.locks import is_locked
+from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import segment_name, sweep
 from jurybox.protocol.segment_server import SegmentServer
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.logs import Log, Seldom, traced
 from jurybox.server.settings.config import Settings, named_factories
-from jurybox.server.supervisor.children import Bystanders, Child, Vigil, edges
-from jurybox.server.supervisor.control import Desk, Reception
-from jurybox.server.supervisor.engines import Fleet
+from jurybox.server.supervisor.children import Bystanders, Child, Watchdog, edges
+from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
+from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
-from jurybox.server.supervisor.run import Events
 from jurybox.server.supervisor.service_manager import ServiceManager
-from jurybox.server.supervisor.weights_saver import Keeper
+from jurybox.server.supervisor.weights_saver import WeightsSaver
 
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
@@ -56,21 +55,35 @@ class Supervisor:
 
     def _make(self, settings: Settings, server_id: str, engines: int, events: Events) -> None:
         log, segments = self._log, self._segments
-        self._board = Board.create(segment_name(server_id, "board"), engines, time.time(), segments.create)
-        board = self._board
-        self._leases = Leases(board, lambda lane: is_locked(board.segment.fd, LANE_LOCK + lane), time.monotonic)
-        self._models = Models(server_id, board, segments.create)
+        self._scoreboard = Scoreboard.create(
+            segment_name(server_id, "scoreboard"), engines, time.time(), segments.create
+        )
+        scoreboard = self._scoreboard
+        self._leases = Leases(
+            scoreboard, lambda lane: is_locked(scoreboard.segment.fd, LANE_LOCK + lane), time.monotonic
+        )
+        self._models = Models(server_id, scoreboard, segments.create)
         for name, model in settings.models.items():
             self._models.add(name, model)
-        self._keeper = Keeper(log.error)
-        self._fleet = Fleet(settings.server, server_id, board, self._models, segments, named_factories(settings))
-        self._reception = Reception(
-            settings, server_id, board, self._models, self._leases, self._fleet, self._keeper, events, segments.sizes
+        self._weights_saver = WeightsSaver(log.error)
+        self._fleet = Engines(settings.server, server_id, scoreboard, self._models, segments, named_factories(settings))
+        self._control = ControlHandlers(
+            settings,
+            server_id,
+            scoreboard,
+            self._models,
+            self._leases,
+            self._fleet,
+            self._weights_saver,
+            events,
+            segments.sizes,
         )
-        self._edges = edges(settings.server, self._reception.listening)
+        self._edges = edges(settings.server, self._control.listening)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._desk = Desk(self._context, self._settings.address, self._reception.handlers, self._seldom)
+            self._control_socket = ControlSocket(
+                self._context, self._settings.address, self._control.handlers, self._seldom
+            )
         except zmq.ZMQError as error:
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
@@ -81,14 +94,16 @@ class Supervisor:
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
-        self._vigil = Vigil(board, self._settings.engine_timeout, self._settings.start_timeout, time.monotonic())
+        self._watchdog = Watchdog(
+            scoreboard, self._settings.engine_timeout, self._settings.start_timeout, time.monotonic()
+        )
         self._sweep_at = time.monotonic() + _DEAD_BY_THEN
 
     # ---- the loop
 
     def run(self, *, dry_run: bool) -> int:
         """Start the children and serve; gives the exit status."""
-        self._poller.register(self._desk.socket, zmq.POLLIN)
+        self._poller.register(self._control_socket.socket, zmq.POLLIN)
         self._poller.register(self._signals, zmq.POLLIN)
         try:
             for child in self._children():
@@ -118,7 +133,7 @@ class Supervisor:
         for child in self._children():
             if child.alive and child.fileno() in ready:
                 self._survive(f"hearing {child.role}", self._hear, child)
-        self._survive("control requests", self._desk.answer_waiting)
+        self._survive("control requests", self._control_socket.answer_waiting)
 
     def _survive(self, what: str, part: Callable[..., None], *arguments: Any) -> None:
         """Do a part of the loop. What fails in it is logged, and the loop goes on: no input may end the server.
@@ -135,12 +150,12 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         self._tell_manager()
-        if self._board.restore():
-            self._log.warning("another process wrote to the server's board; what stood there is written anew")
+        if self._scoreboard.restore():
+            self._log.warning("another process wrote to the server's scoreboard; what stood there is written anew")
         for child in self._children():
             child.send_waiting()
         if self._announced and self._drain_until is None:
-            for child, why in self._vigil.hanging(self._fleet.engines, self._edges, now):
+            for child, why in self._watchdog.hanging(self._fleet.engines, self._edges, now):
                 self._log.error("child hangs, killing it", role=child.role, why=why)
                 child.kill()
         if self._drain_until is None:
@@ -157,7 +172,7 @@ class Supervisor:
             self._log.warning("another process wrote to a weights channel; what can be is written anew", model=name)
         for lane in self._leases.reclaim(self._fleet.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
-            self._reception.forget(lane)
+            self._control.forget(lane)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
 
     def _tell_manager(self) -> None:
@@ -185,7 +200,7 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         if child not in self._edges:
             index = self._fleet.engines.index(child)
-            self._computed[index] = self._board.counters["batches"][index].copy()
+            self._computed[index] = self._scoreboard.counters["batches"][index].copy()
         try:
             child.start(time.monotonic())
         except (Error, OSError) as error:
@@ -261,7 +276,7 @@ class Supervisor:
 
         Not to one that the engine had computed well before, where it was killed from `outside`; that ends every row.
         """
-        model, load = self._begun.pop(index, (int(self._board.engines["computing"][index]) - 1, 0))
+        model, load = self._begun.pop(index, (int(self._scoreboard.engines["computing"][index]) - 1, 0))
         held = self._models.numbered(model)
         if held is not None and load and held.loads.get(index) != load:
             held = None
@@ -276,7 +291,7 @@ class Supervisor:
 
     def _has_computed(self, index: int, model: int) -> bool:
         """Whether an engine has answered a batch of a model since it started."""
-        return bool(self._board.counters["batches"][index, model] != self._computed[index][model])
+        return bool(self._scoreboard.counters["batches"][index, model] != self._computed[index][model])
 
     def _quarantine(self, held: HeldModel) -> None:
         """Serve a model no longer that ends engine after engine, so that the others are served."""
@@ -293,7 +308,7 @@ class Supervisor:
         child.heard_at = time.monotonic()
         if message["kind"] == "ready":
             child.serves(child.heard_at)
-            self._reception.listening.update({key: message[key] for key in ("http", "grpc", "tcp") if key in message})
+            self._control.listening.update({key: message[key] for key in ("http", "grpc", "tcp") if key in message})
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
             if not self._announced:
@@ -340,7 +355,7 @@ class Supervisor:
             return
         if replaces:
             for lane in self._leases.revoke(held.index, self._fleet.living()):
-                self._reception.forget(lane)
+                self._control.forget(lane)
         assert held.arena is not None
         self._fleet.engines[index].send(
             "arena",
@@ -357,7 +372,7 @@ class Supervisor:
         before = held.channel
         self._models.adopt_layout(held, layout)
         try:
-            restored = self._keeper.keep(held)
+            restored = self._weights_saver.keep(held)
         except BaseException:
             if held.channel is not before:
                 self._models.adopt_layout(held, None)  # nobody shall publish where nothing would be saved
@@ -379,7 +394,7 @@ class Supervisor:
         self._log.error("model failed", model=held.name, role=role, reason=reason)
         if held.state == "failed" and not held.configured and not held.served:
             # A client's attempt: it has its answer, and the server is as it was before.
-            self._reception.let_go(held)
+            self._control.let_go(held)
             self._models.remember_failed(held)
 
     # ---- start and end
@@ -394,14 +409,14 @@ class Supervisor:
             self._exit = _COULD_NOT_START
         elif all(child.serving for child in self._children()):
             self._announced = True
-            memory = sum(held.arena.segment.size for held in self._models if held.arena) + self._board.segment.size
+            memory = sum(held.arena.segment.size for held in self._models if held.arena) + self._scoreboard.segment.size
             missing = {"failed": ", ".join(broken)} if broken else {}
             (self._log.warning if broken else self._log.info)(
                 ("tried, with models that failed" if broken else "tried, all is well")
                 if dry_run
                 else ("serving, without models that failed" if broken else "serving"),
                 address=self._settings.address,
-                **self._reception.listening,
+                **self._control.listening,
                 devices=", ".join(self._fleet.devices),
                 models=", ".join(f"{name} ({state})" for name, state in states.items() if name not in broken),
                 shared_memory_mib=round(memory / 2**20, 1),
@@ -427,7 +442,7 @@ class Supervisor:
         self._log.info("draining; a second signal stops at once")
         self._manager.stopping()
         self._drain_until = time.monotonic() + self._settings.drain_timeout
-        self._reception.draining = True
+        self._control.draining = True
         self._fleet.order("drain")
         self._end_drained()
 
@@ -443,12 +458,12 @@ class Supervisor:
         deadline = time.monotonic() + (_STOP if self._announced and self._exit == _STOPPED else 0.5)
         for child in self._children():
             child.stop(max(0.0, deadline - time.monotonic()))
-        self._desk.close()
+        self._control_socket.close()
         self._context.term()
-        self._keeper.close()
+        self._weights_saver.close()
         self._models.close()
         self._fleet.close()
-        self._board.close()
+        self._scoreboard.close()
         self._segments.close()
         for address in (self._settings.address, *self._fleet.addresses):
             if path := ipc_path(address):

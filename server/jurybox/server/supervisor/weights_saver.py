@@ -261,7 +261,7 @@ _LOOK = 0.1  # seconds between two looks at the channels; a publication saved is
 _LAST = 2.0  # seconds a publisher in the middle of a snapshot gets at the end
 
 
-class Keeper:
+class WeightsSaver:
     """Saves what is published on the channels of the models whose settings ask for it.
 
     Args:
@@ -309,7 +309,7 @@ class Keeper:
             self._files[held.index], self._held[held.index] = files, held
             held.saved = files.last_version
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="weights_saver", daemon=True)
             self._thread.start()
         return restored
 

@@ -1,1 +1,1 @@
-"""Watching a server: what the board shows at two moments, and what happened between them."""
+"""Watching a server: what the scoreboard shows at two moments, and what happened between them."""

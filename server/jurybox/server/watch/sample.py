@@ -1,4 +1,4 @@
-"""What a server's board showed at one moment."""
+"""What a server's scoreboard showed at one moment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.board import BATCH_BUCKETS, COUNTERS, MAX_LANES, TIME_BUCKETS, Board, EngineState
 from jurybox.protocol.errors import ServerGone
+from jurybox.protocol.scoreboard import BATCH_BUCKETS, COUNTERS, MAX_LANES, TIME_BUCKETS, EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.server.status import percentile
 
@@ -20,15 +20,15 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The board at one moment, beside the status document that names what is on it.
+    """The scoreboard at one moment, beside the status document that names what is on it.
 
     Attributes:
         taken: ns of CLOCK_MONOTONIC.
         at: seconds since 1970.
         document: of jurybox.server.status; it may be a second older than the arrays.
-        engines: (engines,) of board.ENGINE.
-        counters: (engines, models) of board.COUNTERS, models in the document's order.
-        lanes: (lanes,) of board.LANE, those in use.
+        engines: (engines,) of scoreboard.ENGINE.
+        counters: (engines, models) of scoreboard.COUNTERS, models in the document's order.
+        lanes: (lanes,) of scoreboard.LANE, those in use.
     """
 
     taken: int
@@ -68,26 +68,27 @@ class Snapshot:
         return max(0.0, (self.taken - int(adopted.min())) / 1e9) if len(adopted) else None
 
 
-class BoardReader:
-    """Reads a server's board, mapped for reading alone: the server does nothing for it, and nothing can go wrong there.
+class ScoreboardReader:
+    """Reads a server's scoreboard, mapped for reading alone: the server does nothing for it, and nothing can go wrong
+    there.
 
-    The document names the board among the server's segments: its owner may be another user than this process, which
-    root may look at. A new server's is mapped as soon as a document names it.
+    The document names the scoreboard among the server's segments: its owner may be another user than this process,
+    which root may look at. A new server's is mapped as soon as a document names it.
     """
 
     def __init__(self) -> None:
         self._server_id = ""
-        self._board: Board | None = None
+        self._scoreboard: Scoreboard | None = None
 
     def read(self, document: Document) -> Snapshot:
         """A snapshot of the server that gave the document.
 
         Raises:
             ServerGone: that server is dead.
-            SharedMemoryError: its board cannot be mapped: this process sees another /dev/shm.
+            SharedMemoryError: its scoreboard cannot be mapped: this process sees another /dev/shm.
         """
-        board = self._of(document)
-        if not board.server_lives():
+        scoreboard = self._of(document)
+        if not scoreboard.server_lives():
             self.close()
             raise ServerGone(f"the server {document['server']['id']} is gone")
         columns = [model["index"] for model in document["models"]]
@@ -95,26 +96,26 @@ class BoardReader:
             taken=time.monotonic_ns(),
             at=time.time(),
             document=document,
-            engines=board.engines.copy(),
-            counters=board.counters[:, columns],  # indexing with a list copies
-            lanes=board.lanes[np.flatnonzero(board.lanes["lease"])],
+            engines=scoreboard.engines.copy(),
+            counters=scoreboard.counters[:, columns],  # indexing with a list copies
+            lanes=scoreboard.lanes[np.flatnonzero(scoreboard.lanes["lease"])],
         )
 
     def close(self) -> None:
-        """Let go of the board."""
-        if self._board is not None:
-            self._board.close()
-        self._server_id, self._board = "", None
+        """Let go of the scoreboard."""
+        if self._scoreboard is not None:
+            self._scoreboard.close()
+        self._server_id, self._scoreboard = "", None
 
-    def _of(self, document: Document) -> Board:
+    def _of(self, document: Document) -> Scoreboard:
         server_id = document["server"]["id"]
-        if self._board is None or self._server_id != server_id:
+        if self._scoreboard is None or self._server_id != server_id:
             self.close()
-            ours = segment_name(server_id, "board")
-            named = (name for name in document["memory"]["segments"] if name.endswith(f"-{server_id}-board-0"))
-            self._board = Board.attach(next(named, ours), writable=False)
+            ours = segment_name(server_id, "scoreboard")
+            named = (name for name in document["memory"]["segments"] if name.endswith(f"-{server_id}-scoreboard-0"))
+            self._scoreboard = Scoreboard.attach(next(named, ours), writable=False)
             self._server_id = server_id
-        return self._board
+        return self._scoreboard
 
 
 # ----
@@ -131,7 +132,7 @@ _AT_WORK = ("serving", "draining")
 
 
 def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
-    """What was counted between two snapshots, (engines, models) of board.COUNTERS in the later one's order.
+    """What was counted between two snapshots, (engines, models) of scoreboard.COUNTERS in the later one's order.
 
     What is no count (versions, rows waiting) is the later one's. A model that the earlier snapshot did not hold, or
     that was loaded anew since, has begun at zero; so has everything where the earlier one is another server's, or none.

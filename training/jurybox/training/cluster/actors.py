@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.lifeline import Lifeline
+from jurybox.protocol.control_pipe import ControlPipe
 from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.log_tail import LogTail
 from jurybox.training.runtime.launching import start_process, status_of
@@ -57,7 +57,7 @@ class RolePlace:
         self._parent = ThreadPoolExecutor(1, thread_name_prefix="role-parent")
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: Lifeline | None = None
+        self._control_pipe: ControlPipe | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="jurybox-role-")
         self._log = LogTail(Path(self._folder.name) / "log", _LOG_TAIL)
         self._files: dict[str, str] = {}
@@ -84,17 +84,17 @@ class RolePlace:
     def _start(self, configured: dict[str, Any]) -> int:
         self._log.begin_anew()
         with self._log.path.open("wb") as log:
-            self._process, self._lifeline = start_process(self._plan, self._number, configured, log.fileno())
+            self._process, self._control_pipe = start_process(self._plan, self._number, configured, log.fileno())
         return self._process.pid
 
     def listen(self, timeout: float) -> Heard:
         """What the process says, waited for up to `timeout` seconds."""
-        process, lifeline = self._process, self._lifeline
-        if process is None or lifeline is None:
+        process, control_pipe = self._process, self._control_pipe
+        if process is None or control_pipe is None:
             return Heard((), b"", -1)
         messages: list[dict[str, Any]] = []
         try:
-            while (message := lifeline.receive(0 if messages else timeout)) is not None:
+            while (message := control_pipe.receive(0 if messages else timeout)) is not None:
                 messages.append(self._with_state(message))
         except EOFError:
             status = status_of(process, 2.0)
@@ -107,8 +107,8 @@ class RolePlace:
             here = str(Path(self._folder.name) / f"{time.monotonic_ns()}.state")
             self._files[here] = fields["file"]
             fields = {"file": here}
-        if self._lifeline is not None:
-            self._lifeline.send(kind, **fields)
+        if self._control_pipe is not None:
+            self._control_pipe.send(kind, **fields)
 
     def kill(self) -> None:
         """End the process at once, if there is one."""
@@ -116,9 +116,9 @@ class RolePlace:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
-                assert self._lifeline is not None
-                self._lifeline.close()
-                self._process = self._lifeline = None
+                assert self._control_pipe is not None
+                self._control_pipe.close()
+                self._process = self._control_pipe = None
 
     def close(self) -> None:
         """Leave nothing behind; the last call."""

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from jurybox.training.cluster import doors
-from jurybox.training.cluster.doors import Door
+from jurybox.training.cluster import endpoints
+from jurybox.training.cluster.endpoints import Endpoint
 from jurybox.training.cluster.engine_spec import EngineSpec
 from jurybox.training.cluster.engines import make
 from jurybox.training.cluster.host import Instead
@@ -28,7 +28,7 @@ class EngineKeeper:
     """For one engine and one run. Methods belong to the thread of the traffic's loop.
 
     Args:
-        book: folder of doors on this machine; one of the run's, so that it is on every machine.
+        book: folder of endpoints on this machine; one of the run's, so that it is on every machine.
         log: gets the log of its servers.
         told: takes lines for whoever watches.
     """
@@ -39,7 +39,7 @@ class EngineKeeper:
         self._shown = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
-        doors.clear(book, spec.name)
+        endpoints.clear(book, spec.name)
         self._task = asyncio.ensure_future(self._keep())
         self._task.add_done_callback(self._ended)
 
@@ -50,7 +50,7 @@ class EngineKeeper:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.stop.remote(), _STOP)
             ray.kill(self._actor)
-        doors.clear(self._book, self._spec.name)
+        endpoints.clear(self._book, self._spec.name)
 
     async def _keep(self) -> None:
         life = ""
@@ -59,15 +59,15 @@ class EngineKeeper:
                 self._actor = make(self._spec)
                 node = await self._actor.where.remote()
                 member = await self._traffic.member(node)
-                door: Door = await self._actor.door.remote()
+                endpoint: Endpoint = await self._actor.endpoint.remote()
                 instead: Instead = await member.ask("instead")
                 await self._actor.feed.remote(member.scoreboard, instead.folders)
-                if door.life != life:
-                    life = door.life
+                if endpoint.life != life:
+                    life = endpoint.life
                     self._shown += 1
-                    doors.show(self._book, self._shown, door)
-                    self._told(f"engine {door.name} serves on node {node[:8]}, for others at {door.grpc}")
-                await self._watch(door, member)
+                    endpoints.show(self._book, self._shown, endpoint)
+                    self._told(f"engine {endpoint.name} serves on node {node[:8]}, for others at {endpoint.grpc}")
+                await self._watch(endpoint, member)
             except RayTaskError as error:
                 self._told(f"engine {self._spec.name}: {error.cause}")
                 await asyncio.sleep(_BACK_OFF)
@@ -78,14 +78,14 @@ class EngineKeeper:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._told(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
 
-    async def _watch(self, door: Door, member: Member) -> None:
+    async def _watch(self, endpoint: Endpoint, member: Member) -> None:
         """Until it serves no longer as it did."""
         while not member.gone:
             life, log, failed = await self._actor.look.remote()
             with self._log.open("ab") as file:
                 file.write(log)
             if failed:
-                self._told(f"engine {door.name} is fed no longer ({failed}); begun again")
-            if failed or life != door.life:
+                self._told(f"engine {endpoint.name} is fed no longer ({failed}); begun again")
+            if failed or life != endpoint.life:
                 return
             await asyncio.sleep(_LOOK)

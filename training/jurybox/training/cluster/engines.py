@@ -1,7 +1,7 @@
 """Engines in a cluster: a `jurybox` server as a named Ray actor, found again by its name wherever it is.
 
 ``start("judge", {"photo": {"factory": "..."}})`` from the driver, then from any Ray task or actor ``connect("judge")``.
-Processes that have no Ray find it in a book (`doors`) that a launcher keeps on their machine.
+Processes that have no Ray find it in a book (`endpoints`) that a launcher keeps on their machine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from jurybox.client import Server
 from jurybox.protocol.errors import ServerGone
-from jurybox.training.cluster import doors
+from jurybox.training.cluster import endpoints
 from jurybox.training.cluster.connection import NAMESPACE
-from jurybox.training.cluster.doors import Door, check_name, this_machine
+from jurybox.training.cluster.endpoints import Endpoint, check_name, this_machine
 from jurybox.training.cluster.engine_spec import EngineSpec, Feeds, Models
 from jurybox.training.cluster.feeder import Feeder
 from jurybox.training.cluster.locks import locks
@@ -60,7 +60,7 @@ class EngineActor:
         self._folder = tempfile.TemporaryDirectory(prefix="jurybox-engine-")
         self._log = LogTail(Path(self._folder.name) / "server.log", _LOG_TAIL)
         self._server: LocalServer | None = None
-        self._door: Door | None = None
+        self._endpoint: Endpoint | None = None
         self._feeder: Feeder | None = None
 
     def where(self) -> str:
@@ -68,31 +68,31 @@ class EngineActor:
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
-    def door(self) -> Door:
+    def endpoint(self) -> Endpoint:
         """Where it serves; starts the server if there is none, or none any more.
 
         Raises:
             ServerNotStarted: it did not come up.
         """
         with self._lock:
-            if self._door is None or self._server is None or not self._server.alive:
+            if self._endpoint is None or self._server is None or not self._server.alive:
                 self._end()
-                self._door = self._parent.submit(self._start).result()
-            return self._door
+                self._endpoint = self._parent.submit(self._start).result()
+            return self._endpoint
 
     def feed(self, scoreboard: str, folders: Mapping[str, str]) -> None:
         """Serve what of a run comes to this machine, whose scoreboard has that name; folders are the run's here."""
-        door = self.door()
+        endpoint = self.endpoint()
         with self._lock:
             if self._feeder is not None:
                 self._feeder.close()
-            self._feeder = Feeder(door.ipc, scoreboard, self._spec.feeds, folders)
+            self._feeder = Feeder(endpoint.ipc, scoreboard, self._spec.feeds, folders)
 
     def look(self) -> tuple[str, bytes, str]:
-        """Its door's life ("" where there is no server any more), new lines of its log, what ended its feeding."""
-        lives = self._door is not None and self._server is not None and self._server.alive
+        """Its endpoint's life ("" where there is no server any more), new lines of its log, what ended its feeding."""
+        lives = self._endpoint is not None and self._server is not None and self._server.alive
         failed = self._feeder.failed if self._feeder is not None else ""
-        return self._door.life if lives and self._door else "", self._log.new(), failed
+        return self._endpoint.life if lives and self._endpoint else "", self._log.new(), failed
 
     def stop(self) -> None:
         """Stop the server in order; the last call."""
@@ -100,7 +100,7 @@ class EngineActor:
             self._parent.submit(self._end).result()
         self._folder.cleanup()
 
-    def _start(self) -> Door:
+    def _start(self) -> Endpoint:
         host = ray.util.get_node_ip_address()
         server: dict[str, Any] = {"devices": "auto" if self._spec.gpus else ["cpu"], **self._spec.server}
         token, authority, scheme = None, "", "grpc"
@@ -116,14 +116,14 @@ class EngineActor:
         with made.connect() as client:
             listens = client.status()["server"]["grpc"]
         life = f"{time.time_ns()}-{secrets.token_hex(2)}"
-        return Door(self._spec.name, life, this_machine(), made.address, f"{scheme}://{listens}", token, authority)
+        return Endpoint(self._spec.name, life, this_machine(), made.address, f"{scheme}://{listens}", token, authority)
 
     def _end(self) -> None:
         if self._feeder is not None:
             self._feeder.close()
         if self._server is not None:
             self._server.stop()
-        self._feeder = self._server = self._door = None
+        self._feeder = self._server = self._endpoint = None
 
 
 # ---- for whoever starts one
@@ -154,7 +154,7 @@ def start(
     threads: int = 1,
     server: Mapping[str, Any] | None = None,
     timeout: float = START,
-) -> Door:
+) -> Endpoint:
     """Start an engine somewhere in the cluster, and wait until it serves; the one of that name where there is one.
 
     Args:
@@ -167,7 +167,7 @@ def start(
     """
     spec = EngineSpec(name, models, Feeds(), num_cpus, num_gpus, resources or {}, threads, server or {})
     _started[name] = make(spec)
-    return door(name, timeout)
+    return endpoint(name, timeout)
 
 
 def stop(name: str) -> None:
@@ -185,7 +185,7 @@ def stop(name: str) -> None:
 # ---- for whoever uses one, in a driver, a task or an actor of Ray
 
 
-def door(name: str, timeout: float = START) -> Door:
+def endpoint(name: str, timeout: float = START) -> Endpoint:
     """Where an engine is by now; waits for one that is starting or moving.
 
     Raises:
@@ -195,7 +195,7 @@ def door(name: str, timeout: float = START) -> Door:
     while (left := until - time.monotonic()) > 0:
         try:
             actor = ray.get_actor(_actor_name(name), NAMESPACE)
-            found: Door = ray.get(actor.door.remote(), timeout=left)
+            found: Endpoint = ray.get(actor.endpoint.remote(), timeout=left)
             return found
         except RayTaskError as error:
             raise EngineNotStarted(f"engine {name!r} could not be started: {error.cause}") from error
@@ -212,22 +212,22 @@ def door(name: str, timeout: float = START) -> Door:
 
 
 def address(name: str, timeout: float = START) -> str:
-    """As `door`: the address for this process, ipc:// on the engine's machine and grpc:// elsewhere."""
-    return door(name, timeout).address
+    """As `endpoint`: the address for this process, ipc:// on the engine's machine and grpc:// elsewhere."""
+    return endpoint(name, timeout).address
 
 
 def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambda: None) -> Server:
-    """Connect to an engine wherever it is by now; waits for one that is starting or moving. As `doors.reach`."""
+    """Connect to an engine wherever it is by now; waits for one that is starting or moving. As `endpoints.reach`."""
 
     until = time.monotonic() + timeout
 
-    def look() -> Door | None:
+    def look() -> Endpoint | None:
         try:
-            return door(name, max(_AGAIN, until - time.monotonic()))
+            return endpoint(name, max(_AGAIN, until - time.monotonic()))
         except ServerGone:
             return None
 
-    return doors.reach(name, look, timeout, alive)
+    return endpoints.reach(name, look, timeout, alive)
 
 
 def _actor_name(name: str) -> str:

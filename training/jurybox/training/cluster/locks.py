@@ -1,4 +1,4 @@
-"""Locks for a server's door to other hosts: a token and a certificate, made for it alone. Knows nothing of Ray."""
+"""Locks for a server's endpoint to other hosts: a token and a certificate, made for it alone. Knows nothing of Ray."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.td3 import TD3
-from jurybox.training.cluster.doors import BOOK
+from jurybox.training.cluster.endpoints import BOOK
 from jurybox.training.environments.hockey.factory import make_game
 from jurybox.training.recipes.hockey_actor import CHANNEL, POOL, RESULTS, ROWS
 from jurybox.training.recipes.hockey_collector import fields

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from jurybox.client import Error, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
 from jurybox.client.weights_reader import WeightsReader
-from jurybox.training.cluster.doors import BOOK, find, reach
+from jurybox.training.cluster.endpoints import BOOK, find, reach
 from jurybox.training.cluster.engine_spec import EngineSpec, Feeds
 from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.recipes.hockey_actor import CHANNEL, POOL

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from jurybox.protocol.lifeline import Lifeline, spawn, thread_limits
+from jurybox.protocol.control_pipe import ControlPipe, spawn, thread_limits
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Order, Scoreboard, State, Subject, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources
@@ -93,13 +93,15 @@ def configuration(
 
 def start_process(
     plan: Plan, number: int, configured: dict[str, Any], output: int | None
-) -> tuple[subprocess.Popen[bytes], Lifeline]:
+) -> tuple[subprocess.Popen[bytes], ControlPipe]:
     """Start a role's process on this machine, as a child of the calling thread."""
     spec = plan.roles[number]
-    process, lifeline = spawn(MODULE, environment={**thread_limits(spec.threads), **spec.environment}, output=output)
+    process, control_pipe = spawn(
+        MODULE, environment={**thread_limits(spec.threads), **spec.environment}, output=output
+    )
     with contextlib.suppress(OSError):  # it died already, which is noticed when it is listened to
-        lifeline.send("configure", **configured)
-    return process, lifeline
+        control_pipe.send("configure", **configured)
+    return process, control_pipe
 
 
 def status_of(process: subprocess.Popen[bytes], timeout: float) -> int:
@@ -116,18 +118,18 @@ class LocalProcess:
 
     lost = False
 
-    def __init__(self, process: subprocess.Popen[bytes], lifeline: Lifeline) -> None:
-        self._process, self._lifeline = process, lifeline
+    def __init__(self, process: subprocess.Popen[bytes], control_pipe: ControlPipe) -> None:
+        self._process, self._control_pipe = process, control_pipe
         self.pid = process.pid
 
     def fileno(self) -> int:
-        return self._lifeline.fileno()
+        return self._control_pipe.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
-        self._lifeline.send(kind, **fields)
+        self._control_pipe.send(kind, **fields)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        while (message := self._lifeline.receive(0)) is not None:
+        while (message := self._control_pipe.receive(0)) is not None:
             yield message
 
     def kill(self) -> None:
@@ -135,7 +137,7 @@ class LocalProcess:
 
     def end(self, timeout: float) -> int:
         status = status_of(self._process, timeout)
-        self._lifeline.close()
+        self._control_pipe.close()
         return status
 
 
@@ -250,7 +252,7 @@ class Child:
         yield from self.process.messages()
 
     def reap(self, now: float) -> str:
-        """Clean up after a process whose lifeline ended, plan the restart, and say how it died.
+        """Clean up after a process whose control pipe ended, plan the restart, and say how it died.
 
         One that had been at work for `settled` seconds begins its count of failures anew.
         """

@@ -49,7 +49,7 @@ class LocalServer:
         log: file that its log goes to.
         http: whether it also serves HTTP, on a free port of this host.
         threads: that torch may use in the engine.
-        server: further settings of its [server], which win: another device, a door to other hosts with its locks.
+        server: further settings of its [server], which win: another device, a transport to other hosts with its locks.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The orchestrator: a process for every role, watched, restarted, paused for checkpoints, and ended in order.
 
-It is one loop of small looks: at the lifelines (who spoke, who died), at the scoreboard (who hangs, who waits on whom),
-    at
+It is one loop of small looks: at the control_pipes (who spoke, who died), at the scoreboard (who hangs, who waits on
+    whom), at
 the budget. Nothing in it waits longer than a twentieth of a second but a checkpoint and the end, which have bounds of
 their own.
 """

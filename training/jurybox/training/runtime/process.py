@@ -1,4 +1,4 @@
-"""The process of one role: ``python -m jurybox.training.runtime.process FD``, with a lifeline on that descriptor."""
+"""One role's process: ``python -m jurybox.training.runtime.process FD``, with a control pipe on that descriptor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.lifeline import Lifeline, attach
+from jurybox.protocol.control_pipe import ControlPipe, attach
 from jurybox.training.run_folder import read_state, write_state
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.role_context import Message, RoleContext
@@ -38,14 +38,14 @@ class Told(logging.Handler):
 
 
 class Reports:
-    """Sends messages up the lifeline; where the orchestrator does not take them, they are dropped and counted."""
+    """Sends messages up the control pipe; where the orchestrator does not take them, they are dropped and counted."""
 
-    def __init__(self, lifeline: Lifeline) -> None:
-        self._lifeline = lifeline
+    def __init__(self, control_pipe: ControlPipe) -> None:
+        self._control_pipe = control_pipe
         self.words: memoryview | None = None
 
     def __call__(self, message: Message) -> None:
-        if not self._lifeline.writable():
+        if not self._control_pipe.writable():
             if self.words is not None:
                 self.words[Word.DROPPED] += 1
             return
@@ -53,22 +53,22 @@ class Reports:
 
     def certainly(self, message: Message) -> None:
         """Send what must not be dropped."""
-        self._lifeline.send(**message)
+        self._control_pipe.send(**message)
 
 
 def main() -> None:
-    lifeline = attach(int(sys.argv[1]))
+    control_pipe = attach(int(sys.argv[1]))
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    message = lifeline.receive(_CONFIGURED_WITHIN)
+    message = control_pipe.receive(_CONFIGURED_WITHIN)
     if message is None:
         sys.exit("no configuration came; this module is started by an orchestrator")
     sys.path[:] = message["path"]
-    reports = Reports(lifeline)
+    reports = Reports(control_pipe)
     logging.getLogger().addHandler(Told(reports))
     try:
-        _serve(lifeline, reports, message)
+        _serve(control_pipe, reports, message)
     except BaseException as error:  # noqa: BLE001 (told to the orchestrator, and this process ends)
         _log.info("ended by\n%s", traceback.format_exc())
         with contextlib.suppress(OSError):  # the orchestrator may be what is gone
@@ -80,7 +80,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> None:
+def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any]) -> None:
     # From the process that started this one.
     plan: Plan = pickle.loads(base64.b64decode(message["plan"]))
     with SharedResources.attach(message["scoreboard"], message["replays"]) as shared:
@@ -104,7 +104,7 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
         try:
             os.nice(context.spec.nice)  # not before: the start is what everybody waits for
             context.begin()
-            _take_turns(turn, context, lifeline, reports)
+            _take_turns(turn, context, control_pipe, reports)
             context.report(now=True)
             context.finish_timeline()
         finally:
@@ -113,13 +113,13 @@ def _serve(lifeline: Lifeline, reports: Reports, message: dict[str, Any]) -> Non
         _log.info("%s stops as told, with %d steps behind it", context.name, context.own_steps)
 
 
-def _take_turns(turn: Turn, context: RoleContext, lifeline: Lifeline, reports: Reports) -> None:
+def _take_turns(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: Reports) -> None:
     while True:
         order = context.order
         if order is Order.STOP:
             return
         if order is Order.PAUSE:
-            _rest(turn, context, lifeline, reports)
+            _rest(turn, context, control_pipe, reports)
         elif turn.may():
             turn.take()
             context.alive()
@@ -129,13 +129,13 @@ def _take_turns(turn: Turn, context: RoleContext, lifeline: Lifeline, reports: R
             context.wait_until(turn.may, subject, which, _SLICE_SECONDS)
 
 
-def _rest(turn: Turn, context: RoleContext, lifeline: Lifeline, reports: Reports) -> None:
+def _rest(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: Reports) -> None:
     """Pause between two steps, and save when told to."""
     context.report(now=True)
     context.enter(State.PAUSED)
 
     def saved() -> bool:
-        message = lifeline.receive(0)
+        message = control_pipe.receive(0)
         if message is not None and message["kind"] == "save":
             state = turn.role.save()
             turn.saved()

@@ -42,7 +42,7 @@ class _Asked:
     answer: asyncio.Future[tuple[Arrays, int]]
 
 
-class Together:
+class RequestCoalescer:
     """The requests on one lane. For one event loop.
 
     Args:

@@ -142,12 +142,12 @@ _MOST_SAID = 1000  # characters of an error
 _METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
-def service(door: OpenInference, room: Room) -> Service:
+def service(oip: OpenInference, room: Room) -> Service:
     """The service, for a GrpcServer; `room` bounds the requests of all streams together."""
     return Service(
         _METHODS.full_name,
         pb.DESCRIPTOR,
-        InferenceServicer(door, room),
+        InferenceServicer(oip, room),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
     )
 
@@ -155,41 +155,41 @@ def service(door: OpenInference, room: Room) -> Service:
 class InferenceServicer:
     """Every call of the service; errors are those of the table in jurybox.protocol.errors."""
 
-    def __init__(self, door: OpenInference, room: Room) -> None:
-        self._door = door
+    def __init__(self, oip: OpenInference, room: Room) -> None:
+        self._oip = oip
         self._room = room
 
     # ---- health and metadata
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
-        return pb.ServerLiveResponse(live=await self._door.live())
+        return pb.ServerLiveResponse(live=await self._oip.live())
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=not await self._door.reasons())
+        return pb.ServerReadyResponse(ready=not await self._oip.reasons())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        why = await self._door.model_reason(request.name, request.version)
+        why = await self._oip.model_reason(request.name, request.version)
         return pb.ModelReadyResponse(ready=not why)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**self._door.metadata())
+        return pb.ServerMetadataResponse(**self._oip.metadata())
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        model = await self._door.described(request.name, request.version)
+        model = await self._oip.described(request.name, request.version)
         return ParseDict(models.metadata(model), pb.ModelMetadataResponse())
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        model = await self._door.described(request.name, request.version)
+        model = await self._oip.described(request.name, request.version)
         return ParseDict({"config": models.config(model)}, pb.ModelConfigResponse())
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        found = await self._door.statistics(request.name, request.version)
+        found = await self._oip.statistics(request.name, request.version)
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
     # ---- inference
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        return message_of(await self._door.inference.infer(request_of(request, context.time_remaining())))
+        return message_of(await self._oip.inference.infer(request_of(request, context.time_remaining())))
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -223,7 +223,7 @@ class InferenceServicer:
         try:
             self._room.take(size)
             try:
-                answer = message_of(await self._door.inference.infer(request_of(request, None)))
+                answer = message_of(await self._oip.inference.infer(request_of(request, None)))
             finally:
                 self._room.give(size)
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
@@ -234,21 +234,21 @@ class InferenceServicer:
     # ---- model repository
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        found = await self._door.index(request.repository_name, ready=request.ready)
+        found = await self._oip.index(request.repository_name, ready=request.ready)
         return ParseDict({"models": found}, pb.RepositoryIndexResponse())
 
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, context: Context
     ) -> pb.RepositoryModelLoadResponse:
         given = {name: plain_value(name, value) for name, value in request.parameters.items()}
-        await self._door.repository.load(request.repository_name, request.model_name, given)
+        await self._oip.repository.load(request.repository_name, request.model_name, given)
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
         given = {name: plain_value(name, value) for name, value in request.parameters.items()}
-        await self._door.repository.unload(request.repository_name, request.model_name, given)
+        await self._oip.repository.unload(request.repository_name, request.model_name, given)
         return pb.RepositoryModelUnloadResponse()
 
     # ---- shared memory
@@ -257,7 +257,7 @@ class InferenceServicer:
         self, request: pb.SystemSharedMemoryStatusRequest, context: Context
     ) -> pb.SystemSharedMemoryStatusResponse:
         answer = pb.SystemSharedMemoryStatusResponse()
-        for region in self._door.regions.status(request.name):
+        for region in self._oip.regions.status(request.name):
             answer.regions[region.name].MergeFrom(
                 pb.SystemSharedMemoryStatusResponse.RegionStatus(
                     name=region.name, key=region.key, offset=region.offset, byte_size=region.size
@@ -268,13 +268,13 @@ class InferenceServicer:
     async def SystemSharedMemoryRegister(
         self, request: pb.SystemSharedMemoryRegisterRequest, context: Context
     ) -> pb.SystemSharedMemoryRegisterResponse:
-        self._door.regions.register(request.name, request.key, request.offset, request.byte_size)
+        self._oip.regions.register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def SystemSharedMemoryUnregister(
         self, request: pb.SystemSharedMemoryUnregisterRequest, context: Context
     ) -> pb.SystemSharedMemoryUnregisterResponse:
-        self._door.regions.unregister(request.name)
+        self._oip.regions.unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(

@@ -197,51 +197,51 @@ _MODEL = "/v2/models/{name:path}"
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-def router(door: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
+def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
     """The paths, for `create_app`; `most` bounds a body in bytes, compressed or not."""
     paths = APIRouter(tags=["Open Inference Protocol"])
-    _health(paths, door)
-    _repository(paths, door, most)
-    _shared_memory(paths, door, most)
-    _models(paths, door, most)  # last: a model's name may have slashes, so its path takes what nobody else did
+    _health(paths, oip)
+    _repository(paths, oip, most)
+    _shared_memory(paths, oip, most)
+    _models(paths, oip, most)  # last: a model's name may have slashes, so its path takes what nobody else did
     return paths
 
 
-def _health(paths: APIRouter, door: OpenInference) -> None:
+def _health(paths: APIRouter, oip: OpenInference) -> None:
     @paths.get("/v2")
     @paths.get("/v2/", include_in_schema=False)
     async def metadata() -> dict[str, Any]:
         """Name, build and extensions."""
-        return door.metadata()
+        return oip.metadata()
 
     @paths.get("/v2/health/live")
     async def live() -> Response:
         """200 while the supervisor answers."""
-        return AnyText({"live": True}) if await door.live() else AnyText({"live": False}, 503)
+        return AnyText({"live": True}) if await oip.live() else AnyText({"live": False}, 503)
 
     @paths.get("/v2/health/ready")
     async def ready() -> Response:
         """200 when every model is loaded and answers; 503 with the reasons when not."""
-        return _ready(await door.reasons())
+        return _ready(await oip.reasons())
 
 
-def _models(paths: APIRouter, door: OpenInference, most: int) -> None:
+def _models(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.get("/v2/models/stats")
     async def every_statistics() -> dict[str, Any]:
         """Counters of every model."""
-        return {"model_stats": await door.statistics("", "")}
+        return {"model_stats": await oip.statistics("", "")}
 
     for prefix in (_MODEL + "/versions/{version}", _MODEL):
-        _model(paths, prefix, door, most)
+        _model(paths, prefix, oip, most)
 
 
-def _model(paths: APIRouter, prefix: str, door: OpenInference, most: int) -> None:
+def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None:
     @paths.post(prefix + "/infer")
     async def infer(request: Request, name: str, version: str = "") -> Response:
         """Answer rows: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
         body = await _body(request, most)
         asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
-        answer = await door.inference.infer(asked)
+        answer = await oip.inference.infer(asked)
         content, length = body_of(answer, binary, all_binary=all_binary)
         if length is None:
             return Response(content, media_type="application/json")
@@ -250,26 +250,26 @@ def _model(paths: APIRouter, prefix: str, door: OpenInference, most: int) -> Non
     @paths.get(prefix + "/ready")
     async def ready(name: str, version: str = "") -> Response:
         """200 when the model is loaded and answers; 503 with the reason when not."""
-        why = await door.model_reason(name, version)
+        why = await oip.model_reason(name, version)
         return _ready([why] if why else [])
 
     @paths.get(prefix + "/config")
     async def config(name: str, version: str = "") -> dict[str, Any]:
         """The model's configuration."""
-        return models.config(await door.described(name, version))
+        return models.config(await oip.described(name, version))
 
     @paths.get(prefix + "/stats")
     async def statistics(name: str, version: str = "") -> dict[str, Any]:
         """The model's counters."""
-        return {"model_stats": await door.statistics(name, version)}
+        return {"model_stats": await oip.statistics(name, version)}
 
     @paths.get(prefix)
     async def metadata(name: str, version: str = "") -> dict[str, Any]:
         """What the model takes and gives."""
-        return models.metadata(await door.described(name, version))
+        return models.metadata(await oip.described(name, version))
 
 
-def _repository(paths: APIRouter, door: OpenInference, most: int) -> None:
+def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.post("/v2/repository/index")
     async def index(request: Request) -> list[dict[str, Any]]:
         """The models there are; {"ready": true} for those that are ready."""
@@ -277,27 +277,27 @@ def _repository(paths: APIRouter, door: OpenInference, most: int) -> None:
         ready = given.pop("ready", False)
         if given or type(ready) is not bool:
             raise malformed('expected no body, or {"ready": true}')
-        return await door.index("", ready=ready)
+        return await oip.index("", ready=ready)
 
     @paths.post("/v2/repository/models/{name:path}/load")
     async def load(request: Request, name: str) -> Response:
         """Load a configured model, or load it again."""
-        await door.repository.load("", name, await _repository_parameters(request, most))
+        await oip.repository.load("", name, await _repository_parameters(request, most))
         return AnyText({})
 
     @paths.post("/v2/repository/models/{name:path}/unload")
     async def unload(request: Request, name: str) -> Response:
         """Serve a model no longer."""
-        await door.repository.unload("", name, await _repository_parameters(request, most))
+        await oip.repository.unload("", name, await _repository_parameters(request, most))
         return AnyText({})
 
 
-def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
+def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.get("/v2/systemsharedmemory/status")
     @paths.get("/v2/systemsharedmemory/region/{name}/status")
     async def status(name: str = "") -> list[dict[str, Any]]:
         """The registered regions."""
-        return [_region(region) for region in door.regions.status(name)]
+        return [_region(region) for region in oip.regions.status(name)]
 
     @paths.post("/v2/systemsharedmemory/region/{name}/register")
     async def register(request: Request, name: str) -> Response:
@@ -306,14 +306,14 @@ def _shared_memory(paths: APIRouter, door: OpenInference, most: int) -> None:
         key, offset, size = given.pop("key", None), given.pop("offset", 0), given.pop("byte_size", None)
         if given or type(key) is not str or type(offset) is not int or type(size) is not int:
             raise malformed('expected {"key": "/name", "offset": bytes, "byte_size": bytes}')
-        door.regions.register(name, key, offset, size)
+        oip.regions.register(name, key, offset, size)
         return AnyText({})
 
     @paths.post("/v2/systemsharedmemory/unregister")
     @paths.post("/v2/systemsharedmemory/region/{name}/unregister")
     async def unregister(name: str = "") -> Response:
         """Let a region go, or all."""
-        door.regions.unregister(name)
+        oip.regions.unregister(name)
         return AnyText({})
 
     @paths.get("/v2/cudasharedmemory/status")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from jurybox.server.gateway.inference.models import Repository
 from jurybox.server.gateway.inference.shared_memory import Regions
 from jurybox.server.gateway.inference.tensors import (
     NOTHING,
+    Parameters,
     Place,
     checked_shape,
     datatype_of,
@@ -29,8 +30,6 @@ from jurybox.server.gateway.inference.tensors import (
     weights_version,
 )
 from jurybox.server.gateway.live import StatusSource
-
-Parameters = Mapping[str, Any]  # bool, int, float or str
 
 
 @dataclass(slots=True)
@@ -211,7 +210,7 @@ class Inference:
 
 
 # ----
-# The gateway's door of the Open Inference Protocol: what its transports, HTTP and gRPC, share.
+# The Open Inference Protocol in the gateway: what HTTP and gRPC share.
 
 
 class OpenInference:

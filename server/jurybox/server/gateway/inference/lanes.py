@@ -21,12 +21,12 @@ from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.protocol.errors import Code, ModelFailed, Refused
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
-from jurybox.server.gateway.inference.coalescer import Arrays, Together
+from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
 
 T = TypeVar("T")
 
 PATIENCE = 60.0  # seconds a request has that brings no time-out of its own
-_CONNECT = 2.0  # seconds the server has for an answer on the control door
+_CONNECT = 2.0  # seconds the server has for an answer on the control socket
 _AGAIN = 1.0  # seconds between two tries to lease more rows than one
 _BATCHES = 2  # in flight on a lane: one computed, one waiting
 
@@ -47,7 +47,7 @@ class Held:
         self.makeshift = makeshift
         self.largest_until = 0.0
         self.piece = min(model.max_batch, rows)  # rows of the largest ticket
-        self.together = Together(model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self))
+        self.together = RequestCoalescer(model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self))
         self.in_use = 0
         self.retired = self.closed = False
 

@@ -11,9 +11,8 @@ from typing import Any
 from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import OIP_NAMES
 from jurybox.protocol.wire import build_version, require_name
-from jurybox.server.gateway.inference.inference import Parameters
 from jurybox.server.gateway.inference.lanes import Lanes
-from jurybox.server.gateway.inference.tensors import weights_version
+from jurybox.server.gateway.inference.tensors import Parameters, weights_version
 
 Document = dict[str, Any]
 
@@ -104,8 +103,8 @@ def config(model: dict[str, Any]) -> dict[str, Any]:
 def statistics(model: dict[str, Any]) -> dict[str, Any]:
     """A model's counters since the server's start, of all its clients, not only those of the gateway.
 
-    Counts are exact. The board counts times in powers of two, so a sum of nanoseconds is an estimate: each bucket's
-    middle on the logarithmic scale, at most a factor of 1.42 off for every single time.
+    Counts are exact. The scoreboard counts times in powers of two, so a sum of nanoseconds is an estimate: each
+    bucket's middle on the logarithmic scale, at most a factor of 1.42 off for every single time.
     """
     batches, requests = model["batches"], model["requests"]
     histograms = model["histograms"]
@@ -151,7 +150,7 @@ def _sum_ns(counts: list[int]) -> int:
 # The model-repository extension: loading and unloading models of the server's configuration.
 #
 # A request cannot bring settings: they name code to import, and whoever reaches a port must not run code. A client on
-# the server's own door can (jurybox.client.Server.load).
+# the server's own clients can (jurybox.client.Server.load).
 
 
 _LOAD = 120.0  # seconds

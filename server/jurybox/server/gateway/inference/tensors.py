@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
-from jurybox.server.gateway.inference.inference import Parameters
+
+Parameters = Mapping[str, Any]  # bool, int, float or str
 
 DTYPES: dict[str, np.dtype[Any]] = {oip: np.dtype(name) for name, oip in OIP_NAMES.items()}
 MOST_DIMENSIONS = 32

@@ -1,4 +1,4 @@
-"""The door of a remote lane: tickets with their rows behind them, answers with theirs."""
+"""The transport of a remote lane: tickets with their rows behind them, answers with theirs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, InFlight, Watching, read_reply
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
+from jurybox.client.transports.transport import Answer, InFlight, Watching, read_reply
 from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import asyncio
 
 
-class InlineDoor:
-    """As Door, to the relay of a tcp:// server.
+class InlineTransport:
+    """As Transport, to the relay of a tcp:// server.
 
     A message has several frames, each sent and taken in by a call of its own. So whatever breaks off in the midst of
     one, such as a KeyboardInterrupt, costs the connection: the lane sends its tickets again over the next, and the
@@ -36,23 +36,25 @@ class InlineDoor:
         self._connection = connection
         self._rows = rows
         self._lease = lease
-        self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this epoch
-        self._epoch = connection.epoch
+        self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this incarnation
+        self._incarnation = connection.incarnation
         self._watching: Watching | None = None
         self._watched = -1  # descriptor that the loop reads
 
     def send(self, ticket: InFlight) -> None:
-        """As Door.send."""
+        """As Transport.send."""
         self._mend()
-        if ticket.epoch != self._epoch:  # what was sent over the broken connection may be answered, to others' rows
+        if (
+            ticket.incarnation != self._incarnation
+        ):  # what was sent over the broken connection may be answered, to others' rows
             self._in_flight.clear()
-            self._epoch = ticket.epoch
-        if ticket.epoch != self._connection.epoch:
+            self._incarnation = ticket.incarnation
+        if ticket.incarnation != self._connection.incarnation:
             return  # it broke just now: the lane's next look finds that
         first, rows = ticket.first, ticket.rows
         left = max(1, ticket.deadline - time.monotonic_ns())  # the clock of another host says nothing here
         record = PACK_TICKET.pack(
-            ticket.sequence, self._lease, left, 0, 0, first, rows, 0, ticket.version, ticket.epoch
+            ticket.sequence, self._lease, left, 0, 0, first, rows, 0, ticket.version, ticket.incarnation
         )
         parts: list[Any] = [PREFIX + record]
         parts += [np.ascontiguousarray(array[first : first + rows]) for array in self._rows.inputs.values()]
@@ -68,7 +70,7 @@ class InlineDoor:
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Door.exchange."""
+        """As Transport.exchange."""
         self.send(ticket)
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
@@ -77,11 +79,11 @@ class InlineDoor:
                     return answer  # nothing else is waited for
         return None
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
-        """As Door.caller: a network call gains nothing by it."""
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+        """As Transport.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Door.receive."""
+        """As Transport.receive."""
         self._mend()
         socket = self._connection.socket
         if timeout and not socket.poll(int(timeout * 1000 + 0.999)):
@@ -104,11 +106,11 @@ class InlineDoor:
                 answers.append(answer)
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Door.holds."""
-        return ticket.epoch == self._epoch and ticket.sequence in self._in_flight
+        """As Transport.holds."""
+        return ticket.incarnation == self._incarnation and ticket.sequence in self._in_flight
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Door.watch."""
+        """As Transport.watch."""
         earlier = self._watching
         if earlier is None or earlier.loop is not loop:
             if earlier is not None:
@@ -117,13 +119,13 @@ class InlineDoor:
             self._watch_socket()
 
     def close(self) -> None:
-        """As Door.close."""
+        """As Transport.close."""
         if self._watching is not None:
             self._watching.unread(self._watched)
         self._connection.close()
 
     def forked(self) -> None:
-        """As Door.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
+        """As Transport.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
         self._watching = None
 
     def _mend(self) -> None:
@@ -146,7 +148,10 @@ class InlineDoor:
         answer = read_reply(frames[0].bytes, "the server")
         if answer.sequence == 0:
             return answer
-        if answer.epoch != self._connection.epoch or (place := self._in_flight.pop(answer.sequence, None)) is None:
+        if (
+            answer.incarnation != self._connection.incarnation
+            or (place := self._in_flight.pop(answer.sequence, None)) is None
+        ):
             return None
         if answer.code == Code.OK:
             self._take(frames[1:], *place)

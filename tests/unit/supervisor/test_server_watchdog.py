@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jurybox.server.supervisor.children import Child, Vigil
+from jurybox.server.supervisor.children import Child, Watchdog
 
 SILENCE, PATIENCE = 10.0, 100.0
 
@@ -17,7 +17,7 @@ class Scene:
         self.engines = np.zeros(1, [("heartbeat", "<i8")])
         self.engine, self.relay = _Running("engine-0"), _Running("relay")
         self.now = 1000.0
-        self.vigil = Vigil(self, SILENCE, PATIENCE, self.now)
+        self.watchdog = Watchdog(self, SILENCE, PATIENCE, self.now)
         self.beat()
 
     def beat(self, *, engine: bool = True, relay: bool = True) -> None:
@@ -27,7 +27,7 @@ class Scene:
             self.relay.heard_at = self.now
 
     def look(self) -> list[str]:
-        return [f"{child.role} {why}" for child, why in self.vigil.hanging([self.engine], [self.relay], self.now)]
+        return [f"{child.role} {why}" for child, why in self.watchdog.hanging([self.engine], [self.relay], self.now)]
 
     def live(self, seconds: float, **who: bool) -> list[str]:
         """Let time pass; what was found last."""

@@ -1,4 +1,4 @@
-"""The control door answers whatever comes, and whatever its handlers raise."""
+"""The control socket answers whatever comes, and whatever its handlers raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.serving import wait_until
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, StatusRequest
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.wire import PREFIX
-from jurybox.server.supervisor.control import Desk
+from jurybox.server.supervisor.control import ControlSocket
 
 
 class Speechless(Exception):
@@ -18,13 +18,13 @@ class Speechless(Exception):
 
 
 @pytest.fixture
-def desk(tmp_path):
-    context, address, raising = zmq.Context(), f"ipc://{tmp_path}/desk", []
+def control_socket(tmp_path):
+    context, address, raising = zmq.Context(), f"ipc://{tmp_path}/control_socket", []
 
     def handler(request):
         raise raising[0]
 
-    desk = Desk(context, address, {"status": handler}, lambda event, **fields: None)
+    control_socket = ControlSocket(context, address, {"status": handler}, lambda event, **fields: None)
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 0)
     client.setsockopt(zmq.RCVTIMEO, 20_000)
@@ -34,13 +34,13 @@ def desk(tmp_path):
         raising[:] = [error]
         body = ControlRequest(status=StatusRequest()).SerializeToString()
         client.send_multipart(frames or (PREFIX, b"12345678", body))
-        wait_until(lambda: desk.socket.poll(0), 20)
-        desk.answer_waiting()
+        wait_until(lambda: control_socket.socket.poll(0), 20)
+        control_socket.answer_waiting()
         return ControlReply.FromString(client.recv_multipart()[-1]).error
 
     yield ask
     client.close()
-    desk.close()
+    control_socket.close()
     context.term()
 
 
@@ -55,13 +55,13 @@ def desk(tmp_path):
         (MemoryError(), Code.REFUSED),
     ],
 )
-def test_whatever_a_handler_raises_is_an_answer(desk, error, code):
-    told = desk(error)
+def test_whatever_a_handler_raises_is_an_answer(control_socket, error, code):
+    told = control_socket(error)
     assert told.code == code
     assert 0 < len(told.message) < 6000
-    assert desk(ModelFailed("fine")).message == "fine"
+    assert control_socket(ModelFailed("fine")).message == "fine"
 
 
 @pytest.mark.parametrize("frames", [(b"",), (PREFIX,), (PREFIX, b"x" * 5000, b""), (PREFIX, b"12345678", b"", b"more")])
-def test_whatever_comes_is_answered(desk, frames):
-    assert desk(None, frames).code in (Code.MALFORMED, Code.PROTOCOL_MISMATCH)
+def test_whatever_comes_is_answered(control_socket, frames):
+    assert control_socket(None, frames).code in (Code.MALFORMED, Code.PROTOCOL_MISMATCH)

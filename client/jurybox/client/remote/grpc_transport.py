@@ -1,4 +1,4 @@
-"""The door of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol."""
+"""The transport of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.doors.door import Answer, InFlight, Watching
 from jurybox.client.remote.grpc_channel import Asker, failure
 from jurybox.client.remote.rows_here import RowsHere
+from jurybox.client.transports.transport import Answer, InFlight, Watching
 from jurybox.protocol import open_inference_pb2 as pb
-from jurybox.protocol.board import ENGINE, EngineState
 from jurybox.protocol.errors import Code
+from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ _parents: list[Any] = []  # in a forked child: what gRPC would try to end in its
 
 
 class Gateway:
-    """To a lane, the board of a server with one engine: gRPC connects again by itself, and failures come as answers."""
+    """A lane's scoreboard with one engine: gRPC connects again by itself, and failures come as answers."""
 
     def __init__(self) -> None:
         self.engines = np.zeros(1, ENGINE)
-        self.engines["state"], self.engines["epoch"] = EngineState.SERVING, 1
+        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
 
     def server_lives(self) -> bool:
-        """As Board.server_lives."""
+        """As Scoreboard.server_lives."""
         return True
 
 
-class GrpcDoor:
-    """As Door.
+class GrpcTransport:
+    """As Transport.
 
     Args:
         asker: starts calls.
@@ -63,7 +63,7 @@ class GrpcDoor:
         self._watching: Watching | None = None
 
     def send(self, ticket: InFlight) -> None:
-        """As Door.send."""
+        """As Transport.send."""
         request = pb.ModelInferRequest(
             model_name=self._spec.name, model_version=str(ticket.version) if ticket.version else ""
         )
@@ -77,7 +77,7 @@ class GrpcDoor:
         self._calls[ticket.sequence] = asked
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Door.exchange."""
+        """As Transport.exchange."""
         self.send(ticket)
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
@@ -86,11 +86,11 @@ class GrpcDoor:
                     return answer  # nothing else is waited for
         return None
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> None:
-        """As Door.caller: a network call gains nothing by it."""
+    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+        """As Transport.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Door.receive."""
+        """As Transport.receive."""
         until = time.monotonic() + timeout
         while not self._done and (left := until - time.monotonic()) > 0:
             self._news.acquire(timeout=left)
@@ -104,21 +104,21 @@ class GrpcDoor:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Door.holds."""
+        """As Transport.holds."""
         return ticket.sequence in self._calls
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Door.watch."""
+        """As Transport.watch."""
         self._watching = Watching(loop, arrived)
 
     def close(self) -> None:
-        """As Door.close. Calls go on until they are answered or the channel ends: a garbage collector, which may close
-        this in the midst of anything, must take none of gRPC's locks.
+        """As Transport.close. Calls go on until they are answered or the channel ends: a garbage collector, which may
+        close this in the midst of anything, must take none of gRPC's locks.
         """
         self._watching, self._calls = None, {}
 
     def forked(self) -> None:
-        """As Door.forked: gRPC's calls are the parent's."""
+        """As Transport.forked: gRPC's calls are the parent's."""
         _parents.append((self._method, self._calls, self._done))
         self._watching, self._calls, self._done = None, {}, deque()
 
@@ -133,7 +133,7 @@ class GrpcDoor:
 
     def _read(self, ticket: InFlight, call: Any) -> Answer:
         def answer(code: int, message: str, version: int = 0) -> Answer:
-            return Answer(ticket.sequence, code, message, version, ticket.epoch)
+            return Answer(ticket.sequence, code, message, version, ticket.incarnation)
 
         if call is None or call.cancelled():
             return answer(Code.SERVER_GONE, "the connection was closed")

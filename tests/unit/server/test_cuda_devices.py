@@ -69,7 +69,7 @@ def test_a_cpu_build_asks_no_driver(torch_version, monkeypatch):
 
 def test_the_driver_is_asked_in_a_process_of_its_own():
     done = subprocess.run(
-        [sys.executable, "-m", "jurybox.server.doctor.checks.host"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "jurybox.server.doctor.host"], capture_output=True, text=True, check=True
     )
     assert done.stdout.isdigit()
     assert done.stderr == ""

@@ -18,21 +18,21 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jurybox.protocol.lifeline import spawn
+from jurybox.protocol.control_pipe import spawn
 from jurybox.server.gateway.http_server import CannotListen, listen
 
 
 class Gateway:
-    """A started gateway and this end of its lifeline."""
+    """A started gateway and this end of its control pipe."""
 
     def __init__(self, folder: object, *, http: str = "", grpc: str = "") -> None:
-        self.process, self.lifeline = spawn("jurybox.server.gateway")
-        self.lifeline.send(
+        self.process, self.control_pipe = spawn("jurybox.server.gateway")
+        self.control_pipe.send(
             "configure", address=f"ipc://{folder}/engine", http=http, grpc=grpc, log_level="warning", log_format="json"
         )
 
     def hear(self) -> dict[str, Any]:
-        message = self.lifeline.receive(30.0)
+        message = self.control_pipe.receive(30.0)
         assert message is not None
         return message
 
@@ -59,9 +59,9 @@ def test_it_says_its_port_answers_without_a_server_heeds_no_terminal_and_stops_w
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()
     ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
     assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM)), "the supervisor hears those"
-    gateway.lifeline.send("nonsense")  # an order it does not know ends nothing
+    gateway.control_pipe.send("nonsense")  # an order it does not know ends nothing
     assert httpx.get(f"http://{ready['http']}/version", timeout=20.0).status_code == 200
-    gateway.lifeline.send("stop")
+    gateway.control_pipe.send("stop")
     assert gateway.process.wait(30) == 0
 
 
@@ -69,7 +69,7 @@ def test_it_ends_with_its_supervisor_even_while_somebody_is_connected(gateway):
     ready = gateway.hear()
     with socket.create_connection(("127.0.0.1", ready["port"])) as idle:
         idle.sendall(b"GET /health HTTP/1.1\r\n")  # and never the rest
-        gateway.lifeline.close()
+        gateway.control_pipe.close()
         assert gateway.process.wait(30) == 0
 
 
@@ -101,7 +101,7 @@ def test_grpc_alone_answers_health_and_lists_its_services_without_a_server(tmp_p
             assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
             services = ProtoReflectionDescriptorDatabase(channel).get_services()
             assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= set(services)
-            gateway.lifeline.send("stop")
+            gateway.control_pipe.send("stop")
             assert gateway.process.wait(30) == 0
     finally:
         gateway.end()
@@ -124,8 +124,8 @@ def test_it_listens_on_ipv6():
 
 
 def test_a_supervisor_that_dies_before_it_configures_is_noticed():
-    process, lifeline = spawn("jurybox.server.gateway")
-    lifeline.close()
+    process, control_pipe = spawn("jurybox.server.gateway")
+    control_pipe.close()
     assert process.wait(30) == 0
 
 

@@ -1,4 +1,4 @@
-"""The ZeroMQ door: tickets as records to the engines' ROUTER sockets."""
+"""The ZeroMQ transport: tickets as records to the engines' ROUTER sockets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
 from jurybox.client.control import new_socket
-from jurybox.client.doors.door import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, InFlight, Watching, read_reply
-from jurybox.protocol.board import EngineState
+from jurybox.client.transports.transport import (
+    LOOK_AFTER,
+    NOT_ANSWERED,
+    NOT_SENT,
+    Answer,
+    InFlight,
+    Watching,
+    read_reply,
+)
 from jurybox.protocol.errors import Code, ProtocolMismatch
+from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 
 if TYPE_CHECKING:
@@ -32,11 +40,11 @@ _WAITING = (0,)  # flags of one receive that waits
 _COMPUTED = (Code.OK, Code.MODEL_FAILED)
 
 
-class ZmqDoor:
+class ZmqTransport:
     """One DEALER socket an engine, opened when the engine is first chosen, anew when it has restarted.
 
     Args:
-        addresses: of the engines, in the board's order.
+        addresses: of the engines, in the scoreboard's order.
     """
 
     def __init__(
@@ -51,15 +59,15 @@ class ZmqDoor:
         self._watching: Watching | None = None
 
     def send(self, ticket: InFlight) -> None:
-        """As Door.send."""
+        """As Transport.send."""
         t = ticket
-        self._attached(t.engine, t.epoch).send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
+        self._attached(t.engine, t.incarnation).send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
         if (watching := self._watching) is not None and watching.on:
             # Sending reads the socket's signal, and with it perhaps the news of an answer.
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        """As Door.exchange."""
+        """As Transport.exchange."""
         self.send(ticket)
         engine = self._engines[ticket.engine]
         if timeout < LOOK_AFTER and not engine.socket.poll(int(timeout * 1000 + 0.999)):
@@ -70,14 +78,16 @@ class ZmqDoor:
                 return answer
         return None
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> _Caller | None:
-        """As Door.caller."""
+    def caller(
+        self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int
+    ) -> _Caller | None:
+        """As Transport.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._attached(0, epoch), first, place, outputs, engine)
+        return _Caller(self._attached(0, incarnation), first, place, outputs, engine)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As Door.receive."""
+        """As Transport.receive."""
         engines = list(self._engines.values())
         if timeout and not any(engine.arrived for engine in engines):
             if len(engines) == 1:
@@ -92,12 +102,12 @@ class ZmqDoor:
         return answers
 
     def holds(self, ticket: InFlight) -> bool:
-        """As Door.holds."""
+        """As Transport.holds."""
         engine = self._engines.get(ticket.engine)
-        return engine is not None and engine.epoch == ticket.epoch and engine.has(ticket)
+        return engine is not None and engine.incarnation == ticket.incarnation and engine.has(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Door.watch."""
+        """As Transport.watch."""
         earlier = self._watching
         if earlier is None or earlier.loop is not loop:
             self._watching = watching = Watching(loop, arrived)
@@ -107,19 +117,19 @@ class ZmqDoor:
                 watching.read(engine.descriptor)
 
     def close(self) -> None:
-        """As Door.close."""
+        """As Transport.close."""
         for engine in list(self._engines):
             self._drop(engine)
 
     def forked(self) -> None:
-        """As Door.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
+        """As Transport.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
         self._engines, self._watching = {}, None
 
-    def _attached(self, engine: int, epoch: int) -> _Attached:
+    def _attached(self, engine: int, incarnation: int) -> _Attached:
         known = self._engines.get(engine)
-        return known if known is not None and known.epoch == epoch else self._open(engine, epoch)
+        return known if known is not None and known.incarnation == incarnation else self._open(engine, incarnation)
 
-    def _open(self, engine: int, epoch: int) -> _Attached:
+    def _open(self, engine: int, incarnation: int) -> _Attached:
         self._drop(engine)
         socket = new_socket(self._context, f"to engine {engine}")
         socket.setsockopt(zmq.LINGER, 0)
@@ -130,7 +140,7 @@ class ZmqDoor:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.connect(self._addresses[engine])
         self._poller.register(socket, zmq.POLLIN)
-        self._engines[engine] = attached = _Attached(socket, self._lane, self._lease, epoch)
+        self._engines[engine] = attached = _Attached(socket, self._lane, self._lease, incarnation)
         if self._watching is not None:
             self._watching.read(attached.descriptor)
         return attached
@@ -160,9 +170,9 @@ class _Attached:
         torn: whether sending or receiving was broken off.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, epoch: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], lane: int, lease: int, incarnation: int) -> None:
         self.socket = socket
-        self.epoch = epoch
+        self.incarnation = incarnation
         self.descriptor = int(socket.getsockopt(zmq.FD))
         self.unanswered: dict[int, None] = {}
         self.arrived: deque[bytes] = deque()
@@ -180,7 +190,7 @@ class _Attached:
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
         """Send a ticket."""
         lane, lease = self._lane, self._lease
-        record = PACK_TICKET.pack(sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.epoch)
+        record = PACK_TICKET.pack(sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.incarnation)
         if self.torn:
             self.doubt()
         self.torn = True
@@ -258,7 +268,7 @@ class _Attached:
 
 
 class _Caller:
-    """As jurybox.client.doors.door.Caller, over the socket of one engine in one of its lives."""
+    """As jurybox.client.transports.transport.Caller, over the socket of one engine in one of its lives."""
 
     def __init__(
         self,
@@ -274,14 +284,14 @@ class _Caller:
         self._place = place
         self._outputs = outputs
         self._states = record["state"]
-        self._epochs = record["epoch"]
+        self._incarnations = record["incarnation"]
         self._message = ""
 
     def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
         """As Caller."""
         engine = self._engine
-        epoch, arrived = engine.epoch, engine.arrived
-        if self._epochs.item(0) != epoch or self._states.item(0) != _SERVING:
+        incarnation, arrived = engine.incarnation, engine.arrived
+        if self._incarnations.item(0) != incarnation or self._states.item(0) != _SERVING:
             return NOT_SENT
         self._place[...] = row
         now = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""The status document: the board's arrays, summed and said in seconds."""
+"""The status document: the scoreboard's arrays, summed and said in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.board import TIME_BUCKETS, Board, EngineState
+from jurybox.protocol.scoreboard import TIME_BUCKETS, EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.settings.config import ModelSettings
@@ -25,11 +25,11 @@ NOW = 1000 * SECOND  # of the monotonic clock
 
 
 class Scene:
-    """A board of two engines and one model, as a supervisor would have them."""
+    """A scoreboard of two engines and one model, as a supervisor would have them."""
 
     def __init__(self) -> None:
         self.id = f"status{secrets.token_hex(4)}"
-        self.board = Board.create(segment_name(self.id, "board"), 2, started=5000.0)
+        self.scoreboard = Scoreboard.create(segment_name(self.id, "scoreboard"), 2, started=5000.0)
         spec = ModelSpec("photo", {"image": TensorSpec("uint8", (4, 4, 3))}, {"score": TensorSpec("float32")})
         self.arena = Arena.create(segment_name(self.id, "arena", 1), ArenaLayout(spec, 16))
         settings = ModelSettings(factory="a:b")
@@ -37,26 +37,28 @@ class Scene:
             3, "photo", settings, spec=spec, arena=self.arena, digest="cafe", engines={0: "ready", 1: "ready"}
         )
         for index in (0, 1):
-            self.engine(index, state=EngineState.SERVING, pid=100 + index, epoch=2**61 + index, heartbeat=NOW - SECOND)
+            self.engine(
+                index, state=EngineState.SERVING, pid=100 + index, incarnation=2**61 + index, heartbeat=NOW - SECOND
+            )
 
     def engine(self, index: int, **fields: int) -> None:
         for name, value in fields.items():
-            self.board.engines[name][index] = value
+            self.scoreboard.engines[name][index] = value
 
     def count(self, engine: int, **fields: int) -> None:
         for name, value in fields.items():
-            self.board.counters[name][engine, self.model.index] = value
+            self.scoreboard.counters[name][engine, self.model.index] = value
 
     def document(self, lanes: list[LeasedLane] | None = None, **options: object) -> dict:
-        segments = {segment.name: segment.size for segment in (self.board.segment, self.arena.segment)}
+        segments = {segment.name: segment.size for segment in (self.scoreboard.segment, self.arena.segment)}
         options = {"segments": segments, "now": 5060.0, "monotonic_ns": NOW, **options}
         return status_document(
-            self.board, [self.model], lanes or [], server_id=self.id, address="ipc:///x/engine", **options
+            self.scoreboard, [self.model], lanes or [], server_id=self.id, address="ipc:///x/engine", **options
         )
 
     def close(self) -> None:
         self.arena.close()
-        self.board.close()
+        self.scoreboard.close()
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def lane(number: int, rows: int, retiring: bool = False) -> LeasedLane:
 
 def test_the_document_is_json_and_says_who_answers(scene):
     text = status_json(
-        scene.board,
+        scene.scoreboard,
         [scene.model],
         [],
         segments={},
@@ -90,9 +92,9 @@ def test_the_document_is_json_and_says_who_answers(scene):
 def test_counters_and_histograms_are_summed_over_engines(scene):
     scene.count(0, requests=10, rows=30, batches=3, failed=1, waiting=2)
     scene.count(1, requests=5, rows=10, batches=1, expired=2, refused=3)
-    scene.board.counters["batch_rows"][0, 3, 4] = 3
-    scene.board.counters["batch_rows"][1, 3, 4] = 1
-    scene.board.counters["queue_ns"][1, 7, 0] = 99  # another model's
+    scene.scoreboard.counters["batch_rows"][0, 3, 4] = 3
+    scene.scoreboard.counters["batch_rows"][1, 3, 4] = 1
+    scene.scoreboard.counters["queue_ns"][1, 7, 0] = 99  # another model's
     model = scene.document()["models"][0]
     assert {key: model[key] for key in ("requests", "rows", "batches", "failed", "expired", "refused", "waiting")} == {
         "requests": 15, "rows": 40, "batches": 4, "failed": 1, "expired": 2, "refused": 3, "waiting": 2
@@ -111,8 +113,8 @@ def test_what_nobody_measured_is_null_and_not_zero(scene):
 
 
 def test_latencies_are_percentiles_in_seconds(scene):
-    scene.board.counters["request_ns"][0, 3, 20] = 90  # 0.5 to 1 ms
-    scene.board.counters["request_ns"][1, 3, 24] = 10  # 8 to 17 ms
+    scene.scoreboard.counters["request_ns"][0, 3, 20] = 90  # 0.5 to 1 ms
+    scene.scoreboard.counters["request_ns"][1, 3, 24] = 10  # 8 to 17 ms
     latency = scene.document()["models"][0]["latency"]["request"]
     assert 2**19 / 1e9 < latency["p50"] < 2**20 / 1e9
     assert latency["p90"] == pytest.approx(2**20 / 1e9)
@@ -153,8 +155,8 @@ def test_an_engine_with_an_old_heartbeat_hangs(scene):
     assert [engine["hung"] for engine in scene.document(engine_timeout=100.0)["engines"]] == [False, False]
 
 
-def test_an_epoch_survives_javascript(scene):
-    assert scene.document()["engines"][1]["epoch"] == "2000000000000001"
+def test_an_incarnation_survives_javascript(scene):
+    assert scene.document()["engines"][1]["incarnation"] == "2000000000000001"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_the_servers_state_follows_from_its_engines(scene, engines, draining, ex
 
 def test_lanes_are_counted_by_what_they_do(scene):
     document = scene.document([lane(0, 4), lane(1, 8), lane(2, 1, retiring=True)])
-    assert document["lanes"] == {"in_use": 2, "retiring": 1, "rows": 13, "most": len(scene.board.lanes)}
+    assert document["lanes"] == {"in_use": 2, "retiring": 1, "rows": 13, "most": len(scene.scoreboard.lanes)}
     assert document["models"][0]["lanes"] == {"in_use": 3, "rows": 13}
 
 
@@ -202,5 +204,5 @@ def test_a_model_is_described_as_its_clients_see_it(scene):
 
 def test_shared_memory_is_the_servers_segments(scene):
     memory = scene.document()["memory"]
-    assert set(memory["segments"]) == {scene.board.segment.name, scene.arena.segment.name}
-    assert memory["shared_bytes"] == scene.board.segment.size + scene.arena.segment.size
+    assert set(memory["segments"]) == {scene.scoreboard.segment.name, scene.arena.segment.name}
+    assert memory["shared_bytes"] == scene.scoreboard.segment.size + scene.arena.segment.size

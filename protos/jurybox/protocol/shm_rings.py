@@ -1,4 +1,4 @@
-"""The segment of an engine's native door, and the pipe that wakes the engine."""
+"""The segment of an engine's shm transport, and the pipe that wakes the engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from jurybox.protocol.segment import Segment
 from jurybox.protocol.segment_server import SegmentServer
 
 
-class Bell:
-    """A bell's memory and its pipe; made by the supervisor for one life of one engine, attached by everybody else.
+class ShmRings:
+    """A ring segment's memory and its pipe; made by the supervisor for one life of one engine, attached by everybody
+    else.
 
     Attributes:
-        segment: native/doorbell.hpp says what is in it.
+        segment: native/shm_rings.hpp says what is in it.
         pipe: descriptor: the engine reads from it, clients write to it; -1 with its owner, who does neither.
     """
 
@@ -23,7 +24,7 @@ class Bell:
         self.pipe = pipe
 
     @classmethod
-    def create(cls, server: SegmentServer, name: str, size: int) -> Bell:
+    def create(cls, server: SegmentServer, name: str, size: int) -> ShmRings:
         """Make segment and pipe. Raises SharedMemoryError where there is no room, TooManyFiles as Segment.create."""
         segment = server.create(name, size)
         try:
@@ -40,7 +41,7 @@ class Bell:
         return cls(segment, -1)
 
     @classmethod
-    def attach(cls, name: str) -> Bell:
+    def attach(cls, name: str) -> ShmRings:
         """Map the segment and take the pipe.
 
         Raises:
@@ -49,7 +50,7 @@ class Bell:
         segment, pipes = Segment.attach_with(name)
         if len(pipes) != 1:
             segment.close()
-            raise SharedMemoryError(f"{name} is no bell: {len(pipes)} pipes came with it, expected 1")
+            raise SharedMemoryError(f"{name} is no rings: {len(pipes)} pipes came with it, expected 1")
         return cls(segment, pipes[0])
 
     def close(self) -> None:

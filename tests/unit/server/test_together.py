@@ -13,7 +13,7 @@ from jurybox.client import Busy, Error, ModelFailed, ServerGone, Timeout
 from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.gateway.inference.coalescer import Together
+from jurybox.server.gateway.inference.coalescer import RequestCoalescer
 from jurybox.server.gateway.inference.lanes import Held
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
@@ -53,7 +53,7 @@ class Lane:
 
 def coalescer(lane):
     told = []
-    return Together(lane, 8, lambda: told.append("broken"), lambda: told.append("idle")), told
+    return RequestCoalescer(lane, 8, lambda: told.append("broken"), lambda: told.append("idle")), told
 
 
 UNREADABLE = UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data")

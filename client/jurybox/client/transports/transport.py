@@ -26,15 +26,27 @@ class InFlight:
         first, rows: the rows it asks for.
         deadline, submitted: ns of CLOCK_MONOTONIC.
         version: of the weights that is asked for; 0: the newest.
-        engine, epoch: where it was sent last; UNSENT.
+        engine, incarnation: where it was sent last; UNSENT.
         deaths: of engines that it was with.
         answer: what came back.
         holder: who wants the answer, where that is not a call that waits for it.
         waiters: event loops, and what to wake in them when it is answered.
     """
 
-    __slots__ = ("answer", "deadline", "deaths", "engine", "epoch", "first", "holder", "rows", "sequence", "submitted",
-                 "version", "waiters")  # fmt: skip
+    __slots__ = (
+        "answer",
+        "deadline",
+        "deaths",
+        "engine",
+        "first",
+        "holder",
+        "incarnation",
+        "rows",
+        "sequence",
+        "submitted",
+        "version",
+        "waiters",
+    )  # fmt: skip
 
     def __init__(self, sequence: int, first: int, rows: int, deadline: int, version: int) -> None:
         self.sequence = sequence
@@ -44,7 +56,7 @@ class InFlight:
         self.version = version
         self.submitted = 0
         self.engine = UNSENT
-        self.epoch = 0
+        self.incarnation = 0
         self.deaths = 0
         self.answer: Answer | None = None
         self.holder: weakref.ref[Any] | None = None
@@ -58,7 +70,7 @@ class Answer(NamedTuple):
     code: int
     message: str
     version: int
-    epoch: int
+    incarnation: int
 
 
 # A future that is waited for, and its loop.
@@ -68,7 +80,7 @@ Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 NOT_SENT = -1
 NOT_ANSWERED = -2
 
-LOOK_AFTER = 0.1  # seconds of silence after which the board is asked what became of the engine
+LOOK_AFTER = 0.1  # seconds of silence after which the scoreboard is asked what became of the engine
 _HEAD = len(PREFIX) + PACK_REPLY.size
 
 
@@ -77,8 +89,8 @@ def read_reply(frame: bytes, sender: str) -> Answer:
     if len(frame) < _HEAD or frame[: len(PREFIX)] != PREFIX:
         wrong = prefix_error(frame) or f"{len(frame)} bytes"
         raise ProtocolMismatch(f"{sender} answered what is no reply: {wrong}")
-    sequence, version, epoch, code = PACK_REPLY.unpack_from(frame, len(PREFIX))
-    return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, epoch)
+    sequence, version, incarnation, code = PACK_REPLY.unpack_from(frame, len(PREFIX))
+    return Answer(sequence, code, frame[_HEAD:].decode(errors="replace") if code else "", version, incarnation)
 
 
 class Watching:
@@ -131,11 +143,11 @@ class Caller(Protocol):
         """What the last failure said."""
 
 
-class Door(Protocol):
+class Transport(Protocol):
     """Carries tickets of one lane to engines and answers back. Not thread-safe: the model sees to that.
 
     KeyboardInterrupt may leave any method at any point, and what was returned may be lost with it. Therefore `holds`:
-    a door always knows which tickets it has sent and not seen the answers of.
+    a transport always knows which tickets it has sent and not seen the answers of.
 
     `send`, `exchange` and `caller` raise TooManyFiles where the way to the engine has to be opened and cannot be.
     """
@@ -146,21 +158,23 @@ class Door(Protocol):
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """Send a ticket while no other is waited for and wait for its answer; None when none came in time."""
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], epoch: int) -> Caller | None:
+    def caller(
+        self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int
+    ) -> Caller | None:
         """What makes whole calls of one row to the only engine there is; None where there are several.
 
         Args:
             first: the row of the arena.
             place: where its input goes.
             outputs: its only output, or all of them by name.
-            engine: its record of board.ENGINE, shape (1,); `epoch` is the life of it that is meant.
+            engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant.
         """
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Answers that came, after at most `timeout` seconds; empty when none did."""
 
     def holds(self, ticket: InFlight) -> bool:
-        """Whether the ticket was sent to its engine, in its epoch, and no answer was taken in yet."""
+        """Whether the ticket was sent to its engine, in its incarnation, and no answer was taken in yet."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """Have `arrived` called in the loop's thread whenever answers may have come. Called in that thread."""

@@ -1,4 +1,4 @@
-"""The gRPC door below tritonclient: health, reflection, deadlines, bytes that are no request, requests given up."""
+"""The gateway's gRPC below tritonclient: health, reflection, deadlines, bytes that are no request, requests given up."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ def document() -> dict[str, Any]:
             "build": "0.1.0", "protocol": 1, "started": 1.0, "uptime": 90.0,
         },
         "engines": [
-            {"index": 0, "device": "cpu", "state": "serving", "hung": False, "pid": 42, "epoch": "00000000000000ff",
+            {"index": 0, "device": "cpu", "state": "serving", "hung": False, "pid": 42,
+             "incarnation": "00000000000000ff",
              "heartbeat_age": 0.1, "restarts": 0, "expected_wait": 0.0, "device_bytes": 0},
         ],
         "models": [

@@ -41,7 +41,7 @@ def thread_limits(threads: int) -> dict[str, str]:
     return dict.fromkeys(_THREADS, str(threads))
 
 
-class Lifeline:
+class ControlPipe:
     """One end of the pipe between a parent and its child. Not thread-safe for receiving."""
 
     def __init__(self, fd: int) -> None:
@@ -61,7 +61,7 @@ class Lifeline:
                 return None
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except OSError as error:  # cut in the midst of a message, too
-            raise EOFError("the other end of the lifeline is gone") from error
+            raise EOFError("the other end of the control pipe is gone") from error
         return message
 
     def writable(self) -> bool:
@@ -80,8 +80,8 @@ def spawn(
     environment: dict[str, str] | None = None,
     *,
     output: int | None = None,
-) -> tuple[subprocess.Popen[bytes], Lifeline]:
-    """Start ``python -m module FD arguments...`` with a lifeline on descriptor FD.
+) -> tuple[subprocess.Popen[bytes], ControlPipe]:
+    """Start ``python -m module FD arguments...`` with a control pipe on descriptor FD.
 
     A fresh interpreter, never a fork: CUDA and threads do not survive one. Call it from a thread that lives as long as
     the child shall: the kernel's parent-death signal comes with the end of the thread.
@@ -104,7 +104,7 @@ def spawn(
             process_group=None if output is None else 0,
             env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
         )
-    return process, Lifeline(ours.detach())
+    return process, ControlPipe(ours.detach())
 
 
 def exact_sleeps() -> None:
@@ -113,8 +113,8 @@ def exact_sleeps() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
-def attach(fd: int) -> Lifeline:
-    """In the child: take up the lifeline, and die when the parent does.
+def attach(fd: int) -> ControlPipe:
+    """In the child: take up the control pipe, and die when the parent does.
 
     Terminal signals are the parent's to handle: it decides about draining and tells through the pipe.
     """
@@ -126,4 +126,4 @@ def attach(fd: int) -> Lifeline:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the order stood
             os.kill(os.getpid(), signal.SIGKILL)
-    return Lifeline(fd)
+    return ControlPipe(fd)

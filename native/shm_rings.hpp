@@ -1,4 +1,4 @@
-// The native door of an engine: tickets and answers through shared memory, a wake-up only for who sleeps.
+// The shm transport of an engine: tickets and answers through shared memory, a wake-up only for who sleeps.
 //
 // One segment an engine. Every lane has a ring of tickets (its client writes, the engine reads) and a ring of answers
 // (the engine writes, its client reads), so each ring has one writer and one reader and a killed client can leave
@@ -30,7 +30,7 @@
 
 namespace jurybox {
 
-constexpr std::uint32_t kBellLanes = 2048;
+constexpr std::uint32_t kShmRingsLanes = 2048;
 constexpr std::uint32_t kRing = 32;  // tickets in flight on one lane; a power of two
 constexpr std::size_t kMessage = 256;
 constexpr std::uint32_t kSleepers = 32;  // lanes to a word: the bits of FUTEX_WAKE_BITSET
@@ -57,17 +57,17 @@ struct LaneRings {
     char message[kMessage];  // of the lane's last failure
 };
 
-struct BellMemory {
+struct ShmRingsMemory {
     // Engine: it sleeps, or is about to, until so many tickets more were posted; clients count it down. 0: it is awake.
     alignas(64) std::atomic<std::uint32_t> sleeping;
     alignas(64) std::atomic<std::uint64_t> summary;   // bit w: word w of `pending` has bits
-    alignas(64) std::atomic<std::uint64_t> pending[kBellLanes / 64];
+    alignas(64) std::atomic<std::uint64_t> pending[kShmRingsLanes / 64];
     struct SleepWord {
         alignas(64) std::atomic<std::uint32_t> moved;  // engine: with every waking; what clients sleep on
-    } sleep_words[kBellLanes / kSleepers];
-    LaneRings lanes[kBellLanes];
+    } sleep_words[kShmRingsLanes / kSleepers];
+    LaneRings lanes[kShmRingsLanes];
 };
-static_assert(kBellLanes / 64 <= 64);
+static_assert(kShmRingsLanes / 64 <= 64);
 
 inline long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* until,
                   std::uint32_t bits) {
@@ -90,20 +90,20 @@ inline std::size_t whole_characters(const char* text, std::size_t length, std::s
     return bytes;
 }
 
-// What is read here of board.py's ENGINE: the life of the engine, and whether it serves.
+// What is read here of scoreboard.py's ENGINE: the life of the engine, and whether it serves.
 struct EngineRecord {
-    std::uint64_t epoch;
+    std::uint64_t incarnation;
     std::int64_t heartbeat, expected_wait;
     std::uint32_t state, pid;
-    std::uint64_t restarts, device_bytes, bell;
+    std::uint64_t restarts, device_bytes, rings;
     std::uint32_t computing, pad;
 
     // The engine's: what it has written before is seen by who reads the new state with acquire.
     void show(std::uint32_t now) { reinterpret_cast<std::atomic<std::uint32_t>*>(&state)->store(now, std::memory_order_release); }
 
-    bool serves(std::uint64_t in_epoch) const {
+    bool serves(std::uint64_t in_incarnation) const {
         constexpr std::uint32_t kServing = 2;
-        return reinterpret_cast<const std::atomic<std::uint64_t>*>(&epoch)->load(std::memory_order_acquire) == in_epoch &&
+        return reinterpret_cast<const std::atomic<std::uint64_t>*>(&incarnation)->load(std::memory_order_acquire) == in_incarnation &&
                reinterpret_cast<const std::atomic<std::uint32_t>*>(&state)->load(std::memory_order_acquire) == kServing;
     }
 };
@@ -117,17 +117,17 @@ constexpr int kNotAnswered = -2;
 // and takes from the other's only what can be: two positions are at most a ring apart.
 inline bool possible(std::uint32_t from, std::uint32_t to) { return to - from <= kRing; }
 
-// The engine's side, of a bell that is new: all positions are zero.
-class BellEngine {
+// The engine's side, of a ring segment that is new: all positions are zero.
+class ShmRingsEngine {
   public:
-    BellEngine(BellMemory* memory, std::uint64_t epoch, std::int64_t spin_ns)
-        : memory_(memory), epoch_(epoch), taken_(kBellLanes), answered_(kBellLanes), spin_(spin_ns) {}
+    ShmRingsEngine(ShmRingsMemory* memory, std::uint64_t incarnation, std::int64_t spin_ns)
+        : memory_(memory), incarnation_(incarnation), taken_(kShmRingsLanes), answered_(kShmRingsLanes), spin_(spin_ns) {}
 
     // Write the engine's positions anew where they are not what it wrote, and ring for tickets whose bits got lost; gives
     // how many lanes were overwritten. What was in their rings may be lost: `renew` has clients ask again.
     std::size_t mend() {
         std::size_t overwritten = 0;
-        for (std::uint32_t number = 0; number < kBellLanes; ++number) {
+        for (std::uint32_t number = 0; number < kShmRingsLanes; ++number) {
             LaneRings& lane = memory_->lanes[number];
             if (lane.taken.load(std::memory_order_relaxed) != taken_[number] ||
                 lane.answered.load(std::memory_order_relaxed) != answered_[number]) {
@@ -144,7 +144,7 @@ class BellEngine {
     }
 
     // Begin another life in the same memory: tickets for the one before are dropped.
-    void renew(std::uint64_t epoch) { epoch_ = epoch; }
+    void renew(std::uint64_t incarnation) { incarnation_ = incarnation; }
 
     // Take tickets that were posted, at most `room`; what does not fit stays.
     std::size_t collect(Ticket* out, std::size_t room) {
@@ -154,8 +154,8 @@ class BellEngine {
         words = memory_->summary.exchange(0, std::memory_order_seq_cst);
         // Begin behind the lane served last, so that a crowd that never fits whole is served in turn.
         const std::uint32_t start = next_word_;
-        for (std::uint32_t k = 0; k < kBellLanes / 64; ++k) {
-            const std::uint32_t w = (start + k) % (kBellLanes / 64);
+        for (std::uint32_t k = 0; k < kShmRingsLanes / 64; ++k) {
+            const std::uint32_t w = (start + k) % (kShmRingsLanes / 64);
             if (!(words >> w & 1)) continue;
             std::uint64_t bits = memory_->pending[w].exchange(0, std::memory_order_seq_cst);
             while (bits) {
@@ -179,7 +179,7 @@ class BellEngine {
         std::size_t dropped = 0;
         const std::uint32_t alone = same_lane_ >= kAlone;
         for (std::size_t i = 0; i < n; ++i) {
-            if (tickets[i].lane >= kBellLanes) continue;
+            if (tickets[i].lane >= kShmRingsLanes) continue;
             LaneRings& lane = memory_->lanes[tickets[i].lane];
             const std::uint32_t at = answered_[tickets[i].lane];
             if (at - lane.received.load(std::memory_order_acquire) == kRing) {
@@ -198,7 +198,7 @@ class BellEngine {
         std::uint32_t word = 0, sleepers = 0;
         for (std::size_t i = 0; i < n; ++i) {
             const std::uint32_t number = tickets[i].lane;
-            if (number >= kBellLanes) continue;
+            if (number >= kShmRingsLanes) continue;
             LaneRings& lane = memory_->lanes[number];
             if (!lane.waiting.load(std::memory_order_seq_cst) || !lane.waiting.exchange(0, std::memory_order_seq_cst))
                 continue;
@@ -274,8 +274,8 @@ class BellEngine {
         for (; at != end && n < room; ++at) {
             out[n] = lane.tickets[at % kRing];
             out[n].lane = number;  // a client answers for its own lane only
-            // One meant for an engine that has died since is sent again by its client, who sees that on the board.
-            n += out[n].epoch == epoch_;
+            // One meant for an engine that has died since is sent again by its client, who sees that on the scoreboard.
+            n += out[n].incarnation == incarnation_;
         }
         lane.taken.store(taken_[number] = at, std::memory_order_release);
         same_lane_ = number == last_lane_ ? same_lane_ + 1 : 0;
@@ -284,20 +284,20 @@ class BellEngine {
     }
 
     static constexpr std::uint64_t kAlone = 16;  // visits to one lane, one after another
-    BellMemory* memory_;
-    std::uint64_t epoch_;
+    ShmRingsMemory* memory_;
+    std::uint64_t incarnation_;
     std::vector<std::uint32_t> taken_, answered_;
     Spin spin_;
-    std::uint32_t last_lane_ = kBellLanes;
+    std::uint32_t last_lane_ = kShmRingsLanes;
     std::uint64_t same_lane_ = 0;
     std::uint32_t next_word_ = 0;
 };
 
-// A client's side: one lane of one engine's bell.
-class BellClient {
+// A client's side: one lane of one engine's rings.
+class ShmRingsClient {
   public:
     // `wake` is the writing end of the engine's pipe. Answers to an earlier holder of the lane are skipped.
-    BellClient(BellMemory* memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns)
+    ShmRingsClient(ShmRingsMemory* memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns)
         : memory_(memory), lane_(memory->lanes[lane]), number_(lane), lease_(lease), wake_(wake), spin_(spin_ns), lone_spin_(kLone * spin_ns) {
         lane_.received.store(received_ = lane_.answered.load(std::memory_order_acquire), std::memory_order_release);
         // What an earlier holder posted may still be there to be taken.
@@ -319,7 +319,7 @@ class BellClient {
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
         if (count_down(memory_->sleeping)) {
             const char ring = 1;
-            // A full pipe wakes just as well; a vanished engine is seen on the board.
+            // A full pipe wakes just as well; a vanished engine is seen on the scoreboard.
             [[maybe_unused]] const ssize_t written = ::write(wake_, &ring, 1);
         }
         return true;
@@ -394,7 +394,7 @@ class BellClient {
     const char* message() const { return lane_.message; }
 
   private:
-    BellMemory* memory_;
+    ShmRingsMemory* memory_;
     LaneRings& lane_;
     std::uint32_t number_;
     std::uint64_t lease_;

@@ -1,7 +1,7 @@
 """How an engine somewhere in a cluster is reached, and a book of that for those who have no Ray. Knows nothing of Ray.
 
-A door is told by name. Who looks it up on the engine's own machine connects through shared memory, everybody else over
-the network.
+A endpoint is told by name. Who looks it up on the engine's own machine connects through shared memory, everybody else
+over the network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_name(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """Where an engine is, in one of its lives.
 
     Attributes:
@@ -73,14 +73,14 @@ class Door:
         return self.ipc if self.here else self.grpc
 
     def connect(self, timeout: float = 10.0) -> Server:
-        """As `jurybox.client.connect`: with the native doorbell on its machine, over gRPC from elsewhere."""
+        """As `jurybox.client.connect`: with the native shm_rings on its machine, over gRPC from elsewhere."""
         if self.here:
             return connect(self.ipc, timeout=timeout)
         return connect(self.grpc, timeout=timeout, token=self.token, tls_ca=self.authority.encode() or None)
 
 
 def reach(
-    name: str, look: Callable[[], Door | None], timeout: float = 60.0, alive: Callable[[], None] = lambda: None
+    name: str, look: Callable[[], Endpoint | None], timeout: float = 60.0, alive: Callable[[], None] = lambda: None
 ) -> Server:
     """Connect to an engine, wherever `look` says that it is by now.
 
@@ -92,12 +92,12 @@ def reach(
     """
     until, why = time.monotonic() + timeout, "nobody has told where it is"
     while True:
-        door = look()
-        if door is not None:
+        endpoint = look()
+        if endpoint is not None:
             try:
-                return door.connect(min(_ATTEMPT, timeout))
+                return endpoint.connect(min(_ATTEMPT, timeout))
             except Error as error:
-                why = f"it was last at {door.address}: {error}"
+                why = f"it was last at {endpoint.address}: {error}"
         alive()
         if time.monotonic() > until:
             raise ServerGone(
@@ -107,22 +107,22 @@ def reach(
         time.sleep(_LOOK)
 
 
-def show(folder: Path, number: int, door: Door) -> None:
-    """Put a door into a book. Pages are never changed: the one with the highest number counts."""
+def show(folder: Path, number: int, endpoint: Endpoint) -> None:
+    """Put a endpoint into a book. Pages are never changed: the one with the highest number counts."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, made = tempfile.mkstemp(dir=folder, prefix=".door-")  # for its owner's eyes: it holds a token
+    descriptor, made = tempfile.mkstemp(dir=folder, prefix=".endpoint-")  # for its owner's eyes: it holds a token
     with os.fdopen(descriptor, "w") as file:
-        json.dump(asdict(door), file)
-    Path(made).rename(folder / f"{check_name(door.name)}.{number:06}.door")
+        json.dump(asdict(endpoint), file)
+    Path(made).rename(folder / f"{check_name(endpoint.name)}.{number:06}.endpoint")
 
 
-def find(folder: Path, name: str) -> Door | None:
-    """The newest door of an engine in a book; None where there is none yet."""
-    pages = sorted(folder.glob(f"{check_name(name)}.*.door"))
-    return Door(**json.loads(pages[-1].read_text())) if pages else None
+def find(folder: Path, name: str) -> Endpoint | None:
+    """The newest endpoint of an engine in a book; None where there is none yet."""
+    pages = sorted(folder.glob(f"{check_name(name)}.*.endpoint"))
+    return Endpoint(**json.loads(pages[-1].read_text())) if pages else None
 
 
 def clear(folder: Path, name: str) -> None:
     """Take an engine out of a book."""
-    for page in folder.glob(f"{check_name(name)}.*.door"):
+    for page in folder.glob(f"{check_name(name)}.*.endpoint"):
         page.unlink()

@@ -1,4 +1,4 @@
-"""Jurybox, through each of its doors, with the client code that a user would write."""
+"""Jurybox, through each of its transports, with the client code that a user would write."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _START = 120.0
 _HELD = 4  # rows that a zero-copy client has written beforehand and asks for in turn
 
 
-class DoorAsk(Ask):
+class TransportAsk(Ask):
     """`model(row)` where a request is one row, else `model.infer(rows)`."""
 
-    def __init__(self, case: Case, address: str, door: str) -> None:
-        self._server = connect(address, door=door, timeout=REQUEST_TIMEOUT)
+    def __init__(self, case: Case, address: str, transport: str) -> None:
+        self._server = connect(address, transport=transport, timeout=REQUEST_TIMEOUT)
         self._model = self._server.model("served")
         self._infer = self._model if case.single else self._model.infer
 
@@ -39,8 +39,8 @@ class DoorAsk(Ask):
 class RowsAsk(Ask):
     """`rows.infer()` on rows of the arena in which the inputs lie already, as an environment writes them there."""
 
-    def __init__(self, address: str, door: str) -> None:
-        self._server = connect(address, door=door, timeout=REQUEST_TIMEOUT)
+    def __init__(self, address: str, transport: str) -> None:
+        self._server = connect(address, transport=transport, timeout=REQUEST_TIMEOUT)
         self._model = self._server.model("served")
         self._held: dict[int, Rows] = {}
 
@@ -65,9 +65,9 @@ class RowsAsk(Ask):
 
 
 class Native(Contender):
-    title = "Jurybox, native door"
+    title = "Jurybox, shm transport"
     packages: ClassVar[tuple[str, ...]] = ("jurybox", "pyzmq")
-    door: ClassVar[str] = "native"
+    transport: ClassVar[str] = "shm"
     lane_requests: ClassVar[int] = 1
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class Native(Contender):
             )
         )
         self._process = subprocess.Popen([sys.executable, "-m", "jurybox.server.cli", "serve", str(config)])
-        with connect(self._address, door=self.door, timeout=_START) as server_:
+        with connect(self._address, transport=self.transport, timeout=_START) as server_:
             shape = (case.rows, *case.shape)
             server_.model("served", timeout=_START).infer(np.zeros(shape, case.dtype))
 
@@ -97,7 +97,7 @@ class Native(Contender):
 
     @classmethod
     def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
-        return DoorAsk(case, endpoint, cls.door)
+        return TransportAsk(case, endpoint, cls.transport)
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -105,23 +105,23 @@ class Native(Contender):
 
 
 class Zmq(Native):
-    title = "Jurybox, ZeroMQ door"
-    door = "zmq"
+    title = "Jurybox, ZeroMQ transport"
+    transport = "zmq"
 
 
 class NativeRows(Native):
-    title = "Jurybox, native door, rows written in place"
+    title = "Jurybox, shm transport, rows written in place"
     cases = ("image",)
     lane_requests = _HELD
 
     @classmethod
     def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
-        return RowsAsk(endpoint, cls.door)
+        return RowsAsk(endpoint, cls.transport)
 
 
 class ZmqRows(NativeRows):
-    title = "Jurybox, ZeroMQ door, rows written in place"
-    door = "zmq"
+    title = "Jurybox, ZeroMQ transport, rows written in place"
+    transport = "zmq"
 
 
 def _lines(settings: dict[str, Any]) -> list[str]:

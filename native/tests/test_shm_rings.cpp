@@ -1,4 +1,4 @@
-// The doorbell between threads: nothing lost, nothing answered twice, nobody left asleep.
+// The shm_rings between threads: nothing lost, nothing answered twice, nobody left asleep.
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -8,14 +8,14 @@
 #include <fcntl.h>
 
 #include "check.hpp"
-#include "doorbell.hpp"
+#include "shm_rings.hpp"
 
 using namespace jurybox;
 
 namespace {
 
 constexpr std::int64_t kSecond = 1'000'000'000;
-constexpr std::uint64_t kEpoch = 41;
+constexpr std::uint64_t kIncarnation = 41;
 
 struct Pipe {
     int ends[2];
@@ -26,24 +26,24 @@ struct Pipe {
     }
 };
 
-std::unique_ptr<BellMemory> memory() { return std::make_unique<BellMemory>(); }
+std::unique_ptr<ShmRingsMemory> memory() { return std::make_unique<ShmRingsMemory>(); }
 
 Ticket ticket(std::uint64_t sequence) {
     Ticket t{};
     t.sequence = sequence;
     t.rows = 1;
-    t.epoch = kEpoch;
+    t.incarnation = kIncarnation;
     return t;
 }
 
 // Clients in closed loop, each with several tickets in flight; spin and sleep are both exercised.
 void every_ticket_is_answered_once(std::int64_t spin_ns) {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
     constexpr int kClients = 6, kTickets = 3000, kDepth = 3;
     std::atomic<bool> stop{false};
     std::thread engine([&] {
-        BellEngine side(bell.get(), kEpoch, spin_ns);
+        ShmRingsEngine side(rings.get(), kIncarnation, spin_ns);
         pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
         Ticket taken[16];  // fewer than can be in flight: what does not fit must stay
         while (!stop) {
@@ -59,7 +59,7 @@ void every_ticket_is_answered_once(std::int64_t spin_ns) {
     for (int c = 0; c < kClients; ++c)
         clients.emplace_back([&, c] {
             // Some share the word they sleep on, others do not.
-            BellClient side(bell.get(), static_cast<std::uint32_t>(c * 13), 7 + c, pipe.ends[1], spin_ns);
+            ShmRingsClient side(rings.get(), static_cast<std::uint32_t>(c * 13), 7 + c, pipe.ends[1], spin_ns);
             std::uint64_t sent = 0, received = 0;
             Answer answers[kRing];
             while (received < kTickets) {
@@ -78,15 +78,15 @@ void every_ticket_is_answered_once(std::int64_t spin_ns) {
 }
 
 void a_pausing_engine_is_woken_by_as_many_tickets_as_it_waits_for() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
     pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
-    BellClient one(bell.get(), 1, 1, pipe.ends[1], 0), two(bell.get(), 70, 2, pipe.ends[1], 0), three(bell.get(), 71, 3, pipe.ends[1], 0);
+    ShmRingsClient one(rings.get(), 1, 1, pipe.ends[1], 0), two(rings.get(), 70, 2, pipe.ends[1], 0), three(rings.get(), 71, 3, pipe.ends[1], 0);
     CHECK(one.submit(ticket(1)));
     engine.pause(fds, kSecond / 50, 2);  // one does not end it: time does
     std::thread others([&] {
-        while (!bell->sleeping.load()) std::this_thread::yield();
+        while (!rings->sleeping.load()) std::this_thread::yield();
         CHECK(two.submit(ticket(1)));
         CHECK(three.submit(ticket(1)));
     });
@@ -98,10 +98,10 @@ void a_pausing_engine_is_woken_by_as_many_tickets_as_it_waits_for() {
 }
 
 void a_full_ring_refuses_and_loses_nothing() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
-    BellClient client(bell.get(), 5, 1, pipe.ends[1], 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient client(rings.get(), 5, 1, pipe.ends[1], 0);
     for (std::uint32_t i = 0; i < kRing; ++i) CHECK(client.submit(ticket(i + 1)));
     CHECK(!client.submit(ticket(99)));
     Ticket taken[kRing * 2];
@@ -114,16 +114,16 @@ void a_full_ring_refuses_and_loses_nothing() {
 }
 
 void answers_to_an_earlier_lease_are_skipped() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
     Ticket taken[4];
     {
-        BellClient dead(bell.get(), 3, 1, pipe.ends[1], 0);
+        ShmRingsClient dead(rings.get(), 3, 1, pipe.ends[1], 0);
         CHECK(dead.submit(ticket(1)));
         CHECK(engine.collect(taken, 4) == 1);
     }
-    BellClient heir(bell.get(), 3, 2, pipe.ends[1], 0);
+    ShmRingsClient heir(rings.get(), 3, 2, pipe.ends[1], 0);
     CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);
     CHECK(heir.submit(ticket(1)));
     CHECK(engine.collect(taken, 4) == 1);
@@ -136,10 +136,10 @@ void answers_to_an_earlier_lease_are_skipped() {
 }
 
 void a_long_message_is_cut_between_two_characters() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
-    BellClient client(bell.get(), 3, 1, pipe.ends[1], 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient client(rings.get(), 3, 1, pipe.ends[1], 0);
     const std::string two = "\xc3\xa9", four = "\xf0\x9f\x98\x80";
     for (std::size_t at = kMessage - 8; at < kMessage + 4; ++at) {
         for (const std::string& character : {two, four}) {
@@ -159,12 +159,12 @@ void a_long_message_is_cut_between_two_characters() {
 }
 
 void positions_that_are_nonsense_harm_only_their_lane() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
-    BellClient good(bell.get(), 1, 1, pipe.ends[1], 0), bad(bell.get(), 2, 2, pipe.ends[1], 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient good(rings.get(), 1, 1, pipe.ends[1], 0), bad(rings.get(), 2, 2, pipe.ends[1], 0);
     CHECK(bad.submit(ticket(1)));
-    bell->lanes[2].submitted.store(0xdeadbeef);
+    rings->lanes[2].submitted.store(0xdeadbeef);
     CHECK(good.submit(ticket(4)));
     std::vector<Ticket> taken(200);
     const std::size_t n = engine.collect(taken.data(), taken.size());
@@ -173,12 +173,12 @@ void positions_that_are_nonsense_harm_only_their_lane() {
 }
 
 void a_client_that_never_reads_does_not_stop_the_engine() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
     Ticket taken[1];
     std::size_t dropped = 0;
-    BellClient client(bell.get(), 9, 1, pipe.ends[1], 0);
+    ShmRingsClient client(rings.get(), 9, 1, pipe.ends[1], 0);
     CHECK(client.submit(ticket(1)));
     CHECK(engine.collect(taken, 1) == 1);
     for (std::uint32_t i = 0; i < kRing + 3; ++i) dropped += engine.reply(taken, 1, kOk, 1, "", 0);
@@ -186,12 +186,12 @@ void a_client_that_never_reads_does_not_stop_the_engine() {
 }
 
 void tickets_for_an_earlier_life_of_the_engine_are_dropped() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
-    BellClient client(bell.get(), 0, 1, pipe.ends[1], 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient client(rings.get(), 0, 1, pipe.ends[1], 0);
     Ticket old = ticket(1);
-    old.epoch = kEpoch - 1;
+    old.incarnation = kIncarnation - 1;
     CHECK(client.submit(old));
     CHECK(client.submit(ticket(2)));
     Ticket taken[4];
@@ -200,12 +200,12 @@ void tickets_for_an_earlier_life_of_the_engine_are_dropped() {
 }
 
 void a_client_is_told_whether_it_is_alone() {
-    auto bell = memory();
+    auto rings = memory();
     Pipe pipe;
-    BellEngine engine(bell.get(), kEpoch, 0);
-    BellClient one(bell.get(), 1, 1, pipe.ends[1], 0), other(bell.get(), 2, 2, pipe.ends[1], 0);
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient one(rings.get(), 1, 1, pipe.ends[1], 0), other(rings.get(), 2, 2, pipe.ends[1], 0);
     Ticket taken[1];
-    const auto told = [&](BellClient& client) {
+    const auto told = [&](ShmRingsClient& client) {
         CHECK(client.submit(ticket(1)));
         CHECK(engine.collect(taken, 1) == 1);
         CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);

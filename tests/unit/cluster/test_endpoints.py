@@ -1,4 +1,4 @@
-"""The book of doors, and the run's folders: what processes without Ray know of engines and files elsewhere."""
+"""The folder of endpoints, and the run's folders: what processes without Ray know of engines and files elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.unit.hockey.hockey_runs import settings
 
 from jurybox.client import Refused, ServerGone
-from jurybox.training.cluster import doors
+from jurybox.training.cluster import endpoints
 from jurybox.training.cluster.folders import Folders
 from jurybox.training.recipes.hockey import plan
 from jurybox.training.recipes.hockey_run import train
@@ -18,8 +18,10 @@ from jurybox.training.runtime.plan import ConfigError, Kind
 
 
 @pytest.fixture
-def door() -> doors.Door:
-    return doors.Door("hockey", "1", doors.this_machine(), "ipc:///tmp/nobody", "grpcs://10.0.0.1:1", "secret", "PEM")
+def endpoint() -> endpoints.Endpoint:
+    return endpoints.Endpoint(
+        "hockey", "1", endpoints.this_machine(), "ipc:///tmp/nobody", "grpcs://10.0.0.1:1", "secret", "PEM"
+    )
 
 
 def answers(holds, seconds: float = 10.0) -> bool:
@@ -30,42 +32,42 @@ def answers(holds, seconds: float = 10.0) -> bool:
     return bool(held)
 
 
-def test_the_newest_page_of_the_book_counts_and_only_its_owner_reads_it(tmp_path, door):
-    assert doors.find(tmp_path, "hockey") is None
-    doors.show(tmp_path, 1, door)
-    doors.show(tmp_path, 2, replace(door, life="2"))
-    doors.show(tmp_path, 1, replace(door, name="other"))
-    assert doors.find(tmp_path, "hockey") == replace(door, life="2")
+def test_the_newest_page_of_the_book_counts_and_only_its_owner_reads_it(tmp_path, endpoint):
+    assert endpoints.find(tmp_path, "hockey") is None
+    endpoints.show(tmp_path, 1, endpoint)
+    endpoints.show(tmp_path, 2, replace(endpoint, life="2"))
+    endpoints.show(tmp_path, 1, replace(endpoint, name="other"))
+    assert endpoints.find(tmp_path, "hockey") == replace(endpoint, life="2")
     assert {stat.S_IMODE(page.stat().st_mode) for page in tmp_path.iterdir()} == {0o600}
-    doors.clear(tmp_path, "hockey")
-    assert doors.find(tmp_path, "hockey") is None and doors.find(tmp_path, "other") is not None
+    endpoints.clear(tmp_path, "hockey")
+    assert endpoints.find(tmp_path, "hockey") is None and endpoints.find(tmp_path, "other") is not None
 
 
-def test_who_shares_memory_takes_the_short_way_and_who_does_not_the_network(tmp_path, monkeypatch, door):
-    assert door.here and door.address == "ipc:///tmp/nobody"
+def test_who_shares_memory_takes_the_short_way_and_who_does_not_the_network(tmp_path, monkeypatch, endpoint):
+    assert endpoint.here and endpoint.address == "ipc:///tmp/nobody"
     monkeypatch.setenv("JURYBOX_SHM_DIR", str(tmp_path))
-    assert not door.here and door.address == "grpcs://10.0.0.1:1"
+    assert not endpoint.here and endpoint.address == "grpcs://10.0.0.1:1"
 
 
-def test_a_door_tells_nobody_its_token(door):
-    assert "secret" not in repr(door) and "PEM" not in repr(door)
+def test_a_endpoint_tells_nobody_its_token(endpoint):
+    assert "secret" not in repr(endpoint) and "PEM" not in repr(endpoint)
 
 
-def test_an_engine_that_is_not_found_says_what_was_tried(door):
+def test_an_engine_that_is_not_found_says_what_was_tried(endpoint):
     with pytest.raises(ServerGone, match="'hockey' was not found within 0.2 s.*nobody has told where it is"):
-        doors.reach("hockey", lambda: None, timeout=0.2)
+        endpoints.reach("hockey", lambda: None, timeout=0.2)
     asked = []
     with pytest.raises(ServerGone, match="it was last at ipc:///tmp/nobody"):
-        doors.reach("hockey", lambda: door, timeout=0.2, alive=lambda: asked.append(1))
+        endpoints.reach("hockey", lambda: endpoint, timeout=0.2, alive=lambda: asked.append(1))
     assert asked, "who waits gives signs of life"
 
 
 def test_served_hockey_in_a_cluster_has_a_book_and_its_past_selves_are_carried(tmp_path):
     planned = plan(settings(policy="served"), tmp_path, engine="hockey")
-    assert planned.folders == {"pool": str(tmp_path / "pool"), doors.BOOK: str(tmp_path / "engines")}
+    assert planned.folders == {"pool": str(tmp_path / "pool"), endpoints.BOOK: str(tmp_path / "engines")}
     actor, learner = planned.roles[0], planned.roles[planned.of_kind(Kind.LEARNER)[0]]
     assert actor.settings["engine"] == "hockey" and learner.settings["address"] is None, "the learner knows of none"
-    assert doors.BOOK not in plan(settings(), tmp_path).folders
+    assert endpoints.BOOK not in plan(settings(), tmp_path).folders
 
 
 class Launches:
@@ -82,7 +84,7 @@ def test_an_engine_that_ends_with_the_processes_cannot_serve_what_goes_on_withou
 
 def test_a_name_that_would_leave_the_book_is_refused(tmp_path):
     with pytest.raises(Refused, match="no name for an engine"):
-        doors.find(tmp_path, "../hockey")
+        endpoints.find(tmp_path, "../hockey")
 
 
 def test_files_of_a_folder_are_told_of_once_in_the_order_they_came(tmp_path):

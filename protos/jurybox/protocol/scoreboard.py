@@ -1,4 +1,4 @@
-"""The board: one shared page set on which a server shows itself.
+"""The scoreboard: one shared page set on which a server shows itself.
 
 Engines write how they are (heartbeat, load, counters), the supervisor writes who holds which lane, everybody
 reads. Reading it costs the engine nothing, so status, metrics and the choice of an engine all come from here.
@@ -24,9 +24,9 @@ from jurybox.protocol.wire import PROTOCOL_VERSION
 
 MAX_ENGINES = 64
 MAX_MODELS = 128
-MAX_LANES = 2048  # as many as a bell has, native/doorbell.hpp
+MAX_LANES = 2048  # as many as a ring segment has, native/shm_rings.hpp
 
-# A client locks byte LANE_LOCK + lane of the board's file for as long as it holds the lane.
+# A client locks byte LANE_LOCK + lane of the scoreboard's file for as long as it holds the lane.
 LANE_LOCK = 1 << 59
 
 # Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
@@ -61,14 +61,14 @@ _HEADER = np.dtype(
 
 ENGINE = np.dtype(
     [
-        ("epoch", "<u8"),  # of this life of the engine; 0 while there is none
+        ("incarnation", "<u8"),  # of this life of the engine; 0 while there is none
         ("heartbeat", "<i8"),  # ns of CLOCK_MONOTONIC
         ("expected_wait", "<i8"),  # ns until a ticket that comes now would be answered
         ("state", "<u4"),
         ("pid", "<u4"),
         ("restarts", "<u8"),
         ("device_bytes", "<u8"),
-        ("bell", "<u8"),  # number of its native door's segment, new in every life; 0: it has none
+        ("rings", "<u8"),  # number of its shm transport's segment, new in every life; 0: it has none
         ("computing", "<u4"),  # 1 + number of the model whose batch it runs; 0: none
         ("pad", "V4"),
     ]
@@ -129,8 +129,8 @@ def _size(engines: int) -> int:
     return _COUNTERS_AT + _aligned(COUNTERS.itemsize * MAX_MODELS * engines)
 
 
-class Board:
-    """The board's arrays: `engines` (MAX_ENGINES,), `lanes` (MAX_LANES,), `counters` (engines, MAX_MODELS)."""
+class Scoreboard:
+    """The scoreboard's arrays: `engines` (MAX_ENGINES,), `lanes` (MAX_LANES,), `counters` (engines, MAX_MODELS)."""
 
     def __init__(self, segment: Segment, engines: int) -> None:
         self.segment = segment
@@ -145,26 +145,30 @@ class Board:
         self._living = np.zeros(0, bool)
 
     @classmethod
-    def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Board:
-        """Make the board for a number of engines; `started` is in seconds since 1970."""
-        board = cls(make(name, _size(engines)), engines)
-        board.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
-        board._header, board.own_lanes, board._engines = board.header.copy(), board.lanes.copy(), board.engines.copy()
-        board._living = np.zeros(engines, bool)
-        return board
+    def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Scoreboard:
+        """Make the scoreboard for a number of engines; `started` is in seconds since 1970."""
+        scoreboard = cls(make(name, _size(engines)), engines)
+        scoreboard.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
+        scoreboard._header, scoreboard.own_lanes, scoreboard._engines = (
+            scoreboard.header.copy(),
+            scoreboard.lanes.copy(),
+            scoreboard.engines.copy(),
+        )
+        scoreboard._living = np.zeros(engines, bool)
+        return scoreboard
 
     # ---- the supervisor's part
 
     @property
     def started(self) -> float:
-        """When the server started, seconds since 1970; of its own board."""
+        """When the server started, seconds since 1970; of its own scoreboard."""
         return float(self._header["started"][0])
 
-    def begin_life(self, engine: int, bell: int) -> None:
-        """An engine is started; from now on it writes its record, all but `restarts` and `bell`."""
+    def begin_life(self, engine: int, rings: int) -> None:
+        """An engine is started; from now on it writes its record, all but `restarts` and `rings`."""
         self._living[engine] = True
-        self._engines["bell"][engine] = bell
-        self.engines["bell"][engine] = bell
+        self._engines["rings"][engine] = rings
+        self.engines["rings"][engine] = rings
 
     def end_life(self, engine: int) -> None:
         """Count a death; the engine's record is this process's alone until its next life."""
@@ -184,11 +188,11 @@ class Board:
             shown[lanes, 0] = 0  # nobody uses a lane of which half is wrong
             shown[lanes, 1:] = own[lanes, 1:]
             shown[lanes, 0] = own[lanes, 0]
-        for name in ("restarts", "bell"):
+        for name in ("restarts", "rings"):
             if (self.engines[name] != self._engines[name]).any():
                 damaged = True
                 self.engines[name] = self._engines[name]
-        for name in ("epoch", "state"):
+        for name in ("incarnation", "state"):
             self.engines[name][~self._living] = 0
         return damaged
 
@@ -200,8 +204,8 @@ class Board:
         return self.segment.buffer[at : at + ENGINE.itemsize].cast("Q")
 
     @classmethod
-    def attach(cls, name: str, *, writable: bool = True) -> Board:
-        """Map the board of a running server; who only watches maps it with `writable` False."""
+    def attach(cls, name: str, *, writable: bool = True) -> Scoreboard:
+        """Map the scoreboard of a running server; who only watches maps it with `writable` False."""
         segment = Segment.attach(name, writable=writable)
         if segment.size >= _size(1):
             header = segment.array(_HEADER, (1,))[0].copy()
@@ -211,12 +215,12 @@ class Board:
                 return cls(segment, engines)
         segment.close()
         raise ProtocolMismatch(
-            f"{name} is no board of protocol {PROTOCOL_VERSION}: install the same jurybox on both sides (or another "
+            f"{name} is no scoreboard of protocol {PROTOCOL_VERSION}: use the same jurybox on both sides (or another "
             "process wrote to it just now: ask again)"
         )
 
     def server_lives(self) -> bool:
-        """Whether the supervisor that made this board still runs (the kernel drops its lock when it dies)."""
+        """Whether the supervisor that made this scoreboard still runs (the kernel drops its lock when it dies)."""
         return self.segment.owner_lives()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import zmq
 
-from jurybox.client.doors.door import Answer
+from jurybox.client.transports.transport import Answer
 from jurybox.protocol.errors import Code, Error
 from jurybox.server.relay.remote_clients import HeldLane, InlineTicket, head
 

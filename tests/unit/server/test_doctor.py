@@ -139,18 +139,18 @@ def test_segments_of_the_dead_are_found_and_fixed(monkeypatch, tmp_path):
     server = f"dead{secrets.token_hex(4)}"
     code = (
         "import os; from jurybox.protocol.segment import Segment, segment_name\n"
-        f"Segment.create(segment_name({server!r}, 'board'), 4096); os._exit(0)"
+        f"Segment.create(segment_name({server!r}, 'scoreboard'), 4096); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    with Segment.create(segment_name("alive", "board"), 4096):
-        stale = [segment_name(server, "board")]
+    with Segment.create(segment_name("alive", "scoreboard"), 4096):
+        stale = [segment_name(server, "scoreboard")]
         assert checks.stale_segments() == stale
         warning = checks.check_stale(checks.stale_segments(), None)
         assert (warning.level, "--fix" in warning.remedy) == (Level.WARN, True)
         fixed = next(finding for finding in examine(fix=True) if finding.subject == "stale segments")
         assert (fixed.level, fixed.found) == (Level.OK, "1 removed")
         assert checks.stale_segments() == []
-        assert (tmp_path / segment_name("alive", "board")).exists()
+        assert (tmp_path / segment_name("alive", "scoreboard")).exists()
 
 
 def test_this_host_can_run_a_server():

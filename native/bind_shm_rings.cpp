@@ -8,7 +8,7 @@
 
 #include "bindings.hpp"
 #include "borrowed.hpp"
-#include "doorbell.hpp"
+#include "shm_rings.hpp"
 
 namespace nb = nanobind;
 
@@ -17,31 +17,31 @@ namespace {
 
 using Memory = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-BellMemory* bell_of(const Memory& memory) {
-    if (memory.shape(0) < sizeof(BellMemory)) throw std::invalid_argument("the memory is smaller than a bell");
-    if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(BellMemory)) throw std::invalid_argument("the memory is not aligned");
-    return reinterpret_cast<BellMemory*>(memory.data());
+ShmRingsMemory* rings_of(const Memory& memory) {
+    if (memory.shape(0) < sizeof(ShmRingsMemory)) throw std::invalid_argument("the memory is smaller than a ring segment");
+    if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(ShmRingsMemory)) throw std::invalid_argument("the memory is not aligned");
+    return reinterpret_cast<ShmRingsMemory*>(memory.data());
 }
 
 // The array is kept, and with it the mapping.
 struct Engine {
     Memory memory;
-    BellEngine bell;
+    ShmRingsEngine rings;
     std::vector<pollfd> fds;
 };
 struct Client {
     Memory memory;
-    BellClient bell;
+    ShmRingsClient rings;
 };
 // Calls of one row, over and over on the same row of the arena.
 struct Caller {
     nb::object client, place, engine, outputs;  // kept, and with them what the others point to
-    BellClient* bell;
+    ShmRingsClient* rings;
     std::byte* input;
     std::size_t bytes;
     const EngineRecord* record;
     std::uint32_t first;
-    std::uint64_t epoch;
+    std::uint64_t incarnation;
     std::int64_t most_ns;
 
     nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
@@ -50,17 +50,17 @@ struct Caller {
     }
 
     int ask(nb::handle row, std::uint64_t sequence, double seconds) {
-        if (!record->serves(epoch)) return kNotSent;
+        if (!record->serves(incarnation)) return kNotSent;
         {
             const Read given(row);
             if (given.size() != bytes) throw std::invalid_argument("the row and its place differ in size");
             std::memcpy(input, given.bytes(), bytes);
         }
         const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
-        if (!bell->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {epoch}})) return kNotSent;
+        if (!rings->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {incarnation}})) return kNotSent;
         nb::gil_scoped_release release;
         Answer answer;
-        return bell->answer_to(sequence, ns < most_ns ? ns : most_ns, answer) ? static_cast<int>(answer.code) : kNotAnswered;
+        return rings->answer_to(sequence, ns < most_ns ? ns : most_ns, answer) ? static_cast<int>(answer.code) : kNotAnswered;
     }
 
     // The only output, or a dict of them.
@@ -74,20 +74,20 @@ struct Caller {
 };
 
 // The ring cuts a message at a byte, which may be inside a character.
-nb::str message_of(const BellClient& bell) {
-    PyObject* text = PyUnicode_DecodeUTF8(bell.message(), static_cast<Py_ssize_t>(strnlen(bell.message(), kMessage)), "replace");
+nb::str message_of(const ShmRingsClient& rings) {
+    PyObject* text = PyUnicode_DecodeUTF8(rings.message(), static_cast<Py_ssize_t>(strnlen(rings.message(), kMessage)), "replace");
     if (text == nullptr) throw nb::python_error();
     return nb::steal<nb::str>(text);
 }
 
-nb::str message_of(const BellClient& bell, const Answer& answer) { return answer.code == 0 ? nb::str("") : message_of(bell); }
+nb::str message_of(const ShmRingsClient& rings, const Answer& answer) { return answer.code == 0 ? nb::str("") : message_of(rings); }
 
 }  // namespace
 
-void bind_doorbell(nb::module_& m) {
-    m.attr("BELL_BYTES") = sizeof(BellMemory);
-    m.attr("BELL_LANES") = kBellLanes;
-    m.attr("BELL_RING") = kRing;
+void bind_shm_rings(nb::module_& m) {
+    m.attr("RINGS_BYTES") = sizeof(ShmRingsMemory);
+    m.attr("RINGS_LANES") = kShmRingsLanes;
+    m.attr("RINGS_RING") = kRing;
     m.attr("NOT_SENT") = kNotSent;
     m.attr("NOT_ANSWERED") = kNotAnswered;
 
@@ -95,33 +95,33 @@ void bind_doorbell(nb::module_& m) {
         "show_state",
         [](nb::handle engine, std::uint32_t state) {
             const Write record(engine);
-            if (record.rows() != 1) throw std::invalid_argument("one record of board.ENGINE was expected");
+            if (record.rows() != 1) throw std::invalid_argument("one record of scoreboard.ENGINE was expected");
             record.records<EngineRecord>()->show(state);
         },
         nb::arg("engine"), nb::arg("state"),
-        "Store an engine's state in its record (1,) of board.ENGINE with release: who sees it sees what was written before.");
+        "Store an engine's state in its record (1,) of scoreboard.ENGINE with release: who sees it sees what was written before.");
 
-    nb::class_<Engine>(m, "BellEngine", "The engine's side of a bell over borrowed memory (BELL_BYTES of uint8).")
+    nb::class_<Engine>(m, "ShmRingsEngine", "The engine's side of a ring segment over borrowed memory (RINGS_BYTES of uint8).")
         .def(
             "__init__",
-            [](Engine* self, Memory memory, const std::vector<int>& fds, std::uint64_t epoch, std::int64_t spin_ns) {
+            [](Engine* self, Memory memory, const std::vector<int>& fds, std::uint64_t incarnation, std::int64_t spin_ns) {
                 if (fds.empty()) throw std::invalid_argument("the first descriptor is the pipe clients write to");
-                new (self) Engine{memory, BellEngine(bell_of(memory), epoch, spin_ns), {}};
+                new (self) Engine{memory, ShmRingsEngine(rings_of(memory), incarnation, spin_ns), {}};
                 for (int fd : fds) self->fds.push_back({fd, POLLIN, 0});
             },
-            nb::arg("memory"), nb::arg("fds"), nb::arg("epoch"), nb::arg("spin_ns"))
+            nb::arg("memory"), nb::arg("fds"), nb::arg("incarnation"), nb::arg("spin_ns"))
         .def(
             "collect",
             [](Engine& self, nb::handle out) {
                 const Write room(out);
-                return self.bell.collect(room.records<Ticket>(), room.rows());
+                return self.rings.collect(room.records<Ticket>(), room.rows());
             },
             nb::arg("out"), "Take posted tickets into out, records of wire.TICKET; gives how many.")
         .def(
             "reply",
             [](Engine& self, nb::handle tickets, std::uint32_t code, std::uint64_t version, const std::string& message) {
                 const Read these(tickets);
-                return self.bell.reply(these.records<const Ticket>(), these.rows(), code, version, message.data(),
+                return self.rings.reply(these.records<const Ticket>(), these.rows(), code, version, message.data(),
                                        message.size());
             },
             nb::arg("tickets"), nb::arg("code"), nb::arg("version"), nb::arg("message"),
@@ -130,103 +130,103 @@ void bind_doorbell(nb::module_& m) {
             "wait",
             [](Engine& self, double timeout) {
                 nb::gil_scoped_release release;
-                return self.bell.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
+                return self.rings.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.")
-        .def("mend", [](Engine& self) { return self.bell.mend(); },
+        .def("mend", [](Engine& self) { return self.rings.mend(); },
              "Write the engine's positions anew where somebody else overwrote them; gives in how many lanes.")
-        .def("renew", [](Engine& self, std::uint64_t epoch) { self.bell.renew(epoch); }, nb::arg("epoch"),
+        .def("renew", [](Engine& self, std::uint64_t incarnation) { self.rings.renew(incarnation); }, nb::arg("incarnation"),
              "Drop tickets of the life before from now on.")
         .def(
             "pause",
             [](Engine& self, double timeout, std::uint32_t tickets) {
                 nb::gil_scoped_release release;
-                self.bell.pause(self.fds.data(), static_cast<std::int64_t>(timeout * 1e9), tickets);
+                self.rings.pause(self.fds.data(), static_cast<std::int64_t>(timeout * 1e9), tickets);
             },
             nb::arg("timeout"), nb::arg("tickets"), "Sleep until so many lanes have posted, seconds at most.");
 
-    nb::class_<Client>(m, "BellClient", "A lane's client on a bell over borrowed memory.")
+    nb::class_<Client>(m, "ShmRingsClient", "A lane's client on a ring segment over borrowed memory.")
         .def(
             "__init__",
             [](Client* self, Memory memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns) {
-                if (lane >= kBellLanes) throw std::out_of_range("the lane's number is beyond the bell's lanes");
-                new (self) Client{memory, BellClient(bell_of(memory), lane, lease, wake, spin_ns)};
+                if (lane >= kShmRingsLanes) throw std::out_of_range("the lane's number is beyond the lanes there are");
+                new (self) Client{memory, ShmRingsClient(rings_of(memory), lane, lease, wake, spin_ns)};
             },
             nb::arg("memory"), nb::arg("lane"), nb::arg("lease"), nb::arg("wake"), nb::arg("spin_ns"))
         .def(
             "submit",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
-               std::int64_t deadline, std::uint64_t version, std::uint64_t epoch) {
-                return self.bell.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {epoch}});
+               std::int64_t deadline, std::uint64_t version, std::uint64_t incarnation) {
+                return self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}});
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
-            nb::arg("version"), nb::arg("epoch"), "Post a ticket; False when BELL_RING are in flight.")
+            nb::arg("version"), nb::arg("incarnation"), "Post a ticket; False when RINGS_RING are in flight.")
         .def(
             "exchange",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
-               std::int64_t deadline, std::uint64_t version, std::uint64_t epoch, double timeout) -> nb::object {
+               std::int64_t deadline, std::uint64_t version, std::uint64_t incarnation, double timeout) -> nb::object {
                 // Full though nothing is in flight: answers got lost, and the ticket is asked for again by its deadline.
-                if (!self.bell.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {epoch}}))
+                if (!self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}}))
                     return nb::none();
                 Answer answer;
                 bool came;
                 {
                     nb::gil_scoped_release release;
-                    came = self.bell.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
+                    came = self.rings.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
                 }
                 if (!came) return nb::none();
-                return nb::make_tuple(answer.code, message_of(self.bell, answer), answer.version);
+                return nb::make_tuple(answer.code, message_of(self.rings, answer), answer.version);
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
-            nb::arg("version"), nb::arg("epoch"), nb::arg("timeout"),
+            nb::arg("version"), nb::arg("incarnation"), nb::arg("timeout"),
             "Post a ticket and wait for its answer (code, message, version), dropping others; None when none came in "
-            "time, or BELL_RING are in flight: `holds` tells.")
+            "time, or RINGS_RING are in flight: `holds` tells.")
         .def(
             "receive",
             [](Client& self, double timeout) {
                 Answer answers[kRing];
-                std::size_t n = self.bell.receive(answers, kRing);
+                std::size_t n = self.rings.receive(answers, kRing);
                 if (n == 0 && timeout > 0) {
                     nb::gil_scoped_release release;
-                    if (self.bell.wait(static_cast<std::int64_t>(timeout * 1e9))) n = self.bell.receive(answers, kRing);
+                    if (self.rings.wait(static_cast<std::int64_t>(timeout * 1e9))) n = self.rings.receive(answers, kRing);
                 }
                 nb::list result;
                 for (std::size_t i = 0; i < n; ++i)
-                    result.append(nb::make_tuple(answers[i].sequence, answers[i].code, message_of(self.bell, answers[i]),
+                    result.append(nb::make_tuple(answers[i].sequence, answers[i].code, message_of(self.rings, answers[i]),
                                                  answers[i].version));
                 return result;
             },
             nb::arg("timeout"), "Answers (sequence, code, message, version) that came within so many seconds.")
-        .def("holds", [](Client& self, std::uint64_t sequence) { return self.bell.holds(sequence); }, nb::arg("sequence"),
+        .def("holds", [](Client& self, std::uint64_t sequence) { return self.rings.holds(sequence); }, nb::arg("sequence"),
              "Whether a ticket was posted and its answer not received.")
-        .def_prop_ro("in_flight", [](Client& self) { return self.bell.in_flight(); }, "Tickets without an answer.")
+        .def_prop_ro("in_flight", [](Client& self) { return self.rings.in_flight(); }, "Tickets without an answer.")
         .def(
             "wait",
             [](Client& self, double timeout) {
                 nb::gil_scoped_release release;
-                return self.bell.wait(static_cast<std::int64_t>(timeout * 1e9));
+                return self.rings.wait(static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Whether answers came within so many seconds; they stay for receive.")
-        .def("message", [](Client& self) { return message_of(self.bell); }, "What the lane's last failure said.");
+        .def("message", [](Client& self) { return message_of(self.rings); }, "What the lane's last failure said.");
 
-    nb::class_<Caller>(m, "BellCaller", "Whole calls of one row on one lane, while nothing else of it is in flight.")
+    nb::class_<Caller>(m, "ShmRingsCaller", "Whole calls of one row on one lane, while nothing else of it is in flight.")
         .def(
             "__init__",
             [](Caller* self, nb::object client, nb::object place, nb::object outputs, nb::object engine,
-               std::uint32_t first, std::uint64_t epoch, double most) {
+               std::uint32_t first, std::uint64_t incarnation, double most) {
                 Client& of = nb::cast<Client&>(client);
                 const Write to(place), record(engine);
-                new (self) Caller{client, place, engine, outputs, &of.bell, to.bytes(), to.size(), record.records<const EngineRecord>(),
-                                  first, epoch, static_cast<std::int64_t>(most * 1e9)};
+                new (self) Caller{client, place, engine, outputs, &of.rings, to.bytes(), to.size(), record.records<const EngineRecord>(),
+                                  first, incarnation, static_cast<std::int64_t>(most * 1e9)};
             },
-            nb::arg("client"), nb::arg("place"), nb::arg("outputs"), nb::arg("engine"), nb::arg("first"), nb::arg("epoch"),
+            nb::arg("client"), nb::arg("place"), nb::arg("outputs"), nb::arg("engine"), nb::arg("first"), nb::arg("incarnation"),
             nb::arg("most"),
-            "`place` is row `first` of the arena, `outputs` its only output row or a dict of them, `engine` the record of board.ENGINE whose life is `epoch`; a call waits "
+            "`place` is row `first` of the arena, `outputs` its only output row or a dict of them, `engine` the record of scoreboard.ENGINE whose life is `incarnation`; a call waits "
             "`most` seconds, then gives the ticket up to its caller.")
         .def("__call__", &Caller::call, nb::arg("row"), nb::arg("sequence"), nb::arg("seconds"),
              "Copy the row in, post its ticket, due in so many seconds, and wait. Gives a copy of the outputs, or a "
              "failure's code; NOT_SENT where the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")
-        .def("message", [](Caller& self) { return message_of(*self.bell); }, "What the lane's last failure said.");
+        .def("message", [](Caller& self) { return message_of(*self.rings); }, "What the lane's last failure said.");
 }
 
 }  // namespace jurybox

@@ -1,0 +1,17 @@
+"""A child that takes up its control pipe and never looks at it, and a parent that dies as soon as it has a child."""
+
+import os
+import sys
+import time
+
+from jurybox.protocol.control_pipe import attach, spawn
+
+if __name__ == "__main__":
+    if sys.argv[1] == "parent":
+        process, control_pipe = spawn("tests.unit.protocol.control_pipe_roles")
+        control_pipe.send("configure")
+        print(process.pid, flush=True)
+        os._exit(0)
+    time.sleep(0.5)  # the parent is dead by now
+    attach(int(sys.argv[1]))
+    time.sleep(60)
