@@ -18,7 +18,7 @@ help:  ## this list
 
 setup: $(STAMP)  ## make .venv with everything in it
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.hpp native/CMakeLists.txt)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.?pp native/*/*.?pp)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -z "$(TORCH_INDEX)" || PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --retries 1 --no-deps --index-url "$(TORCH_INDEX)" torch || \

@@ -1,11 +1,59 @@
-// One registration function per header; module.cpp calls them all.
+// What the bindings share: one registration function for each, and memory borrowed from Python objects.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
 
 namespace jurybox {
+
 void bind_tickets(nanobind::module_& m);
 void bind_shm_rings(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_replay(nanobind::module_& m);
-void bind_replay_pieces(nanobind::module_& m);
+void bind_replay_archive(nanobind::module_& m);
+
+// Memory that a call, or an object made by it, keeps.
+using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+
+// Memory borrowed from a Python object for the length of one call, whatever its dtype: structured arrays too, which
+// nb::ndarray does not take. It is also cheaper, since no description of the dtype is made.
+class Borrowed {
+  public:
+    Borrowed(nanobind::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | flags) != 0) throw nanobind::python_error();
+    }
+    ~Borrowed() { PyBuffer_Release(&view_); }
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+
+    std::byte* bytes() const { return static_cast<std::byte*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+    // Of the first dimension, and the bytes of one of its rows.
+    std::size_t rows() const { return view_.ndim ? static_cast<std::size_t>(view_.shape[0]) : 1; }
+    std::size_t row_bytes() const { return rows() ? size() / rows() : 0; }
+
+    // As an array of records of T.
+    template <class T>
+    T* records() const {
+        if (view_.itemsize != sizeof(T)) throw std::invalid_argument("records of another size were expected");
+        return static_cast<T*>(view_.buf);
+    }
+
+  private:
+    Py_buffer view_;
+};
+
+class Read : public Borrowed {
+  public:
+    explicit Read(nanobind::handle object) : Borrowed(object, 0) {}
+};
+
+class Write : public Borrowed {
+  public:
+    explicit Write(nanobind::handle object) : Borrowed(object, PyBUF_WRITABLE) {}
+};
+
 }  // namespace jurybox

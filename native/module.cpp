@@ -4,10 +4,10 @@
 NB_MODULE(native, m) {
     // Threads that live as long as the process keep such objects; at its end that is no leak.
     nanobind::set_leak_warnings(false);
-    m.doc() = "Jurybox's native core: shm_rings, sequence-locked slots, replay ring, gather.";
+    m.doc() = "Jurybox's native core: shm rings, sequence-locked slots, replay ring, gather.";
     jurybox::bind_tickets(m);
     jurybox::bind_shm_rings(m);
     jurybox::bind_weights(m);
     jurybox::bind_replay(m);
-    jurybox::bind_replay_pieces(m);
+    jurybox::bind_replay_archive(m);
 }

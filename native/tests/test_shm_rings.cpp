@@ -1,4 +1,4 @@
-// The shm_rings between threads: nothing lost, nothing answered twice, nobody left asleep.
+// The shm rings between threads: nothing lost, nothing answered twice, nobody left asleep.
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -8,7 +8,7 @@
 #include <fcntl.h>
 
 #include "check.hpp"
-#include "shm_rings.hpp"
+#include "serving/shm_rings.hpp"
 
 using namespace jurybox;
 

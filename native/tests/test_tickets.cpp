@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "tickets.hpp"
+#include "serving/tickets.hpp"
 
 using namespace jurybox;
 

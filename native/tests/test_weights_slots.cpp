@@ -1,6 +1,4 @@
 // The weights slots in plain C++: small enough to run under every sanitizer.
-#include "weights_slots.hpp"
-
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -8,15 +6,12 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
+#include "serving/weights_slots.hpp"
+
 namespace {
 
 using namespace jurybox;
-
-void expect(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
-}
 
 constexpr std::size_t kExtra = 64;
 
@@ -39,7 +34,7 @@ WeightsPart part(void* at, std::size_t bytes, std::uint64_t offset = 0, std::uin
 }
 
 constexpr std::uint64_t kFloat = 0x7f800000u;
-constexpr std::uint64_t kSoon = 1'000'000'000u;
+constexpr std::int64_t kSoon = 1'000'000'000u;
 
 // Every word of version v is v, extra included; a reader that finds two different words has seen a tear.
 void readers_see_whole_versions(std::size_t words, unsigned count, std::uint64_t versions) {
@@ -66,14 +61,14 @@ void readers_see_whole_versions(std::size_t words, unsigned count, std::uint64_t
     // On a machine with few cores the writer could be through before a reader has begun.
     for (std::uint64_t v = 1; v <= versions || (whole.load() < 50 && v < versions * 1000); ++v) {
         std::fill(source.begin(), source.end(), v);
-        expect(channel.slots.publish(&in, 1, reinterpret_cast<const std::byte*>(&v), 8, v, false) == -1, "publication is accepted");
+        CHECK((channel.slots.publish(&in, 1, reinterpret_cast<const std::byte*>(&v), 8, v, false) == -1) && "publication is accepted");
         if (count == 1) std::this_thread::yield();
     }
     // A channel with one slot may be under its writer all the time; what it holds at the end must be readable.
     while (whole.load() == 0) std::this_thread::yield();
     done = true;
     for (auto& reader : readers) reader.join();
-    expect(torn == 0, "no reader saw a torn version, or versions running backwards");
+    CHECK((torn == 0) && "no reader saw a torn version, or versions running backwards");
 }
 
 void the_tail_and_odd_sizes_arrive() {
@@ -86,8 +81,8 @@ void the_tail_and_odd_sizes_arrive() {
             std::byte extra[kExtra];
             std::uint64_t tries = 0;
             channel.slots.publish(&from, 1, nullptr, 0, channel.slots.newest() + 1, false);
-            expect(channel.slots.read(&to, 1, extra, 0, true, tries).version == channel.slots.newest(), "a version is there");
-            expect(std::equal(in.begin() + shift, in.begin() + shift + bytes, out.begin() + shift), "every byte arrived");
+            CHECK((channel.slots.read(&to, 1, extra, 0, true, tries).version == channel.slots.newest()) && "a version is there");
+            CHECK((std::equal(in.begin() + shift, in.begin() + shift + bytes, out.begin() + shift)) && "every byte arrived");
         }
     }
 }
@@ -101,12 +96,12 @@ void a_half_written_slot_is_never_read_and_is_taken_over() {
     channel.slots.publish(&in, 1, nullptr, 0, 1, false);
     const unsigned slot = channel.slots.begin();  // and here its writer dies
     std::memset(channel.slots.slot_data(slot), 0xff, 40);
-    expect(channel.slots.read(&out, 1, extra, 0, true, tries).version == 1 && got[7] == 1, "the last whole version is read");
-    expect(channel.slots.take_over() == 1, "nothing half-written is announced");
+    CHECK((channel.slots.read(&out, 1, extra, 0, true, tries).version == 1 && got[7] == 1) && "the last whole version is read");
+    CHECK((channel.slots.take_over() == 1) && "nothing half-written is announced");
     std::fill(value, value + 8, 2);
     channel.slots.publish(&in, 1, nullptr, 0, 2, false);
-    expect(channel.slots.read(&out, 1, extra, 0, true, tries).version == 2 && got[0] == 2, "the successor's version is read");
-    expect(channel.control->slot[slot].sequence % 2 == 0, "it took over the half-written slot");
+    CHECK((channel.slots.read(&out, 1, extra, 0, true, tries).version == 2 && got[0] == 2) && "the successor's version is read");
+    CHECK((channel.control->slot[slot].sequence % 2 == 0) && "it took over the half-written slot");
 }
 
 void a_finished_version_is_announced_by_the_successor() {
@@ -116,9 +111,9 @@ void a_finished_version_is_announced_by_the_successor() {
         auto& head = channel.control->slot[slot];
         head.version = 5;
         head.check = check_of(5, 0, nullptr, 0);
-        head.sequence = head.sequence + 1;  // committed; its writer dies before it rings
-        expect(channel.slots.newest() == 0 && channel.slots.take_over() == 5, "version 5 is announced");
-        expect(channel.slots.claim().version == 5, "version 5 can be read");
+        head.sequence = head.sequence + 1;  // committed; its writer dies before it announces
+        CHECK((channel.slots.newest() == 0 && channel.slots.take_over() == 5) && "version 5 is announced");
+        CHECK((channel.slots.claim().version == 5) && "version 5 can be read");
     }
 }
 
@@ -139,10 +134,10 @@ void words_that_no_publisher_wrote_are_no_version() {
                 default: channel.slots.slot_data(slot)[64] = std::byte{8};
             }
             const WeightsClaim claim = channel.slots.read(&out, 1, reinterpret_cast<std::byte*>(into), monotonic_ns() + 1'000'000, true, tries);
-            expect(claim.version == 0 || claim.damaged, "it is told");
+            CHECK((claim.version == 0 || claim.damaged) && "it is told");
             auto& other = channel.control->slot[count == 2 ? slot ^ 1 : slot];
             other.version = 1 << 20;
-            expect(channel.slots.take_over() == 1, "and no successor announces it");
+            CHECK((channel.slots.take_over() == 1) && "and no successor announces it");
         }
     }
 }
@@ -157,10 +152,10 @@ void nan_is_found_wherever_it_is_and_publishes_nothing() {
                 std::fill(dirty.begin(), dirty.end(), 2.0f);
                 WeightsPart parts[] = {part(clean.data(), words * 4, 0, 4, kFloat), part(dirty.data(), words * 4, words * 4, 4, kFloat)};
                 const std::uint64_t before = channel.slots.newest();
-                expect(channel.slots.publish(parts, 2, nullptr, 0, before + 1, true) == -1, "finite weights pass");
+                CHECK((channel.slots.publish(parts, 2, nullptr, 0, before + 1, true) == -1) && "finite weights pass");
                 dirty[at] = bad;
-                expect(channel.slots.publish(parts, 2, nullptr, 0, before + 2, true) == 1, "the bad part is named");
-                expect(channel.slots.newest() == before + 1 && channel.slots.claim().version == before + 1, "the last version stands");
+                CHECK((channel.slots.publish(parts, 2, nullptr, 0, before + 2, true) == 1) && "the bad part is named");
+                CHECK((channel.slots.newest() == before + 1 && channel.slots.claim().version == before + 1) && "the last version stands");
             }
         }
     }
@@ -173,18 +168,18 @@ void a_claim_is_void_once_its_slot_is_written() {
     channel.slots.publish(&in, 1, nullptr, 0, 1, false);
     const WeightsClaim claim = channel.slots.claim();
     channel.slots.publish(&in, 1, nullptr, 0, 2, false);
-    expect(channel.slots.holds(claim), "one publication leaves the slot before it alone");
+    CHECK((channel.slots.holds(claim)) && "one publication leaves the slot before it alone");
     channel.slots.begin();
-    expect(!channel.slots.holds(claim), "the next one does not");
+    CHECK((!channel.slots.holds(claim)) && "the next one does not");
 }
 
 void waiting_ends_with_the_publication() {
     Channel channel(64, 2);
     std::uint64_t value[8] = {};
     const WeightsPart in = part(value, 64);
-    expect(!channel.slots.wait_newer(0, monotonic_ns() + 1'000'000), "no publication, no news");
+    CHECK((!channel.slots.wait_newer(0, monotonic_ns() + 1'000'000)) && "no publication, no news");
     std::thread writer([&] { channel.slots.publish(&in, 1, nullptr, 0, 1, false); });
-    expect(channel.slots.wait_newer(0, monotonic_ns() + 60 * kSoon), "the publication ends the wait");
+    CHECK((channel.slots.wait_newer(0, monotonic_ns() + 60 * kSoon)) && "the publication ends the wait");
     writer.join();
 }
 

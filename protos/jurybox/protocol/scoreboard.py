@@ -24,7 +24,7 @@ from jurybox.protocol.wire import PROTOCOL_VERSION
 
 MAX_ENGINES = 64
 MAX_MODELS = 128
-MAX_LANES = 2048  # as many as a ring segment has, native/shm_rings.hpp
+MAX_LANES = 2048  # as many as a ring segment has, native/serving/shm_rings.hpp
 
 # A client locks byte LANE_LOCK + lane of the scoreboard's file for as long as it holds the lane.
 LANE_LOCK = 1 << 59

@@ -15,7 +15,7 @@ class ShmRings:
     else.
 
     Attributes:
-        segment: native/shm_rings.hpp says what is in it.
+        segment: native/serving/shm_rings.hpp says what is in it.
         pipe: descriptor: the engine reads from it, clients write to it; -1 with its owner, who does neither.
     """
 

@@ -1,6 +1,6 @@
 """The weights channel as a shared-memory segment: a head, the layout, and one or two slots.
 
-Byte 0: the head (`_HEAD`). Byte 256: the words that processes agree by (native/weights_slots.hpp). Byte 512: the
+Byte 0: the head (`_HEAD`). Byte 256: the words that processes agree by (native/serving/weights_slots.hpp). Byte 512: the
 publisher's process id, for messages only. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
 weights in the layout's order, then room for the extra.
 """
@@ -82,7 +82,7 @@ class WeightsChannel:
         self.publisher_pid = segment.array(np.uint64, (1,), _PUBLISHER)
         self.slots = WeightsSlots(memory, _CONTROL, first, stride, weights_bytes, slots)
         self.slots.prefault()
-        self._words = segment.array(np.uint64, (24,), _CONTROL)  # native/weights_slots.hpp: WeightsControl
+        self._words = segment.array(np.uint64, (24,), _CONTROL)  # native/serving/weights_slots.hpp: WeightsControl
         self._kept: dict[int, bytes] = {}  # by place; the owner's copies
         self._seen = self._unsound = 0
         self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]

@@ -136,7 +136,7 @@ class Batches:
 
     Args:
         answer: replies to tickets, with a code, a weights version and a message.
-        crowd: told who was answered.
+        tracker: told who was answered.
         clock: nanoseconds.
         report: called with (event, fields) for what should be logged.
         interruptible: as `Engine`.
@@ -148,7 +148,7 @@ class Batches:
     def __init__(
         self,
         answer: Callable[[NDArray[Any], int, int, str], None],
-        crowd: native.ArrivalTracker,
+        tracker: native.ArrivalTracker,
         clock: Callable[[], int],
         report: Callable[..., None],
         *,
@@ -156,7 +156,7 @@ class Batches:
     ) -> None:
         self.mean_ns = 0.0
         self._answer = answer
-        self._crowd = crowd
+        self._tracker = tracker
         self._clock = clock
         self._report = report
         self._mine = (KeyboardInterrupt,) if interruptible else ()
@@ -230,7 +230,7 @@ class Batches:
         for answered, used in slot.answers(tickets, version):
             self._answer(answered, Code.OK, used, "")
         ended = self._clock()
-        self._crowd.answered(tickets, ended)
+        self._tracker.answered(tickets, ended)
         slot.counters.batch(tickets, rows, began, ended)
         self.mean_ns += _SMOOTHING * (ended - began - self.mean_ns)
         slot.cost.observe(rows, ended - began)

@@ -76,10 +76,10 @@ class Engine:
         self._clock = clock
         self._pause = pause
         self._report = report
-        self._crowd = native.ArrivalTracker(len(scoreboard.lanes))
+        self._tracker = native.ArrivalTracker(len(scoreboard.lanes))
         self._counters: dict[int, Counters] = {}
         self._admission = native.Admission(len(scoreboard.lanes))
-        self._batches = Batches(self._answer, self._crowd, clock, report, interruptible=interruptible)
+        self._batches = Batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused in words of their own
@@ -209,7 +209,7 @@ class Engine:
                 self._computing[0] = 0
             return self._batches.land()
         queue, served = slot.queue, slot.served
-        if self._crowd.away and self._pause is not None and not self._batches.under_way:
+        if self._tracker.away and self._pause is not None and not self._batches.under_way:
             self._wait_for_more(slot, now)
         if (late := queue.expired(now)) is not None:
             slot.counters.expired(late)
@@ -228,15 +228,15 @@ class Engine:
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
-        """Wait for half of the quick clients, as long as that pays (crowd.py says why and when)."""
+        """Wait for half of the quick clients, as long as that pays (batcher.py says why and when)."""
         assert self._pause is not None
         queue = slot.queue
-        while self._crowd.away > len(queue) and queue.rows < queue.max_batch:
+        while self._tracker.away > len(queue) and queue.rows < queue.max_batch:
             shared = self._clock() - began + slot.cost.fixed
-            more = (self._crowd.away - len(queue) + 1) // 2  # who comes is no longer away
+            more = (self._tracker.away - len(queue) + 1) // 2  # who comes is no longer away
             self._pause(shared / len(queue) / 1e9, more)
             if not self._take_in():
-                self._crowd.stays_away()
+                self._tracker.stays_away()
 
     def ready_in(self) -> int | None:
         """Nanoseconds until a held-back batch is due; None when nothing waits."""
@@ -260,7 +260,7 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._crowd.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns))
+            self._tracker.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns))
             accepted += len(tickets)
             self._sort(tickets, rows, pinned=pinned)
         return accepted

@@ -146,7 +146,7 @@ class TracedEngine(Engine):
         report: Callable[..., None],
     ) -> None:
         super().__init__(scoreboard, index, transports, pause=pause, report=report)
-        self._batches = TracedBatches(timings, index, self._answer, self._crowd, self._clock, report)
+        self._batches = TracedBatches(timings, index, self._answer, self._tracker, self._clock, report)
 
 
 # ----

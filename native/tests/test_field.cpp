@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "replay_codec.hpp"
+#include "replay/field.hpp"
 
 using namespace jurybox::replay::codec;
 

@@ -1,10 +1,7 @@
 #include <stdexcept>
 
 #include "bindings.hpp"
-#include "borrowed.hpp"
-#include "counters.hpp"
-#include "crowd.hpp"
-#include "tickets.hpp"
+#include "serving/tickets.hpp"
 
 namespace nb = nanobind;
 
@@ -106,7 +103,7 @@ void bind_tickets(nb::module_& m) {
             },
             nb::arg("tickets"), nb::arg("transport"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"),
             "Set transport, model and code of tickets (records of wire.TICKET) against the lanes (scoreboard.LANE), the largest "
-            "ticket of each model (models,) uint32, and the number of the arena it computes in (models,) uint32; gives "
+            "ticket of each model (models,) uint32, and the number of the arena it computes in (models,) uint32; returns "
             "how many were refused, the rows of the others, and whether one asks for a weights version.")
         .def(
             "leave",
@@ -114,9 +111,9 @@ void bind_tickets(nb::module_& m) {
                 const Read these(tickets);
                 return self.leave(these.records<Ticket>(), these.rows());
             },
-            nb::arg("tickets"), "Tickets leave, answered; gives the transport all of them came through, -1 for several.");
+            nb::arg("tickets"), "Tickets leave, answered; returns the transport all of them came through, -1 for several.");
 
-    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/crowd.py says what for.")
+    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/batcher.py says what for.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
         .def_prop_ro("away", &ArrivalTracker::away, "Quick clients that have been answered and not asked again yet.")
         .def(

@@ -8,25 +8,21 @@
 // Who sleeps says so first and then looks again; who has something for it does that first and then looks whether it
 // sleeps. Both sides of these two pairs are sequentially consistent, so one of them always sees the other.
 //
-// Clients sleep 32 lanes to a word, so that a batch's clients are woken by one system call: were each woken by its own,
-// the first of them would take the core before the second is awake.
+// Thirty-two lanes share the word that their clients sleep on, so that one system call wakes a batch's clients. If each
+// had its own call, the first of them would take the core before the second is awake.
 #pragma once
+#include <poll.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include <linux/futex.h>
-#include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include "clock.hpp"
-#include "spin.hpp"
-#include "tickets.hpp"
+#include "common/wait.hpp"
+#include "serving/tickets.hpp"
 
 namespace jurybox {
 
@@ -43,7 +39,7 @@ struct Answer {
     std::uint64_t lease;
 };
 static_assert(sizeof(Answer) == 32);
-static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 // Positions count for ever and wrap at 2^32; a ring holds what lies between its two.
 struct LaneRings {
@@ -63,16 +59,11 @@ struct ShmRingsMemory {
     alignas(64) std::atomic<std::uint64_t> summary;   // bit w: word w of `pending` has bits
     alignas(64) std::atomic<std::uint64_t> pending[kShmRingsLanes / 64];
     struct SleepWord {
-        alignas(64) std::atomic<std::uint32_t> moved;  // engine: with every waking; what clients sleep on
+        alignas(64) Futex moved;  // engine: changes with every wake-up; clients sleep on it
     } sleep_words[kShmRingsLanes / kSleepers];
     LaneRings lanes[kShmRingsLanes];
 };
 static_assert(kShmRingsLanes / 64 <= 64);
-
-inline long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* until,
-                  std::uint32_t bits) {
-    return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, until, nullptr, bits);
-}
 
 // Whether this was the last ticket that a sleeping engine waits for.
 inline bool count_down(std::atomic<std::uint32_t>& sleeping) {
@@ -90,7 +81,7 @@ inline std::size_t whole_characters(const char* text, std::size_t length, std::s
     return bytes;
 }
 
-// What is read here of scoreboard.py's ENGINE: the life of the engine, and whether it serves.
+// The same as ENGINE in scoreboard.py. Read here: the engine's incarnation, and whether it serves.
 struct EngineRecord {
     std::uint64_t incarnation;
     std::int64_t heartbeat, expected_wait;
@@ -98,7 +89,7 @@ struct EngineRecord {
     std::uint64_t restarts, device_bytes, rings;
     std::uint32_t computing, pad;
 
-    // The engine's: what it has written before is seen by who reads the new state with acquire.
+    // Called by the engine: who reads the new state, with acquire, sees what the engine has written before.
     void show(std::uint32_t now) { reinterpret_cast<std::atomic<std::uint32_t>*>(&state)->store(now, std::memory_order_release); }
 
     bool serves(std::uint64_t in_incarnation) const {
@@ -109,7 +100,7 @@ struct EngineRecord {
 };
 static_assert(sizeof(EngineRecord) == 64);
 
-// What a call gives where there is no answer's code.
+// What a call returns where there is no answer's code.
 constexpr int kNotSent = -1;
 constexpr int kNotAnswered = -2;
 
@@ -123,8 +114,8 @@ class ShmRingsEngine {
     ShmRingsEngine(ShmRingsMemory* memory, std::uint64_t incarnation, std::int64_t spin_ns)
         : memory_(memory), incarnation_(incarnation), taken_(kShmRingsLanes), answered_(kShmRingsLanes), spin_(spin_ns) {}
 
-    // Write the engine's positions anew where they are not what it wrote, and ring for tickets whose bits got lost; gives
-    // how many lanes were overwritten. What was in their rings may be lost: `renew` has clients ask again.
+    // Restore the engine's positions where they are not what it wrote, and set the bits of lanes whose tickets lost theirs.
+    // Returns how many lanes were overwritten. What was in their rings may be lost: after `renew` clients ask again.
     std::size_t mend() {
         std::size_t overwritten = 0;
         for (std::uint32_t number = 0; number < kShmRingsLanes; ++number) {
@@ -143,7 +134,7 @@ class ShmRingsEngine {
         return overwritten;
     }
 
-    // Begin another life in the same memory: tickets for the one before are dropped.
+    // Begin another incarnation in the same memory: tickets for the one before are dropped.
     void renew(std::uint64_t incarnation) { incarnation_ = incarnation; }
 
     // Take tickets that were posted, at most `room`; what does not fit stays.
@@ -152,7 +143,7 @@ class ShmRingsEngine {
         std::uint64_t words = memory_->summary.load(std::memory_order_seq_cst);
         if (words == 0) return 0;
         words = memory_->summary.exchange(0, std::memory_order_seq_cst);
-        // Begin behind the lane served last, so that a crowd that never fits whole is served in turn.
+        // Begin after the lane served last: where not all lanes fit into one batch, they are served in turn.
         const std::uint32_t start = next_word_;
         for (std::uint32_t k = 0; k < kShmRingsLanes / 64; ++k) {
             const std::uint32_t w = (start + k) % (kShmRingsLanes / 64);
@@ -173,7 +164,7 @@ class ShmRingsEngine {
         return n;
     }
 
-    // Answer tickets; gives how many answers found no room because their client never reads.
+    // Answer tickets; returns how many answers found no room because their client never reads.
     std::size_t reply(const Ticket* tickets, std::size_t n, std::uint32_t code, std::uint64_t version,
                       const char* message, std::size_t length) {
         std::size_t dropped = 0;
@@ -244,10 +235,10 @@ class ShmRingsEngine {
 
   private:
     void sleep(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
-        const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), timeout_ns % 1'000'000'000};
+        const timespec timeout = timespec_of(timeout_ns);
         ::ppoll(fds, n_fds, &timeout, nullptr);
-        char rung[64];
-        while (::read(fds[0].fd, rung, sizeof rung) == static_cast<ssize_t>(sizeof rung)) {
+        char bytes[64];  // each only says: wake up
+        while (::read(fds[0].fd, bytes, sizeof bytes) == static_cast<ssize_t>(sizeof bytes)) {
         }
     }
 
@@ -262,7 +253,7 @@ class ShmRingsEngine {
         if (sleepers == 0) return;
         auto& moved = memory_->sleep_words[word].moved;
         moved.fetch_add(1, std::memory_order_seq_cst);  // for those that said they sleep, and do not yet
-        futex(&moved, FUTEX_WAKE_BITSET, INT_MAX, nullptr, sleepers);
+        futex_wake(moved, sleepers);
     }
 
     // Move one lane's tickets to `out`; false when there was no room for all of them.
@@ -274,7 +265,7 @@ class ShmRingsEngine {
         for (; at != end && n < room; ++at) {
             out[n] = lane.tickets[at % kRing];
             out[n].lane = number;  // a client answers for its own lane only
-            // One meant for an engine that has died since is sent again by its client, who sees that on the scoreboard.
+            // Drop tickets for an earlier incarnation: their clients see the new one on the scoreboard and send again.
             n += out[n].incarnation == incarnation_;
         }
         lane.taken.store(taken_[number] = at, std::memory_order_release);
@@ -318,9 +309,9 @@ class ShmRingsClient {
         memory_->pending[number_ / 64].fetch_or(std::uint64_t{1} << number_ % 64, std::memory_order_seq_cst);
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
         if (count_down(memory_->sleeping)) {
-            const char ring = 1;
-            // A full pipe wakes just as well; a vanished engine is seen on the scoreboard.
-            [[maybe_unused]] const ssize_t written = ::write(wake_, &ring, 1);
+            const char byte = 1;
+            // A full pipe wakes just as well; that an engine is gone shows on the scoreboard.
+            [[maybe_unused]] const ssize_t written = ::write(wake_, &byte, 1);
         }
         return true;
     }
@@ -336,7 +327,6 @@ class ShmRingsClient {
         spin.ended(found, budget);
         if (found) return true;
         const std::int64_t until = monotonic_ns() + timeout_ns;
-        const timespec end{static_cast<time_t>(until / 1'000'000'000), until % 1'000'000'000};
         auto& moved = memory_->sleep_words[number_ / kSleepers].moved;
         while (!came()) {
             const std::uint32_t before = moved.load(std::memory_order_seq_cst);
@@ -344,9 +334,8 @@ class ShmRingsClient {
             if (lane_.answered.load(std::memory_order_seq_cst) != seen) break;
             // Returns at once when the word has moved on meanwhile, be it for others; a signal gives the caller a
             // chance to look.
-            if (futex(&moved, FUTEX_WAIT_BITSET, before, &end, std::uint32_t{1} << number_ % kSleepers) == -1 &&
-                (errno == EINTR || errno == ETIMEDOUT))
-                break;
+            const int why = futex_wait(moved, before, until, std::uint32_t{1} << number_ % kSleepers);
+            if (why == EINTR || why == ETIMEDOUT) break;
         }
         lane_.waiting.store(0, std::memory_order_relaxed);
         return came();

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "check.hpp"
-#include "replay_draw.hpp"
-#include "replay_pieces.hpp"
-#include "replay_write.hpp"
+#include "heap_ring.hpp"
+#include "replay/archive.hpp"
 
+using namespace jurybox;
 using namespace jurybox::replay;
 
 namespace {
@@ -76,28 +76,14 @@ void test_garbage_stays_inside_its_buffers() {
     }
 }
 
-// A ring of one float32 vector over the heap.
-struct HeapRing {
-    static constexpr std::size_t kElements = 30;
-    Ring ring;
-    std::unique_ptr<Control> control = std::make_unique<Control>();
-    std::vector<std::uint64_t> memory;
+constexpr std::size_t kElements = 30;
 
-    explicit HeapRing(std::uint64_t capacity) {
-        ring.control = control.get();
-        ring.fields.push_back(Field{8, kElements * 4, kElements * 4, kElements});
-        ring.slot_bytes = 8 + kElements * 4;
-        ring.capacity = capacity;
-        memory.resize(capacity * ring.slot_bytes / 8);
-        ring.slots = reinterpret_cast<std::byte*>(memory.data());
-    }
-    void write(float stamp) {
-        const std::vector<float> row(kElements, stamp);
-        Source source;
-        source.data = reinterpret_cast<const std::byte*>(row.data());
-        CHECK(Writer(ring).write(ring.reserve(1), &source, 0, nullptr, 0, false) == Written::yes);
-    }
-};
+void write(Ring& ring, float stamp) {
+    const std::vector<float> row(kElements, stamp);
+    Source source;
+    source.data = reinterpret_cast<const std::byte*>(row.data());
+    CHECK(Writer(ring).write(ring.reserve(1), &source, 0, nullptr, 0, false) == Written::yes);
+}
 
 // The pieces of packed records, as the reader of a file finds them.
 std::vector<Piece> pieces_of(const Block& file, std::size_t slot_bytes) {
@@ -114,11 +100,11 @@ std::vector<Piece> pieces_of(const Block& file, std::size_t slot_bytes) {
 
 void test_records_come_back_beside_a_writer(bool compressed) {
     constexpr std::uint64_t kSlots = 64;
-    HeapRing from(kSlots), to(kSlots);
-    for (std::uint64_t i = 0; i < kSlots; ++i) from.write(static_cast<float>(i));
+    HeapRing from(kSlots, 1, kElements, false, false), to(kSlots, 1, kElements, false, false);
+    for (std::uint64_t i = 0; i < kSlots; ++i) write(from.ring, static_cast<float>(i));
     const std::uint64_t newest = from.ring.reserved();
     std::thread writer([&] {
-        for (int i = 0; i < 20; ++i) from.write(static_cast<float>(1000 + i));
+        for (int i = 0; i < 20; ++i) write(from.ring, static_cast<float>(1000 + i));
     });
     const std::uint64_t runs[] = {20, 44, 0, 13, 13, 7};
     Block file(3 * sizeof(RecordHead) + kSlots * from.ring.slot_bytes);
@@ -139,7 +125,7 @@ void test_records_come_back_beside_a_writer(bool compressed) {
         CHECK(word == sequences[i]);
         if (word == 0) continue;
         CHECK(word == whole(i));
-        float values[HeapRing::kElements];
+        float values[kElements];
         std::memcpy(values, to.ring.slot(i) + 8, sizeof values);
         for (float value : values) CHECK(value == static_cast<float>(i));
         ++rows;

@@ -28,33 +28,33 @@ def tickets(*lanes):
 
 
 def test_a_client_that_came_back_at_once_is_expected_again():
-    crowd = ArrivalTracker(8)
-    crowd.answered(tickets(1), 0)
-    assert crowd.away == 0  # never seen to be quick
-    crowd.came(tickets(1), 50_000, QUICK * BATCH)
-    crowd.answered(tickets(1), 150_000)
-    assert crowd.away == 1
-    crowd.came(tickets(1), 200_000, QUICK * BATCH)
-    assert crowd.away == 0
+    tracker = ArrivalTracker(8)
+    tracker.answered(tickets(1), 0)
+    assert tracker.away == 0  # never seen to be quick
+    tracker.came(tickets(1), 50_000, QUICK * BATCH)
+    tracker.answered(tickets(1), 150_000)
+    assert tracker.away == 1
+    tracker.came(tickets(1), 200_000, QUICK * BATCH)
+    assert tracker.away == 0
 
 
 def test_a_client_that_thinks_long_is_not_waited_for():
-    crowd = ArrivalTracker(8)
-    crowd.answered(tickets(1), 0)
-    crowd.came(tickets(1), 50 * BATCH, QUICK * BATCH)
-    crowd.answered(tickets(1), 51 * BATCH)
-    assert crowd.away == 0
+    tracker = ArrivalTracker(8)
+    tracker.answered(tickets(1), 0)
+    tracker.came(tickets(1), 50 * BATCH, QUICK * BATCH)
+    tracker.answered(tickets(1), 51 * BATCH)
+    assert tracker.away == 0
 
 
 def test_who_stays_away_loses_its_credit_until_it_is_quick_again():
-    crowd = ArrivalTracker(8)
-    crowd.came(tickets(1, 2), 0, QUICK * BATCH)
-    crowd.answered(tickets(1, 2), 10)
-    crowd.stays_away()
-    assert crowd.away == 0
-    crowd.came(tickets(1), 50 * BATCH, QUICK * BATCH)
-    crowd.answered(tickets(1), 51 * BATCH)
-    assert crowd.away == 0
+    tracker = ArrivalTracker(8)
+    tracker.came(tickets(1, 2), 0, QUICK * BATCH)
+    tracker.answered(tickets(1, 2), 10)
+    tracker.stays_away()
+    assert tracker.away == 0
+    tracker.came(tickets(1), 50 * BATCH, QUICK * BATCH)
+    tracker.answered(tickets(1), 51 * BATCH)
+    assert tracker.away == 0
 
 
 def test_the_fixed_cost_of_a_batch_is_told_from_that_of_its_rows():
@@ -79,11 +79,11 @@ class World:
         self.fixed, self.by_row = fixed, by_row
         self.now, self.pauses, self.sizes, self.think = 1_000_000, [], [], think
         self.asks = dict.fromkeys(range(len(think)), self.now)
-        owner = Scoreboard.create(segment_name("crowdtest", "scoreboard"), 1, 0.0)
+        owner = Scoreboard.create(segment_name("arrivalstest", "scoreboard"), 1, 0.0)
         self.scoreboard = owner
         spec = ServedModel(torch.nn.Identity(), VECTOR, {"action": VECTOR["observation"]})
         layout = ArenaLayout(ModelSpec("m", spec.inputs, spec.outputs), 64)
-        self.arena = Arena.create(segment_name("crowdtest", "arena"), layout)
+        self.arena = Arena.create(segment_name("arrivalstest", "arena"), layout)
         for lane in range(len(think)):
             self.scoreboard.lanes[lane : lane + 1][["lease", "model", "first", "rows"]] = (lane + 1, 0, lane, 1)
         self.engine = Engine(owner, 0, [self], clock=lambda: self.now, pause=self.pause)
@@ -142,16 +142,16 @@ def test_a_lone_client_is_never_kept_waiting(world):
 
 
 def test_two_halves_of_a_crowd_in_closed_loop_take_turns(world):
-    crowd = world([20_000 + 7_000 * i for i in range(16)])
-    crowd.run(60)
-    assert 7 <= np.mean(crowd.sizes[-20:]) <= 10  # one half computes while the other's clients run
+    clients = world([20_000 + 7_000 * i for i in range(16)])
+    clients.run(60)
+    assert 7 <= np.mean(clients.sizes[-20:]) <= 10  # one half computes while the other's clients run
 
 
 def test_nobody_is_waited_for_when_batching_saves_nothing(world):
-    crowd = world([200_000] * 4, fixed=0, by_row=700_000)
-    crowd.run(100)
-    busy = sum(crowd.sizes) * 700_000
-    assert busy > 0.9 * crowd.now  # clients prepare while the engine computes for others
+    clients = world([200_000] * 4, fixed=0, by_row=700_000)
+    clients.run(100)
+    busy = sum(clients.sizes) * 700_000
+    assert busy > 0.9 * clients.now  # clients prepare while the engine computes for others
 
 
 def test_clients_that_think_long_are_served_as_they_come(world):

@@ -5,8 +5,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "replay_draw.hpp"
-#include "sum_tree.hpp"
+#include "replay/draw.hpp"
 
 using jurybox::replay::SumTree;
 

@@ -3,39 +3,28 @@
 //
 // The writer marks a slot's counter odd, writes, marks it even, and only then says that this slot is the newest. With
 // two slots it writes the one that is not the newest, so a reader of the newest is disturbed only by a writer that
-// publishes twice while it copies; the counter tells it, and it starts again at what is then the newest. Nobody waits
-// for anybody, and a writer killed at any instruction leaves the newest slot whole.
+// publishes twice while it copies; the counter shows that, and the reader starts again with what is then the newest.
+// Nobody waits, and a writer killed at any instruction leaves the newest slot whole.
 #pragma once
-#include <linux/futex.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
-#include "clock.hpp"
-#include "replay_checksum.hpp"
-#include "streaming_copy.hpp"
-
-#ifdef __SANITIZE_THREAD__
-// The sanitizer does not model fences; its build makes every shared byte an atomic instead (streaming_copy.hpp).
-#pragma GCC diagnostic ignored "-Wtsan"
-#endif
+#include "common/bytes.hpp"
+#include "common/wait.hpp"
 
 namespace jurybox {
 
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "counters are shared between processes");
+// From this size on a publication is larger than what a core's own caches hold, and streaming wins.
+inline constexpr std::size_t kStreamFrom = std::size_t{1} << 20;
 
 // The words that processes agree by; each group has its cache line. All zero means: nothing published yet.
 struct WeightsControl {
     struct alignas(64) Channel {
         std::atomic<std::uint64_t> newest;  // version * 2 + slot; one word, so that nobody sees half of the pair
-        std::atomic<std::uint32_t> rings;    // changes with every publication; a futex
+        Futex announced;                      // changes with every publication
     } channel;
     struct alignas(64) Slot {
         std::atomic<std::uint64_t> sequence;  // odd while the slot is written, or was when its writer died
@@ -70,7 +59,7 @@ struct WeightsClaim {
 // Words that a stray or hostile write changed must not pass for a publication: who has the memory mapped can write to it.
 inline std::uint64_t check_of(std::uint64_t version, std::uint64_t published_ns, const std::byte* extra, std::uint64_t extra_bytes) {
     const std::uint64_t words[3] = {version, published_ns, extra_bytes};
-    return std::uint64_t{replay::crc32c(words, sizeof words)} << 32 | replay::crc32c(extra, extra_bytes);
+    return std::uint64_t{crc32c(words, sizeof words)} << 32 | crc32c(extra, extra_bytes);
 }
 
 template <typename Word>
@@ -108,8 +97,8 @@ public:
 
     // ---- the publisher; there is one at a time, which a file lock sees to -------------------------------------------
 
-    // What a dead publisher finished but could not announce any more is announced; what it left half written stays
-    // marked, and is the next to be written. Gives the newest version.
+    // Announce what a dead publisher finished but did not announce. What it left half written stays marked, and is the next
+    // slot to be written. Returns the newest version.
     std::uint64_t take_over() {
         const unsigned slot = next_slot();
         const auto& head = control_->slot[slot];
@@ -122,14 +111,14 @@ public:
         return newest();
     }
 
-    // Marks the slot to write and gives its number. Until `commit` readers see the version before it (with two slots)
+    // Marks the slot to write and returns its number. Until `commit` readers see the version before it (with two slots)
     // or wait (with one).
     unsigned begin() {
         const unsigned slot = next_slot();
         auto& sequence = control_->slot[slot].sequence;
         sequence.store(sequence.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
         // A release fence is what the model asks for; the full one also keeps streaming stores behind the mark.
-        std::atomic_thread_fence(std::memory_order_seq_cst);
+        fence_full();
         return slot;
     }
 
@@ -146,7 +135,7 @@ public:
         announce(slot, version);
     }
 
-    // A whole publication. Gives -1, or the number of the first part that holds NaN or infinity when `check` asks for
+    // A whole publication. Returns -1, or the number of the first part that holds NaN or infinity when `check` asks for
     // that; nothing is published then. One pass over the source: blocks are checked while they are in the cache anyway.
     std::int64_t publish(const WeightsPart* parts, std::size_t n, const std::byte* extra, std::size_t extra_bytes,
                          std::uint64_t version, bool check) {
@@ -201,7 +190,7 @@ public:
     }
 
     bool holds(const WeightsClaim& claim) const {
-        std::atomic_thread_fence(std::memory_order_acquire);
+        fence_acquire();
         return control_->slot[claim.slot].sequence.load(std::memory_order_relaxed) == claim.sequence;
     }
 
@@ -231,31 +220,31 @@ public:
     }
 
     // Tries until one read is whole or `deadline_ns` (monotonic) has passed: version 0 then. Or until it finds damage.
-    WeightsClaim read(const WeightsPart* parts, std::size_t n, std::byte* extra, std::uint64_t deadline_ns, bool verify,
+    WeightsClaim read(const WeightsPart* parts, std::size_t n, std::byte* extra, std::int64_t deadline_ns, bool verify,
                       std::uint64_t& tries) const {
+        const Futex& announced = control_->channel.announced;
         WeightsClaim claim;
         for (tries = 1;; ++tries) {
-            const std::uint32_t rings = control_->channel.rings.load(std::memory_order_acquire);
+            const std::uint32_t seen = announced.load(std::memory_order_acquire);
             if (try_read(parts, n, extra, claim, verify) || claim.damaged) return claim;
-            const auto now = static_cast<std::uint64_t>(monotonic_ns());
+            const std::int64_t now = monotonic_ns();
             if (now >= deadline_ns) return {};
             // Overtaken means that there is a newer version to read at once. Only a single slot under its writer, or a
-            // channel without a publication, leaves nothing to do but to wait for the rings.
-            if (claim.version == 0 && (slots_ == 1 || newest() == 0)) wait_for_rings(rings, deadline_ns - now);
-            // So often it is overtaken by nobody: somebody wrote nonsense there, which the next publication corrects.
+            // channel without a publication, leaves nothing to do but to wait for the next announcement.
+            if (claim.version == 0 && (slots_ == 1 || newest() == 0)) futex_wait(announced, seen, deadline_ns);
+            // No writer overtakes this often: somebody wrote nonsense there, which the next publication corrects.
             else if (tries % kOvertaken == 0)
-                wait_for_rings(rings, std::min<std::uint64_t>(deadline_ns - now, 50'000'000));
+                futex_wait(announced, seen, std::min<std::int64_t>(deadline_ns, now + 50'000'000));
         }
     }
 
     // Waits until a version newer than `seen` is announced, or `deadline_ns` (monotonic) has passed.
-    bool wait_newer(std::uint64_t seen, std::uint64_t deadline_ns) const {
+    bool wait_newer(std::uint64_t seen, std::int64_t deadline_ns) const {
         for (;;) {
-            const std::uint32_t rings = control_->channel.rings.load(std::memory_order_acquire);
+            const std::uint32_t before = control_->channel.announced.load(std::memory_order_acquire);
             if (newest() > seen) return true;
-            const auto now = static_cast<std::uint64_t>(monotonic_ns());
-            if (now >= deadline_ns) return false;
-            wait_for_rings(rings, deadline_ns - now);
+            if (monotonic_ns() >= deadline_ns) return false;
+            futex_wait(control_->channel.announced, before, deadline_ns);
         }
     }
 
@@ -271,15 +260,8 @@ private:
 
     void announce(unsigned slot, std::uint64_t version) {
         control_->channel.newest.store(version * 2 + slot, std::memory_order_release);
-        control_->channel.rings.fetch_add(1, std::memory_order_release);
-        syscall(SYS_futex, &control_->channel.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-    }
-
-    void wait_for_rings(std::uint32_t seen, std::uint64_t ns) const {
-        timespec span{};
-        span.tv_sec = static_cast<time_t>(ns / 1'000'000'000u);
-        span.tv_nsec = static_cast<long>(ns % 1'000'000'000u);
-        syscall(SYS_futex, &control_->channel.rings, FUTEX_WAIT, seen, &span, nullptr, 0);
+        control_->channel.announced.fetch_add(1, std::memory_order_release);
+        futex_wake(control_->channel.announced);
     }
 
     static std::size_t total(const WeightsPart* parts, std::size_t n) {

@@ -1,11 +1,9 @@
-#include "bindings.hpp"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_replay_ring.hpp"
+#include "replay/bind_ring.hpp"
 
 namespace jurybox {
 namespace {
@@ -117,7 +115,7 @@ int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, b
                                  [&] { return self.interrupted_ = python_interrupts(); });
         if (in_time) {
             Sampler sampler(self.ring, request);
-            outcome = sampler.run(self.crew.get());
+            outcome = sampler.run(self.threads.get());
             if (self.ring.limited()) announce(self.ring.control->room);
         }
     }
@@ -367,8 +365,8 @@ void bind_replay(nb::module_& m) {
             announce(r.ring.control->rows);
             announce(r.ring.control->room);
         });
-    add_fast_method<ring_add>(ring, "add", "add(**fields): one row; gives the rows written (0 when full and dropping).");
-    add_fast_method<ring_extend>(ring, "extend", "extend(**fields): n rows, in order; gives the rows written.");
+    add_fast_method<ring_add>(ring, "add", "add(**fields): one row; returns the rows written (0 when full and dropping).");
+    add_fast_method<ring_extend>(ring, "extend", "extend(**fields): n rows, in order; returns the rows written.");
 
     auto streams = nb::class_<PyStreams>(m, "ReplayStreams");
     streams

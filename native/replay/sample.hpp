@@ -8,9 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "replay_crew.hpp"
-#include "replay_draw.hpp"
-#include "replay_ring.hpp"
+#include "common/thread_pool.hpp"
+#include "replay/ring.hpp"
 
 namespace jurybox::replay {
 
@@ -68,7 +67,7 @@ class Sampler {
           base_(oldest_ % ring.capacity),
           order_(count_ == 0 ? 1 : count_, request.key) {}
 
-    Sampled run(Crew* crew) {
+    Sampled run(ThreadPool* threads) {
         const std::size_t n = request_.n;
         if (n == 0) return Sampled::yes;
         if (count_ == 0) return Sampled::empty;
@@ -85,8 +84,8 @@ class Sampler {
         // A part is worth a thread's waking: a quarter of a megabyte at least.
         const std::size_t rows_a_part = std::max<std::size_t>(4, (std::size_t{1} << 18) / (bytes == 0 ? 1 : bytes));
         const std::size_t parts = (n + rows_a_part - 1) / rows_a_part;
-        if (crew != nullptr && parts > 1)
-            crew->run(parts, [&](std::size_t part) { copy(part * rows_a_part, std::min(n, (part + 1) * rows_a_part)); });
+        if (threads != nullptr && parts > 1)
+            threads->run(parts, [&](std::size_t part) { copy(part * rows_a_part, std::min(n, (part + 1) * rows_a_part)); });
         else
             copy(0, n);
         ring_.control->sampled.fetch_add(n, std::memory_order_acq_rel);
@@ -207,7 +206,7 @@ class Sampler {
 
     const Link& link(Ticket t) const { return ring_.links[ring_.slot_of(t)]; }
 
-    // Gives false where the draw can not be used: no transition, or its surroundings are overwritten or not written yet.
+    // Returns false where the draw can not be used: no transition, or its surroundings are overwritten or not written yet.
     bool resolve(Neighbours& near) const {
         const Window& w = request_.window;
         std::uint64_t before = link(*near.self).before.load(std::memory_order_relaxed);

@@ -1,19 +1,20 @@
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <tuple>
 
 #include "bindings.hpp"
-#include "weights_slots.hpp"
+#include "serving/weights_slots.hpp"
 
 namespace nb = nanobind;
 
 namespace jurybox {
 namespace {
 
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Rows of WeightsPart: address, offset, bytes, width, mask.
 using Parts = nb::ndarray<const std::uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 
@@ -31,7 +32,7 @@ public:
             throw std::out_of_range("the slots end behind the memory");
     }
 
-    // Map every page now: the first publication would otherwise pay a page fault for each 4 KiB.
+    // Map every page now: otherwise the first publication takes a page fault for each 4 KiB.
     void prefault() {
         nb::gil_scoped_release unlocked;
         constexpr int populate_write = 23;  // MADV_POPULATE_WRITE; Linux before 5.14 refuses it, and faults later
@@ -79,9 +80,9 @@ public:
 private:
     static const WeightsPart* rows(const Parts& parts) { return reinterpret_cast<const WeightsPart*>(parts.data()); }
     static const std::byte* data_of(const nb::bytes& bytes) { return reinterpret_cast<const std::byte*>(bytes.c_str()); }
-    static std::uint64_t deadline(double seconds) {
+    static std::int64_t deadline(double seconds) {
         constexpr double longest = 3600;  // callers wait in slices
-        return static_cast<std::uint64_t>(monotonic_ns()) + static_cast<std::uint64_t>(std::clamp(seconds, 0.0, longest) * 1e9);
+        return monotonic_ns() + static_cast<std::int64_t>(std::clamp(seconds, 0.0, longest) * 1e9);
     }
 
     void check_slot(unsigned slot) const {
@@ -121,15 +122,15 @@ void bind_weights(nb::module_& m) {
              nb::arg("data"), nb::arg("stride"), nb::arg("weights_bytes"), nb::arg("slots"))
         .def("prefault", &BoundSlots::prefault, "Map every page now, so that no copy stops for page faults.")
         .def_prop_ro("newest", &BoundSlots::newest, "The newest version; 0: none yet.")
-        .def("take_over", &BoundSlots::take_over, "Begin as the only publisher; gives the newest version.")
-        .def("begin", &BoundSlots::begin, "Mark the slot to write next as being written; gives its number.")
+        .def("take_over", &BoundSlots::take_over, "Begin as the only publisher; returns the newest version.")
+        .def("begin", &BoundSlots::begin, "Mark the slot to write next as being written; returns its number.")
         .def("commit", &BoundSlots::commit, nb::arg("slot"), nb::arg("version"), nb::arg("extra"),
              "Announce the slot that was begun and filled as this version.")
         .def("publish", &BoundSlots::publish, nb::arg("parts"), nb::arg("extra"), nb::arg("version"), nb::arg("check"),
-             "Copy parts (n, 5) uint64 (address, offset, bytes, width, mask) and announce them as this version; gives -1, or the "
+             "Copy parts (n, 5) uint64 (address, offset, bytes, width, mask) and announce them as this version; returns -1, or the "
              "number of the first part with NaN or infinity, if that is to be checked, and then publishes nothing.")
         .def("read", &BoundSlots::read, nb::arg("parts"), nb::arg("extra"), nb::arg("seconds"), nb::arg("verify") = true,
-             "Copy the newest version out to parts (n, 5) uint64; gives version (0: not within these seconds), bytes of extra, "
+             "Copy the newest version out to parts (n, 5) uint64; returns version (0: not within these seconds), bytes of extra, "
              "CLOCK_MONOTONIC ns of the publication, and tries (0: what is there is no publication, but damage).")
         .def("wait_newer", &BoundSlots::wait_newer, nb::arg("seen"), nb::arg("seconds"),
              "Wait until there is a version newer than `seen`; False: not within these seconds.")

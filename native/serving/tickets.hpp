@@ -1,4 +1,5 @@
-// Tickets inside an engine: the record, and the check that a ticket asks only for rows its sender holds.
+// Tickets inside an engine: the record, the check on arrival, the copies of its rows, the counting of answered batches, and
+// which clients are about to come back.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -8,7 +9,7 @@
 
 namespace jurybox {
 
-// The same 64 bytes as wire.py's TICKET.
+// The same 64 bytes as TICKET in wire.py.
 struct Ticket {
     std::uint64_t sequence;
     std::uint64_t lease;
@@ -21,7 +22,7 @@ struct Ticket {
     std::uint64_t version;
     union {
         std::uint64_t incarnation;  // on its way to an engine: which life of it is meant
-        struct {              // in the engine
+        struct {                    // in the engine
             std::uint32_t transport;
             std::uint32_t code;
         } state;
@@ -29,7 +30,7 @@ struct Ticket {
 };
 static_assert(sizeof(Ticket) == 64);
 
-// The same 32 bytes as scoreboard.py's LANE. The supervisor writes it with `grant` and `take_back`.
+// The same 32 bytes as LANE in scoreboard.py. The supervisor writes it with `grant` and `take_back`.
 struct Lane {
     std::uint64_t lease;
     std::uint32_t model;
@@ -58,10 +59,10 @@ inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uin
 }
 
 // The supervisor takes a lane back: its tickets are refused from now on. The rest stays until the next grant, which comes
-// after every engine has said that it looks at this lease no longer.
+// after every engine has said that it no longer reads this lease.
 inline void take_back(Lane& lane) { lease_of(lane).store(0, std::memory_order_release); }
 
-// errors.py's codes that are given here.
+// Codes of errors.py that are used here.
 enum : std::uint32_t { kOk = 0, kBusy = 2, kModelNotFound = 3, kRefused = 7, kStaleLease = 14 };
 
 struct Admitted {
@@ -70,14 +71,14 @@ struct Admitted {
     bool pinned;       // whether one asks for a weights version
 };
 
-// The check on arrival, and the book of what was let in: no lane has more rows in the engine than it leases, whatever its
-// client sends, so that nothing in the engine grows with what it is sent.
+// The check on arrival, and the count of the rows admitted: no lane has more rows in the engine than it leases, whatever its
+// client sends. So nothing in the engine grows with what it is sent.
 class Admission {
   public:
     explicit Admission(std::size_t lanes) : inside_(lanes) {}
 
     // Fill in each ticket's transport, model and code. `limits[m]` is the largest ticket of model m, 0 where none is served;
-    // `arenas[m]` the number of the arena that it computes in: a lane of another one is not its.
+    // `arenas[m]` the number of the arena that it computes in: lanes of other arenas are refused.
     Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t transport, const Lane* lanes, std::size_t n_lanes,
                    const std::uint32_t* limits, const std::uint32_t* arenas, std::size_t n_models) {
         Admitted result{0, 0, false};
@@ -113,7 +114,7 @@ class Admission {
         return result;
     }
 
-    // These tickets leave, answered. Gives the transport that all of them came through; -1 where there are several.
+    // These tickets leave, answered. Returns the transport that all of them came through; -1 where there are several.
     std::int64_t leave(const Ticket* tickets, std::size_t n) {
         bool one = n != 0;
         for (std::size_t i = 0; i < n; ++i) {
@@ -155,5 +156,111 @@ inline void scatter(std::byte* table, std::size_t row_bytes, const Ticket* ticke
         in += bytes;
     }
 }
+
+// ---- counters: an engine's part of the scoreboard
+
+constexpr std::size_t kBatchBuckets = 20;
+constexpr std::size_t kTimeBuckets = 40;
+
+// The same as COUNTERS in scoreboard.py. Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
+struct Counters {
+    std::uint64_t requests, rows, batches, failed, expired, refused, not_held, version, newest, updates;
+    std::int64_t adopted;
+    std::uint64_t waiting;
+    std::uint64_t queue_total_ns, forward_total_ns, request_total_ns, adopt_total_ns;
+    std::uint64_t batch_rows[kBatchBuckets];
+    std::uint64_t queue_ns[kTimeBuckets], forward_ns[kTimeBuckets], request_ns[kTimeBuckets], adopt_ns[kTimeBuckets];
+};
+
+inline std::size_t bucket(std::uint64_t value, std::size_t buckets) {
+    std::size_t bits = 0;
+    for (; value; value >>= 1) ++bits;
+    return bits < buckets ? bits : buckets - 1;
+}
+
+// Clients read the same clock, but what they wrote is not trusted: times are kept within the histogram.
+inline std::uint64_t elapsed(std::int64_t since, std::int64_t until) {
+    constexpr std::int64_t kMost = std::int64_t{1} << (kTimeBuckets - 1);
+    if (since >= until) return 0;
+    return static_cast<std::uint64_t>(since > until - kMost ? until - since : kMost);
+}
+
+// Show what an engine counted. It counts in a record of its own, since any process can write to the scoreboard's; only
+// `waiting` is set there directly.
+inline void show(const Counters& own, Counters& shown) {
+    const std::uint64_t waiting = shown.waiting;
+    std::memcpy(&shown, &own, sizeof(Counters));
+    shown.waiting = waiting;
+}
+
+// `began` and `ended` are ns of CLOCK_MONOTONIC. The record has one writer, and readers take each word as it is.
+inline void count_batch(Counters& counters, const Ticket* tickets, std::size_t n, std::size_t rows, std::int64_t began,
+                        std::int64_t ended) {
+    counters.requests += n;
+    counters.rows += rows;
+    counters.batches += 1;
+    counters.batch_rows[bucket(rows, kBatchBuckets)] += 1;
+    const std::uint64_t forward = elapsed(began, ended);
+    counters.forward_total_ns += forward;
+    counters.forward_ns[bucket(forward, kTimeBuckets)] += 1;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint64_t queue = elapsed(tickets[i].submitted, began);
+        const std::uint64_t request = elapsed(tickets[i].submitted, ended);
+        counters.queue_total_ns += queue;
+        counters.request_total_ns += request;
+        counters.queue_ns[bucket(queue, kTimeBuckets)] += 1;
+        counters.request_ns[bucket(request, kTimeBuckets)] += 1;
+    }
+}
+
+// ---- arrivals
+
+// Which clients are about to come back; engine/batcher.py says what for.
+class ArrivalTracker {
+  public:
+    explicit ArrivalTracker(std::size_t lanes) : lanes_(lanes) {}
+
+    // Quick clients that have been answered and have not asked again yet.
+    std::size_t away() const { return away_; }
+
+    // These tickets have arrived. A client is quick that was back within `quick_ns` of its last answer.
+    void came(const Ticket* tickets, std::size_t n, std::int64_t now, std::int64_t quick_ns) {
+        for (std::size_t i = 0; i < n; ++i) {
+            if (tickets[i].lane >= lanes_.size()) continue;
+            Pace& pace = lanes_[tickets[i].lane];
+            pace.quick = now - pace.answered <= quick_ns;
+            away_ -= pace.away;
+            pace.away = false;
+        }
+    }
+
+    // These tickets have been answered.
+    void answered(const Ticket* tickets, std::size_t n, std::int64_t now) {
+        for (std::size_t i = 0; i < n; ++i) {
+            if (tickets[i].lane >= lanes_.size()) continue;
+            Pace& pace = lanes_[tickets[i].lane];
+            pace.answered = now;
+            away_ += std::size_t{pace.quick} - std::size_t{pace.away};
+            pace.away = pace.quick;
+        }
+    }
+
+    // Clients that are away now do not come back soon: each is waited for again only after it was quick once more.
+    void stays_away() {
+        for (Pace& pace : lanes_) {
+            if (pace.away) pace.quick = pace.away = false;
+        }
+        away_ = 0;
+    }
+
+  private:
+    struct Pace {
+        std::int64_t answered = 0;
+        bool quick = false;
+        bool away = false;
+    };
+    std::vector<Pace> lanes_;
+    std::size_t away_ = 0;
+};
 
 }  // namespace jurybox

@@ -1,18 +1,16 @@
 // What Python holds of a ring: the borrowed memory, how its fields look from Python, and this process's writers.
 #pragma once
-#include <nanobind/ndarray.h>
-
 #include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
 
-#include "bind_replay_input.hpp"
-#include "replay_sample.hpp"
+#include "bindings.hpp"
+#include "replay/bind_input.hpp"
+#include "replay/sample.hpp"
 
 namespace jurybox::replay {
 
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std::size_t, std::size_t, std::uint32_t, double, std::size_t>;
 
 constexpr std::size_t kWithoutGil = 4096;  // copies of this many bytes are worth letting other threads run
@@ -30,13 +28,13 @@ struct PyRing {
     double timeout = 10.0;
     double alpha = 0.6, epsilon = 1e-6;
     std::size_t row_bytes = 0;
-    std::unique_ptr<Crew> crew;
+    std::unique_ptr<ThreadPool> threads;
     Stream stream;
     std::uint64_t key = 0;
     std::atomic<std::uint64_t> calls{0};
 
     PyRing(Bytes control, Bytes slots, std::optional<Bytes> links, std::optional<Bytes> tree, const std::vector<FieldTuple>& fields,
-           std::size_t threads, std::uint64_t seed) {
+           std::size_t copiers, std::uint64_t seed) {
         if (control.shape(0) < sizeof(Control)) throw std::invalid_argument("the control block is too short");
         ring.control = reinterpret_cast<Control*>(control.data());
         if (ring.control->magic != kMagic || ring.control->version != kVersion)
@@ -71,7 +69,7 @@ struct PyRing {
             row_bytes += elements * item;
         }
         if (inputs.empty() || inputs.size() > 64) throw std::invalid_argument("a replay has 1 to 64 fields");
-        if (threads > 1) crew = std::make_unique<Crew>(threads);
+        if (copiers > 1) threads = std::make_unique<ThreadPool>(copiers);
         key = mixed(seed, 0);
     }
 
@@ -168,7 +166,7 @@ struct PyRing {
         return got;
     }
 
-    // Write rows [0, n); `streams`: null, one for all, or one for each row. Gives the rows written. No GIL needed.
+    // Write rows [0, n); `streams`: null, one for all, or one for each row. Returns the rows written. No GIL needed.
     std::uint64_t write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, bool& timed_out, Written& outcome, std::size_t& bad) {
         Writer writer(ring);
         std::optional<SumTree::Update> update;
@@ -257,10 +255,10 @@ struct PyRing {
         key = mixed(seed, 0);
         calls.store(0, std::memory_order_relaxed);
         interrupted_ = false;
-        if (!crew) return;
-        const std::size_t threads = crew->threads();
-        static_cast<void>(crew.release());
-        crew = std::make_unique<Crew>(threads);
+        if (!threads) return;
+        const std::size_t copiers = threads->threads();
+        static_cast<void>(threads.release());
+        threads = std::make_unique<ThreadPool>(copiers);
     }
 
     bool interrupted_ = false;

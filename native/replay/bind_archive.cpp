@@ -1,11 +1,9 @@
-#include "bindings.hpp"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_replay_ring.hpp"
-#include "replay_pieces.hpp"
+#include "replay/archive.hpp"
+#include "replay/bind_ring.hpp"
 
 namespace jurybox {
 namespace {
@@ -90,7 +88,7 @@ void start_writing(int fd) {
 
 }  // namespace
 
-void bind_replay_pieces(nb::module_& m) {
+void bind_replay_archive(nb::module_& m) {
     m.def("crc32c", &checksum, nb::arg("data"), "CRC-32C of a contiguous buffer.");
     m.def("replay_snapshot", &snapshot_slots, nb::arg("ring"), nb::arg("first"), nb::arg("out"), nb::arg("newest"), nb::arg("links") = nb::none());
     m.def("replay_pack", &pack_slots, nb::arg("ring"), nb::arg("runs"), nb::arg("part"), nb::arg("newest"), nb::arg("compressed"), nb::arg("out"),

@@ -5,41 +5,12 @@
 #include <vector>
 
 #include "check.hpp"
-#include "replay_sample.hpp"
-#include "replay_write.hpp"
+#include "heap_ring.hpp"
+#include "replay/sample.hpp"
 
 using namespace jurybox::replay;
 
 namespace {
-
-// A ring of `fields` float32 vectors over the heap.
-struct HeapRing {
-    Ring ring;
-    std::vector<std::uint64_t> control_words = std::vector<std::uint64_t>(sizeof(Control) / 8 + 8);
-    std::vector<std::uint64_t> memory, links, tree;
-
-    HeapRing(std::uint64_t capacity, std::size_t fields, std::size_t elements, bool linked, bool prioritized) {
-        auto address = reinterpret_cast<std::uintptr_t>(control_words.data());
-        ring.control = reinterpret_cast<Control*>((address + 63) / 64 * 64);
-        std::size_t offset = 8;
-        for (std::size_t f = 0; f < fields; ++f) {
-            ring.fields.push_back(Field{offset, elements * 4, elements * 4, elements, Codec::raw, 1.0, 0});
-            offset += elements * 4;
-        }
-        ring.slot_bytes = (offset + 7) / 8 * 8;
-        ring.capacity = capacity;
-        memory.resize(capacity * ring.slot_bytes / 8);
-        ring.slots = reinterpret_cast<std::byte*>(memory.data());
-        if (linked) {
-            links.resize(capacity * 2);
-            ring.links = reinterpret_cast<Link*>(links.data());
-        }
-        if (prioritized) {
-            tree.resize(SumTree::words(capacity));
-            ring.tree = SumTree(reinterpret_cast<SumTree::Word*>(tree.data()), capacity);
-        }
-    }
-};
 
 void write_stamped(Ring& ring, float stamp, std::size_t elements, Stream* stream = nullptr, unsigned ends = 0) {
     std::vector<float> row(elements, stamp);
@@ -136,8 +107,8 @@ void test_no_row_is_lost_while_there_is_room() {
     Out out(heap.ring, 4000);
     out.request.replacement = false;
     Sampler sampler(heap.ring, out.request);
-    Crew crew(2);
-    CHECK(sampler.run(&crew) == Sampled::yes);
+    jurybox::ThreadPool pool(2);
+    CHECK(sampler.run(&pool) == Sampled::yes);
     std::vector<int> seen(4000);
     for (std::size_t i = 0; i < 4000; ++i) ++seen[static_cast<std::size_t>(out.columns[0][i * 4])];
     for (int n : seen) CHECK(n == 1);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "replay_write.hpp"
+#include "replay/ring.hpp"
 
 namespace jurybox::replay {
 

@@ -1,5 +1,4 @@
-// Threads that copy: they sleep between jobs and share a job's parts out among themselves and the caller. They begin with
-// the first job.
+// A thread pool: its threads and the caller share a job's parts. They start with the first job and sleep between jobs.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -10,14 +9,14 @@
 #include <thread>
 #include <vector>
 
-namespace jurybox::replay {
+namespace jurybox {
 
-class Crew {
+class ThreadPool {
   public:
-    explicit Crew(std::size_t threads) : threads_(threads) {}
-    Crew(const Crew&) = delete;
-    Crew& operator=(const Crew&) = delete;
-    ~Crew() {
+    explicit ThreadPool(std::size_t threads) : threads_(threads) {}
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+    ~ThreadPool() {
         {
             const std::lock_guard<std::mutex> hold(mutex_);
             stop_ = true;
@@ -28,7 +27,7 @@ class Crew {
 
     std::size_t threads() const { return threads_; }
 
-    // Run part(0) .. part(parts - 1), the caller's thread included; gives back when all are done.
+    // Run part(0) .. part(parts - 1), the caller's thread included; returns when all are done.
     void run(std::size_t parts, const std::function<void(std::size_t)>& part) {
         if (threads_ <= 1 || parts <= 1) {
             for (std::size_t i = 0; i < parts; ++i) part(i);
@@ -85,4 +84,4 @@ class Crew {
     std::vector<std::thread> workers_;
 };
 
-}  // namespace jurybox::replay
+}  // namespace jurybox

@@ -1,4 +1,3 @@
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,17 +6,14 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "borrowed.hpp"
-#include "shm_rings.hpp"
+#include "serving/shm_rings.hpp"
 
 namespace nb = nanobind;
 
 namespace jurybox {
 namespace {
 
-using Memory = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-ShmRingsMemory* rings_of(const Memory& memory) {
+ShmRingsMemory* rings_of(const Bytes& memory) {
     if (memory.shape(0) < sizeof(ShmRingsMemory)) throw std::invalid_argument("the memory is smaller than a ring segment");
     if (reinterpret_cast<std::uintptr_t>(memory.data()) % alignof(ShmRingsMemory)) throw std::invalid_argument("the memory is not aligned");
     return reinterpret_cast<ShmRingsMemory*>(memory.data());
@@ -25,12 +21,12 @@ ShmRingsMemory* rings_of(const Memory& memory) {
 
 // The array is kept, and with it the mapping.
 struct Engine {
-    Memory memory;
+    Bytes memory;
     ShmRingsEngine rings;
     std::vector<pollfd> fds;
 };
 struct Client {
-    Memory memory;
+    Bytes memory;
     ShmRingsClient rings;
 };
 // Calls of one row, over and over on the same row of the arena.
@@ -104,7 +100,7 @@ void bind_shm_rings(nb::module_& m) {
     nb::class_<Engine>(m, "ShmRingsEngine", "The engine's side of a ring segment over borrowed memory (RINGS_BYTES of uint8).")
         .def(
             "__init__",
-            [](Engine* self, Memory memory, const std::vector<int>& fds, std::uint64_t incarnation, std::int64_t spin_ns) {
+            [](Engine* self, Bytes memory, const std::vector<int>& fds, std::uint64_t incarnation, std::int64_t spin_ns) {
                 if (fds.empty()) throw std::invalid_argument("the first descriptor is the pipe clients write to");
                 new (self) Engine{memory, ShmRingsEngine(rings_of(memory), incarnation, spin_ns), {}};
                 for (int fd : fds) self->fds.push_back({fd, POLLIN, 0});
@@ -116,7 +112,7 @@ void bind_shm_rings(nb::module_& m) {
                 const Write room(out);
                 return self.rings.collect(room.records<Ticket>(), room.rows());
             },
-            nb::arg("out"), "Take posted tickets into out, records of wire.TICKET; gives how many.")
+            nb::arg("out"), "Take posted tickets into out, records of wire.TICKET; returns how many.")
         .def(
             "reply",
             [](Engine& self, nb::handle tickets, std::uint32_t code, std::uint64_t version, const std::string& message) {
@@ -125,7 +121,7 @@ void bind_shm_rings(nb::module_& m) {
                                        message.size());
             },
             nb::arg("tickets"), nb::arg("code"), nb::arg("version"), nb::arg("message"),
-            "Answer tickets and wake who sleeps; gives how many answers found no room.")
+            "Answer tickets and wake who sleeps; returns how many answers found no room.")
         .def(
             "wait",
             [](Engine& self, double timeout) {
@@ -134,7 +130,7 @@ void bind_shm_rings(nb::module_& m) {
             },
             nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.")
         .def("mend", [](Engine& self) { return self.rings.mend(); },
-             "Write the engine's positions anew where somebody else overwrote them; gives in how many lanes.")
+             "Write the engine's positions anew where somebody else overwrote them; returns in how many lanes.")
         .def("renew", [](Engine& self, std::uint64_t incarnation) { self.rings.renew(incarnation); }, nb::arg("incarnation"),
              "Drop tickets of the life before from now on.")
         .def(
@@ -148,7 +144,7 @@ void bind_shm_rings(nb::module_& m) {
     nb::class_<Client>(m, "ShmRingsClient", "A lane's client on a ring segment over borrowed memory.")
         .def(
             "__init__",
-            [](Client* self, Memory memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns) {
+            [](Client* self, Bytes memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns) {
                 if (lane >= kShmRingsLanes) throw std::out_of_range("the lane's number is beyond the lanes there are");
                 new (self) Client{memory, ShmRingsClient(rings_of(memory), lane, lease, wake, spin_ns)};
             },
@@ -224,7 +220,7 @@ void bind_shm_rings(nb::module_& m) {
             "`place` is row `first` of the arena, `outputs` its only output row or a dict of them, `engine` the record of scoreboard.ENGINE whose life is `incarnation`; a call waits "
             "`most` seconds, then gives the ticket up to its caller.")
         .def("__call__", &Caller::call, nb::arg("row"), nb::arg("sequence"), nb::arg("seconds"),
-             "Copy the row in, post its ticket, due in so many seconds, and wait. Gives a copy of the outputs, or a "
+             "Copy the row in, post its ticket, due in so many seconds, and wait. Returns a copy of the outputs, or a "
              "failure's code; NOT_SENT where the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")
         .def("message", [](Caller& self) { return message_of(*self.rings); }, "What the lane's last failure said.");
 }
