@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 TENSORS = 64
 

@@ -25,7 +25,7 @@ import torch
 from tests.integration.test_remote_weights import gateway
 from tests.serving import serving
 
-from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
+from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 

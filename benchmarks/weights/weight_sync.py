@@ -30,10 +30,10 @@ import numpy as np
 import torch
 import torch.multiprocessing as torch_multiprocessing
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.torch_weights import TorchWeights
 
 WAIT = 60.0

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from tests.faults.weights_roles import layout, pattern, torn_words
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 
 class Nursery:

@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Timeout
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 _BLOCK = 1 << 16
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from tests.forking import in_a_child
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Error, ProtocolMismatch, Timeout
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 WORDS = 300
 SOON = 0.004  # seconds a reader waits for what a scribble hides

@@ -19,7 +19,7 @@ from jurybox.client import Busy, ModelNotFound, Refused, ServerGone, SpecMismatc
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch
 
 grpc = pytest.importorskip("grpc")
-from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader  # noqa: E402
+from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader  # noqa: E402
 from jurybox.protocol.remote_weights_pb2 import BeginPublication, PublishRequest, ReadReply, ReadRequest  # noqa: E402
 from jurybox.protocol.weights.transfer import READ, chunks  # noqa: E402
 
@@ -167,7 +167,7 @@ def test_a_damaged_publication_is_not_published_and_the_next_one_is(remote, clie
 
     with RemotePublisher(remote, "policy") as publisher:
         before = client.weights("policy").newest
-        monkeypatch.setattr("jurybox.client.remote_weights.chunks", spoiled)
+        monkeypatch.setattr("jurybox.client.remote.weights.chunks", spoiled)
         with pytest.raises(Error) as caught:
             publisher.publish(affine(1))
         assert caught.value.code == code
@@ -411,7 +411,7 @@ FORKED = """
 import os, signal, sys
 import grpc, numpy as np
 from jurybox.client import Refused
-from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
+from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader  # noqa: E402
 
 signal.alarm(60)
 channel = grpc.insecure_channel(sys.argv[1])
@@ -459,7 +459,7 @@ def test_a_publication_that_is_interrupted_leaves_a_publisher_that_can_be_used(r
 
     with RemotePublisher(remote, "big") as publisher:
         before, state = newest_of(client, "big"), publisher.layout.views(np.ones(publisher.layout.nbytes, np.uint8))
-        monkeypatch.setattr("jurybox.client.remote_weights.chunks", interrupted)
+        monkeypatch.setattr("jurybox.client.remote.weights.chunks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish(state)
         monkeypatch.undo()
@@ -477,7 +477,7 @@ def test_a_version_or_an_extra_that_nobody_could_use_is_refused(remote, client):
                 publisher.publish(affine(1), version=version)
         for extra in hostile:
             with pytest.raises(Error) as caught, pytest.MonkeyPatch.context() as patch:
-                patch.setattr("jurybox.client.remote_weights.encode", lambda _: extra)  # noqa: B023
+                patch.setattr("jurybox.client.remote.weights.encode", lambda _: extra)  # noqa: B023
                 publisher.publish(affine(2))
             assert isinstance(caught.value, ProtocolMismatch), caught.value
         assert newest_of(client) == before

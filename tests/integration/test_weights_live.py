@@ -13,7 +13,7 @@ from tests.forking import in_a_child
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, ServerGone, SpecMismatch
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 
 X = np.ones((3, 4), np.float32)
 

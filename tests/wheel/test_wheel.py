@@ -15,6 +15,7 @@ from tests.serving import serving
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "protos/jurybox/protocol": "jurybox/protocol",
+    "protos/jurybox/processes": "jurybox/processes",
     "client/jurybox/client": "jurybox/client",
     "server/jurybox/server": "jurybox/server",
     "training/jurybox/training": "jurybox/training",

@@ -22,8 +22,8 @@ from jurybox.protocol.errors import (
 )
 
 if TYPE_CHECKING:
-    from jurybox.client.publisher import Publisher
-    from jurybox.client.weights_reader import WeightsReader
+    from jurybox.protocol.weights.publisher import Publisher
+    from jurybox.protocol.weights.reader import WeightsReader
 
 __all__ = [
     "Busy",
@@ -50,11 +50,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The ends of a weights channel, imported when they are named: most clients have none."""
     if name == "Publisher":
-        from jurybox.client.publisher import Publisher
+        from jurybox.protocol.weights.publisher import Publisher
 
         return Publisher
     if name == "WeightsReader":
-        from jurybox.client.weights_reader import WeightsReader
+        from jurybox.protocol.weights.reader import WeightsReader
 
         return WeightsReader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,9 +30,9 @@ from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
 
 if TYPE_CHECKING:
-    from jurybox.client.publisher import Publisher
-    from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
-    from jurybox.client.weights_reader import WeightsReader
+    from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
+    from jurybox.protocol.weights.publisher import Publisher
+    from jurybox.protocol.weights.reader import WeightsReader
 
 # What of a publication crosses a network: all of it, what changed since the last one, or all of it as bfloat16.
 Transfer: TypeAlias = Literal["exact", "changed", "bfloat16"]

@@ -12,19 +12,18 @@ from contextlib import ExitStack
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, ControlLink, Transfer, spec_of
-from jurybox.client.publisher import Publisher
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
-from jurybox.protocol.descriptors import require
+from jurybox.protocol.descriptors import require, try_lock, unlock
 from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError, TooManyFiles
-from jurybox.protocol.locks import try_lock, unlock
 from jurybox.protocol.scoreboard import LANE_LOCK, EngineState, Scoreboard
 from jurybox.protocol.segment import directory
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 _FILES_OF_A_LANE = 10  # arena, rings, pipe or socket
 _SPIN_US = 100  # a small model answers a lone client within it

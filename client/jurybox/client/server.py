@@ -17,9 +17,9 @@ from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from jurybox.client.publisher import Publisher
-    from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
-    from jurybox.client.weights_reader import WeightsReader
+    from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
+    from jurybox.protocol.weights.publisher import Publisher
+    from jurybox.protocol.weights.reader import WeightsReader
 
 TRANSPORTS = ("auto", "zmq", "shm")
 
@@ -67,7 +67,7 @@ def connect(
     if transport != "auto":
         raise ValueError(f"transport={transport!r} is for ipc:// addresses: {where} chooses its own")
     if where.startswith("tcp://"):
-        from jurybox.client.remote.curve import keys
+        from jurybox.client.remote.connection import keys
         from jurybox.client.remote.tcp_link import TcpLink
 
         return Server(where, TcpLink(where, keys(server_key, client_key), timeout), timeout)

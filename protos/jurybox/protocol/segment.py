@@ -7,7 +7,7 @@ There are two kinds, and `Segment.attach` finds both by name, ``jurybox-<uid>-<o
   half-way leaves nothing behind. Its owner holds a kernel lock on it: when no one does, the owner is dead and `sweep`
   removes the file.
 - Memory without a file, sealed so that nobody can change its size, which a server hands over its socket
-  (jurybox.protocol.segment_server). The kernel frees it with its last user.
+  (jurybox.server.supervisor.segment_server). The kernel frees it with its last user.
 
 `multiprocessing.shared_memory` is not used because its resource tracker unlinks segments that other processes still
 need (cpython#82300).
@@ -29,9 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.descriptors import exhausted, is_locked, remedy, try_lock
 from jurybox.protocol.errors import Error, SharedMemoryError, TooManyFiles
-from jurybox.protocol.locks import is_locked, try_lock
 
 # Locks sit far behind any content, so that they never meet a data offset.
 OWNER_LOCK = 1 << 60
@@ -66,7 +65,7 @@ def sibling(name: str, kind: str, number: int = 0) -> str:
     return f"{name.rsplit('-', 2)[0]}-{kind}-{number}"
 
 
-# Makes a segment of a name and a size: `Segment.create`, or a server's (jurybox.protocol.segment_server).
+# Makes a segment of a name and a size: `Segment.create`, or a server's (jurybox.server.supervisor.segment_server).
 Maker = Callable[[str, int], "Segment"]
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 
-from jurybox.protocol.descriptors import exhausted, remedy
-from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
+from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.segment import Segment
-from jurybox.protocol.segment_server import SegmentServer
 
 
 class ShmRings:
-    """A ring segment's memory and its pipe; made by the supervisor for one life of one engine, attached by everybody
-    else.
+    """A ring segment's memory and its pipe. The supervisor makes them for one incarnation of one engine (`create_rings`
+    of its SegmentServer); everybody else attaches.
 
     Attributes:
         segment: native/serving/shm_rings.hpp says what is in it.
@@ -22,23 +20,6 @@ class ShmRings:
     def __init__(self, segment: Segment, pipe: int) -> None:
         self.segment = segment
         self.pipe = pipe
-
-    @classmethod
-    def create(cls, server: SegmentServer, name: str, size: int) -> ShmRings:
-        """Make segment and pipe. Raises SharedMemoryError where there is no room, TooManyFiles as Segment.create."""
-        segment = server.create(name, size)
-        try:
-            # Its users get both ends in one descriptor, so that nobody writes to a pipe without a reader.
-            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            segment.close()
-            segment.unlink()
-            if exhausted(error):
-                raise TooManyFiles(f"cannot make the pipe of {name}: {remedy()}") from error
-            raise SharedMemoryError(f"cannot make the pipe of {name}: {error.strerror}") from error
-        os.close(writing)
-        server.add(name, reading)
-        return cls(segment, -1)
 
     @classmethod
     def attach(cls, name: str) -> ShmRings:

@@ -9,8 +9,7 @@ import zmq.auth
 from tests.serving import serving
 
 from jurybox.client import Busy, Refused, ServerGone, SpecMismatch, connect
-from jurybox.client.remote.connection import open_socket
-from jurybox.client.remote.curve import keys
+from jurybox.client.remote.connection import keys, open_socket
 from jurybox.protocol import wire
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, LoadRequest, ReleaseRequest
 from jurybox.protocol.errors import Code

@@ -87,7 +87,7 @@ def test_a_folder_that_others_may_enter_ends_the_start_with_what_to_run(tmp_path
     [
         "subprocess:getoutput",
         "os:system",
-        "jurybox.protocol.control_pipe:spawn",  # ours, and runs any module
+        "jurybox.processes:spawn",  # ours, and runs any module
         "jurybox.server.jurors.panels:panel",
         "tests.models:moody",  # beside one that is configured
     ],

@@ -12,7 +12,7 @@ import pytest
 from tests.serving import serving
 
 from jurybox.client import Error, Refused, ServerGone, connect
-from jurybox.client.remote_weights import RemotePublisher
+from jurybox.client.remote.weights import RemotePublisher
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 

@@ -7,12 +7,12 @@ from tests.models import VECTOR
 from tests.serving import wait_until
 
 from jurybox import native
-from jurybox.client.publisher import Publisher
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.scoreboard import COUNTERS
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batcher import Queue
 from jurybox.server.engine.batches import Batches, Counters, Slot

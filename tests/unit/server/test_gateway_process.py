@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jurybox.protocol.control_pipe import spawn
+from jurybox.processes import spawn
 from jurybox.server.gateway.http_server import CannotListen, listen
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from jurybox.protocol.control_pipe import attach
+from jurybox.processes import attach
 
 control_pipe = attach(int(sys.argv[1]))
 folder = Path(os.environ["LATE_READER"])

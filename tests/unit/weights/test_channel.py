@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError, SpecMismatch
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout, widen
 from jurybox.protocol.weights.extra import decode, encode
 from jurybox.protocol.weights.layout import DTYPES
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 
 def test_a_layout_survives_its_json_and_its_hash_tells_layouts_apart(arrays):

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from tests.forking import Child, in_a_child
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Refused, ServerGone, Timeout
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 
 def descriptors() -> int:
@@ -65,7 +65,7 @@ def test_a_learner_that_is_gone_leaves_its_place_though_its_forked_children_live
     script = f"""
 import os, sys, time
 import numpy as np
-from jurybox.client.publisher import Publisher
+from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights import WeightsChannel
 publisher = Publisher(WeightsChannel.attach({channel.name!r}))
 began, begins = os.pipe()

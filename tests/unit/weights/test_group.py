@@ -15,10 +15,10 @@ from tests.models import VECTOR  # noqa: E402
 from tests.serving import wait_until  # noqa: E402
 
 from jurybox.client import ModelFailed, ModelNotFound, Refused  # noqa: E402
-from jurybox.client.publisher import Publisher  # noqa: E402
 from jurybox.protocol import TensorSpec  # noqa: E402
 from jurybox.protocol.segment import segment_name  # noqa: E402
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
+from jurybox.protocol.weights.publisher import Publisher  # noqa: E402
 from jurybox.server.groups.group import Member, plan  # noqa: E402
 from jurybox.server.groups.groups import CannotGroup, Groups, check_groupable, require_alike  # noqa: E402
 from jurybox.server.inproc import InprocServer  # noqa: E402

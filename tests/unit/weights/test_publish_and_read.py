@@ -10,12 +10,11 @@ import threading
 import numpy as np
 import pytest
 
-from jurybox.client.device_stage import DeviceStage
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.layout import DTYPES
+from jurybox.protocol.weights.publisher import DeviceStage, Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 MODES = pytest.mark.parametrize("mode", ["double_buffer", "snapshot"])
 
@@ -221,5 +220,5 @@ def test_a_module_on_a_gpu_is_published_whole(make, mode):
 
 
 def test_the_client_s_end_never_imports_torch():
-    code = "import sys, jurybox.client.publisher, jurybox.client.weights_reader; sys.exit('torch' in sys.modules)"
+    code = "import sys; from jurybox.client import Publisher, WeightsReader; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Error, Refused, SpecMismatch
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.protocol.weights.reader import WeightsReader
 
 
 class TorchWeights:

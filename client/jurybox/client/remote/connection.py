@@ -1,17 +1,22 @@
-"""One ZeroMQ connection to a tcp:// server, and whether it stands."""
+"""A relay seen from the client: the socket, its CURVE keys, and whether the server still answers."""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import zmq
+import zmq.auth
 from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
-from jurybox.client.remote.curve import Keys
 from jurybox.protocol.descriptors import require
+from jurybox.protocol.errors import Refused
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 
 MOST_BYTES = 1 << 30  # of a frame that a server may send
@@ -120,3 +125,52 @@ class Connection:
             self.socket.disable_monitor()
         self._events.close()
         self.socket.close()
+
+
+# ----
+# A client's CURVE keys, from arguments, variables and the files of `jurybox keys`.
+
+
+_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # rfc.zeromq.org/spec/32
+
+
+class Keys(NamedTuple):
+    """The server's public key, and this client's pair."""
+
+    server: bytes
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Keys(server={self.server!r}, public={self.public!r})"
+
+
+def keys(server_key: str | None, client_key: str | None) -> Keys | None:
+    """The keys to connect with; None where no server's key is given, and the connection is in the open.
+
+    Args:
+        server_key: the public key itself or a .key file; JURYBOX_SERVER_KEY without it.
+        client_key: a .key_secret file; JURYBOX_CLIENT_KEY without it; a new pair where neither is given.
+
+    Raises:
+        Refused: a file cannot be read or is no such key.
+    """
+    server = server_key or os.environ.get("JURYBOX_SERVER_KEY")
+    client = client_key or os.environ.get("JURYBOX_CLIENT_KEY")
+    if not server:
+        if client:
+            raise Refused(f"client_key {client!r} came without the server's key: give server_key, its public .key file")
+        return None
+    public_of_server = server.encode() if _Z85.fullmatch(server) else _read(server)[0]
+    public, secret = _read(client) if client else zmq.curve_keypair()
+    if secret is None:
+        raise Refused(f"{client} holds a public key alone: client_key is the .key_secret file beside it")
+    return Keys(public_of_server, public, secret)
+
+
+def _read(file: str) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(Path(file).expanduser())
+    except (OSError, ValueError) as error:
+        raise Refused(f"{file!r} is no key: expected a file of 'jurybox keys', or 40 characters of Z85") from error
+    return public, secret

@@ -13,7 +13,7 @@ from jurybox.client.link import POLL, Transfer, spec_of
 from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_transport import Gateway, GrpcTransport
 from jurybox.client.remote.rows_here import RowsHere
-from jurybox.client.remote_weights import RemotePublisher, RemoteWeightsReader
+from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, Transfer, spec_of
-from jurybox.client.remote.connection import Connection, new_identity, open_socket
-from jurybox.client.remote.curve import Keys
+from jurybox.client.remote.connection import Connection, Keys, new_identity, open_socket
 from jurybox.client.remote.inline_transport import InlineTransport
 from jurybox.client.remote.rows_here import RowsHere, out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, ReleaseRequest

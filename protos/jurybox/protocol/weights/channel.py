@@ -1,7 +1,7 @@
 """The weights channel as a shared-memory segment: a head, the layout, and one or two slots.
 
-Byte 0: the head (`_HEAD`). Byte 256: the words that processes agree by (native/serving/weights_slots.hpp). Byte 512: the
-publisher's process id, for messages only. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
+Byte 0: the head (`_HEAD`). Byte 256: the words that processes agree by (native/serving/weights_slots.hpp). Byte 512:
+the publisher's process id, for messages only. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
 weights in the layout's order, then room for the extra.
 """
 

@@ -17,13 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jurybox.protocol.address import default_address, ipc_path
+from jurybox.protocol.descriptors import is_locked, try_lock
 from jurybox.protocol.errors import Error
-from jurybox.protocol.locks import is_locked, try_lock
 from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, segment_name, sweep
-from jurybox.protocol.segment_server import SegmentServer, available_memory
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.doctor import host
 from jurybox.server.doctor.host import Finding, Level
+from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
 
 _MIB = 1 << 20
 _ARENA = 128 * _MIB  # what a model's arena takes by default, at most

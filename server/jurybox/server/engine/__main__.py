@@ -2,7 +2,7 @@
 
 import sys
 
-from jurybox.protocol import control_pipe
+from jurybox.processes import attach
 from jurybox.server.engine.process import run
 
-sys.exit(run(control_pipe.attach(int(sys.argv[1]))))
+sys.exit(run(attach(int(sys.argv[1]))))

@@ -16,7 +16,7 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.control_pipe import ControlPipe, exact_sleeps
+from jurybox.processes import ControlPipe, exact_sleeps
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Error, Timeout, VersionNotHeld, said
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.engine.device import Mark, Stream, staging
 
 _SLICE = 0.25  # seconds between two looks whether to stop

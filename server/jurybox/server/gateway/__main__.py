@@ -2,7 +2,7 @@
 
 import sys
 
-from jurybox.protocol.control_pipe import attach
+from jurybox.processes import attach
 from jurybox.server.gateway.process import leave, run
 
 if __name__ == "__main__":

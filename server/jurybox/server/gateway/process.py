@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jurybox.protocol.control_pipe import ControlPipe
+from jurybox.processes import ControlPipe, signs_of_life
 from jurybox.protocol.errors import said
-from jurybox.server.child_process import signs_of_life
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference

@@ -21,8 +21,6 @@ import grpc
 import numpy as np
 
 from jurybox.client import connect
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol import remote_weights_pb2
 from jurybox.protocol.errors import Busy, Code, Error, Refused, Timeout
 from jurybox.protocol.remote_weights_pb2 import (
@@ -36,6 +34,8 @@ from jurybox.protocol.remote_weights_pb2 import (
     WeightsRefusal,
 )
 from jurybox.protocol.weights.extra import decode
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.protocol.weights.transfer import (
     CHUNK_BYTES,
     PUBLISH,

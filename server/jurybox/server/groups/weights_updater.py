@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Error, Timeout, said
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.groups.group import Grouped, Member, Stacks
 
 _SLICE = 0.25  # seconds between two looks whether to stop

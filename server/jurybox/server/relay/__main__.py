@@ -3,7 +3,7 @@
 import os
 import sys
 
-from jurybox.protocol.control_pipe import attach
+from jurybox.processes import attach
 from jurybox.server.relay.process import run
 
 if __name__ == "__main__":

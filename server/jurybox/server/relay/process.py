@@ -10,9 +10,8 @@ from typing import Any
 import zmq
 
 from jurybox.client.local_link import LocalLink
-from jurybox.protocol.control_pipe import ControlPipe
+from jurybox.processes import ControlPipe, signs_of_life
 from jurybox.protocol.errors import ServerGone
-from jurybox.server.child_process import signs_of_life
 from jurybox.server.logs import Log, configure
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front

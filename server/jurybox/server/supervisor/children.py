@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.control_pipe import ControlPipe, spawn
+from jurybox.processes import ControlPipe, spawn
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.security.access import Access
 from jurybox.server.settings.config import ServerSettings

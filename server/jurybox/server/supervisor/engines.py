@@ -10,12 +10,12 @@ from jurybox import native
 from jurybox.protocol.address import engine_address
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
-from jurybox.protocol.segment_server import SegmentServer
 from jurybox.protocol.shm_rings import ShmRings
 from jurybox.protocol.timings import Timings
 from jurybox.server.settings.config import ServerSettings
 from jurybox.server.supervisor.children import Child, Standby
 from jurybox.server.supervisor.models import HeldModel, Models
+from jurybox.server.supervisor.segment_server import SegmentServer
 
 _MODULE = "jurybox.server.engine"
 
@@ -130,7 +130,7 @@ class Engines:
             earlier.close()
         self._rings_made += 1
         name = segment_name(self._server_id, "rings", self._rings_made)
-        rings = ShmRings.create(self._segments, name, native.RINGS_BYTES)
+        rings = self._segments.create_rings(name, native.RINGS_BYTES)
         self._rings[index] = rings
         self._scoreboard.begin_life(index, self._rings_made)
         return rings.segment.name

@@ -12,11 +12,10 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox.protocol.address import ipc_path
+from jurybox.protocol.descriptors import is_locked
 from jurybox.protocol.errors import Error, Refused, plain, said
-from jurybox.protocol.locks import is_locked
 from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import segment_name, sweep
-from jurybox.protocol.segment_server import SegmentServer
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.logs import Log, Seldom, traced
@@ -26,6 +25,7 @@ from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Ev
 from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import Leases
 from jurybox.server.supervisor.models import HeldModel, Models
+from jurybox.server.supervisor.segment_server import SegmentServer
 from jurybox.server.supervisor.service_manager import ServiceManager
 from jurybox.server.supervisor.weights_saver import WeightsSaver
 

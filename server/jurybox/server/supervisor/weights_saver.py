@@ -22,11 +22,11 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Error, Refused, SpecMismatch, Timeout, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server import safetensors_file
 from jurybox.server.safetensors_file import DamagedFile
 from jurybox.server.supervisor.models import HeldModel

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.control_pipe import ControlPipe
+from jurybox.processes import ControlPipe
 from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.log_tail import LogTail
 from jurybox.training.runtime.launching import start_process, status_of

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jurybox.client import Refused, Server, connect
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import State, WeightsReader
 from jurybox.protocol.errors import Error
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import State, WeightsReader
 from jurybox.training.cluster.engine_spec import Feeds
 from jurybox.training.cluster.folders import Folders
 from jurybox.training.run_folder import StateDamaged, read_state

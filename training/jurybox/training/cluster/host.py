@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import sweep
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.cluster.counters import Counters
 from jurybox.training.cluster.folders import Folders
 from jurybox.training.replay import Replay

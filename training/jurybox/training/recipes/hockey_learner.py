@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.algorithms.league import League
 from jurybox.training.algorithms.td3 import TD3

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
 from jurybox.training.run_folder import read_state, write_state

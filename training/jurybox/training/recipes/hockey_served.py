@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.client import Error, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.cluster.endpoints import BOOK, find, reach
 from jurybox.training.cluster.engine_spec import EngineSpec, Feeds
 from jurybox.training.environments.hockey.bots import Opponent

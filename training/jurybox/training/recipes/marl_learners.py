@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.dqn import DQN, ValueLearner, ValueNetwork, ValueSettings, as_floats
 from jurybox.training.algorithms.iqn import IQN
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout

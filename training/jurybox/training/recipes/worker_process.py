@@ -16,7 +16,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jurybox.protocol.control_pipe import thread_limits
+from jurybox.processes import thread_limits
 
 THREAD_LIMITS = thread_limits(1)
 _PR_SET_PDEATHSIG = 1

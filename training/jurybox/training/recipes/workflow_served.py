@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from jurybox.client import Model, Publisher
-from jurybox.client.remote_weights import RemotePublisher
+from jurybox.client.remote.weights import RemotePublisher
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.runtime.local_server import LocalServer

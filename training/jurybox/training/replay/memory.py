@@ -6,8 +6,8 @@ import errno
 import os
 from pathlib import Path
 
+from jurybox.protocol.descriptors import try_lock
 from jurybox.protocol.errors import SharedMemoryError
-from jurybox.protocol.locks import try_lock
 from jurybox.protocol.segment import OWNER_LOCK, Segment, directory, segment_name
 
 _LONGEST_NAME = 100

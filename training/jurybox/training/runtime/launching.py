@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from jurybox.protocol.control_pipe import ControlPipe, spawn, thread_limits
+from jurybox.processes import ControlPipe, spawn, thread_limits
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Order, Scoreboard, State, Subject, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from jurybox.protocol.control_pipe import ControlPipe, attach
+from jurybox.processes import ControlPipe, attach
 from jurybox.training.run_folder import read_state, write_state
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.role_context import Message, RoleContext

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import State as Arrays
-from jurybox.client.weights_reader import Weights, WeightsReader
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import State as Arrays
+from jurybox.protocol.weights.reader import Weights, WeightsReader
 from jurybox.training.replay import Replay
 from jurybox.training.run_folder import write_atomically, write_state
 from jurybox.training.runtime.plan import Kind, Plan, RoleSpec

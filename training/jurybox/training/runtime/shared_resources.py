@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Mapping
 from types import TracebackType
 
-from jurybox.client.publisher import Publisher
-from jurybox.client.weights_reader import WeightsReader
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.publisher import Publisher
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Scoreboard

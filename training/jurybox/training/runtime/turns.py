@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any, cast
 
-from jurybox.client.publisher import Publisher
 from jurybox.protocol.errors import Timeout
+from jurybox.protocol.weights.publisher import Publisher
 from jurybox.training.runtime.plan import Kind, Plan, load
 from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Role, RoleContext
 from jurybox.training.runtime.scoreboard import Scoreboard, Subject, Told, Word

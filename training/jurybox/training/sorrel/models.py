@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.replay import Field
 from jurybox.training.torch_weights import TorchWeights
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jurybox.client.weights_reader import WeightsReader
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Actor, Learner, RoleContext

@@ -4,11 +4,11 @@ import os
 import sys
 import time
 
-from jurybox.protocol.control_pipe import attach, spawn
+from jurybox.processes import attach, spawn
 
 if __name__ == "__main__":
     if sys.argv[1] == "parent":
-        process, control_pipe = spawn("tests.unit.protocol.control_pipe_roles")
+        process, control_pipe = spawn("tests.unit.processes.control_pipe_roles")
         control_pipe.send("configure")
         print(process.pid, flush=True)
         os._exit(0)

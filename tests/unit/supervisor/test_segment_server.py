@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from tests.serving import segments, wait_until
 
-from jurybox.protocol import segment_server
+from jurybox.protocol.descriptors import is_locked, try_lock
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
-from jurybox.protocol.locks import is_locked, try_lock
 from jurybox.protocol.segment import Segment, directory, segment_name, socket_of, sweep
-from jurybox.protocol.segment_server import SegmentServer, available_memory
 from jurybox.protocol.shm_rings import ShmRings
+from jurybox.server.supervisor import segment_server
+from jurybox.server.supervisor.segment_server import SegmentServer, available_memory
 
 SIZE = 8192
 
@@ -101,7 +101,7 @@ def test_the_owners_lock_ends_with_the_owner_whoever_is_still_attached():
     code = """
         import sys
         from jurybox.protocol.segment import segment_name
-        from jurybox.protocol.segment_server import SegmentServer
+        from jurybox.server.supervisor.segment_server import SegmentServer
         segment = SegmentServer(sys.argv[1]).create(segment_name(sys.argv[1], "scoreboard"), 4096)
         print("made", flush=True)
         sys.stdin.read()
@@ -293,7 +293,7 @@ def test_a_server_that_is_stopped_is_an_error_in_time(monkeypatch):
     code = """
         import os, signal, sys
         from jurybox.protocol.segment import segment_name
-        from jurybox.protocol.segment_server import SegmentServer
+        from jurybox.server.supervisor.segment_server import SegmentServer
         segment = SegmentServer(sys.argv[1]).create(segment_name(sys.argv[1], "scoreboard"), 4096)
         print("made", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -340,7 +340,7 @@ def test_too_few_descriptors_are_named_as_such(segment):
 
 
 def test_a_rings_pipe_wakes_whoever_attached_it(server):
-    rings = ShmRings.create(server, segment_name(server.owner, "rings", 1), SIZE)
+    rings = server.create_rings(segment_name(server.owner, "rings", 1), SIZE)
     engine, client = ShmRings.attach(rings.segment.name), ShmRings.attach(rings.segment.name)
     os.write(client.pipe, b"!")
     assert os.read(engine.pipe, 16) == b"!"

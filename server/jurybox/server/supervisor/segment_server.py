@@ -24,9 +24,8 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.descriptors import exhausted, remedy, try_lock
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
-from jurybox.protocol.locks import try_lock
 from jurybox.protocol.segment import (
     EXHAUSTED,
     HANDED,
@@ -40,6 +39,7 @@ from jurybox.protocol.segment import (
     segment_name,
     socket_of,
 )
+from jurybox.protocol.shm_rings import ShmRings
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BACKLOG = 1024
@@ -121,10 +121,26 @@ class SegmentServer:
             self._held[name], self._sizes[name] = [own], size
         return segment
 
-    def add(self, name: str, fd: int) -> None:
-        """Hand another descriptor out with the segment `name`, a pipe's; it is this object's from now on."""
+    def create_rings(self, name: str, size: int) -> ShmRings:
+        """Make a segment for an engine's shm transport, handed out with a pipe that wakes the engine.
+
+        Raises:
+            As `create`.
+        """
+        segment = self.create(name, size)
+        try:
+            # Its users get both ends in one descriptor, so that nobody writes to a pipe without a reader.
+            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            segment.close()
+            segment.unlink()
+            if exhausted(error):
+                raise TooManyFiles(f"cannot make the pipe of {name}: {remedy()}") from error
+            raise SharedMemoryError(f"cannot make the pipe of {name}: {error.strerror}") from error
+        os.close(writing)
         with self._lock:
-            self._held[name].append(fd)
+            self._held[name].append(reading)
+        return ShmRings(segment, -1)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each segment, by name."""

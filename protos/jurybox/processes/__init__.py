@@ -1,5 +1,4 @@
-"""What ties a child process to its parent (a supervisor, an orchestrator): a pipe of small JSON messages, and death
-together.
+"""Child processes of a supervisor or an orchestrator: a control pipe of small JSON messages, and death together.
 
 A child is started with one end of a socket pair. It reads its settings from there, reports there, and takes the
 end of file as the order to stop. Because a loop inside a long kernel cannot read a pipe, the kernel is also asked
@@ -8,6 +7,7 @@ to kill the child when its parent dies.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,7 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -127,3 +127,31 @@ def attach(fd: int) -> ControlPipe:
         if os.getppid() != parent:  # it died before the order stood
             os.kill(os.getpid(), signal.SIGKILL)
     return ControlPipe(fd)
+
+
+# ----
+# How a process with an event loop shows the supervisor that the loop turns.
+
+
+_EVERY = 1.0  # seconds
+
+
+@contextlib.asynccontextmanager
+async def signs_of_life(control_pipe: ControlPipe) -> AsyncIterator[None]:
+    """Tell the parent every second, inside the ``with``, that this process lives."""
+    import asyncio  # engines have no event loop
+
+    async def tell() -> None:
+        # A parent that was stopped reads nothing: waiting for it would stop this process, too.
+        while True:
+            if control_pipe.writable():
+                control_pipe.send("alive")
+            await asyncio.sleep(_EVERY)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):  # that the parent is gone, the control pipe says too
+            await telling

@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
-from jurybox.client.publisher import layout_mismatch, tensors_of
-from jurybox.client.remote_stream import RemoteStream
-from jurybox.client.weights_reader import State, Weights
+from jurybox.client.remote.grpc_channel import RemoteStream
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.remote_weights_pb2 import (
@@ -30,6 +28,8 @@ from jurybox.protocol.remote_weights_pb2 import (
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.extra import decode, encode
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
+from jurybox.protocol.weights.publisher import layout_mismatch, tensors_of
+from jurybox.protocol.weights.reader import State, Weights
 from jurybox.protocol.weights.transfer import PUBLISH, READ, Assembly, Flat, chunks, narrow, transfer_layout
 
 Metadata = tuple[tuple[str, str], ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def test_a_child_whose_parent_died_before_it_could_look_dies_too():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.protocol.control_pipe_roles", "parent"],
+        [sys.executable, "-m", "tests.unit.processes.control_pipe_roles", "parent"],
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
