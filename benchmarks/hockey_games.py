@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from jurybox.training.environments.hockey import HockeyGame
-from jurybox.training.recipes.hockey_evaluation import evaluate
+from jurybox.training.recipes.hockey_actor import evaluate
 from jurybox.training.recipes.hockey_report import learned
 
 _SEED = 2026  # evaluations of a run have the run's seed

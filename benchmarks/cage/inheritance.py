@@ -21,8 +21,7 @@ from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search import environments
 from jurybox.training.search.rollouts import INPUTS, play
-from jurybox.training.search.settings import WorkflowTraining
-from jurybox.training.search.workflows import ORDERS, Order, describe
+from jurybox.training.search.settings import ORDERS, Order, WorkflowTraining, describe
 
 
 def to_the_gate(learner: PPO, order: Order, settings: WorkflowTraining, stream: int) -> tuple[int, float, float]:

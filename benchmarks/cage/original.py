@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from benchmarks.cage.original_network import scenario
 from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.network import Networks, RedName
-from jurybox.training.environments.cage.red import Verb
+from jurybox.training.environments.cage.network import Networks, RedName, Verb
 
 STEPS = 100
 _AGENTS = {"B_line": ("b_line", "B_lineAgent"), "Meander": ("meander", "RedMeanderAgent")}

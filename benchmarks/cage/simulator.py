@@ -16,7 +16,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from jurybox.training.environments.cage import CageEnv, CageVectorEnv
-from jurybox.training.environments.cage.defenders import Defender, Sleeping, UniformlyRandom, episode_returns
+from jurybox.training.environments.cage.environment import Defender, Sleeping, UniformlyRandom, episode_returns
 
 PUBLISHED = {
     ("Sleeping", "B_line"): (-219, -480, -1134),

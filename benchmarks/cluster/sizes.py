@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from jurybox.training.cluster.counters import Counters
+from jurybox.training.cluster.host import Counters
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.replay.layout import Layout
 from jurybox.training.runtime.scoreboard import Scoreboard

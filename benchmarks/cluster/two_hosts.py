@@ -56,7 +56,7 @@ def serve(book: Path, settings: HockeyTraining) -> None:
     """A server with a policy and two past selves, until standard input ends; the policy is published twice a second."""
     os.sched_setaffinity(0, half_of_cores(0))
     from jurybox.training.algorithms.td3 import TD3
-    from jurybox.training.cluster.locks import locks
+    from jurybox.training.cluster.endpoints import locks
     from jurybox.training.recipes.hockey import sizes_of
     from jurybox.training.recipes.hockey_served import ServedPublications, models
     from jurybox.training.runtime.local_server import LocalServer
@@ -118,7 +118,7 @@ def collect(book: Path, settings: HockeyTraining, number: int, at: float, second
     """Steps a second of one collector between two moments of the clock that all share."""
     os.sched_setaffinity(0, half_of_cores(1))
     from jurybox.training.environments.hockey.factory import make_game
-    from jurybox.training.recipes.hockey_collector import Collector, fields
+    from jurybox.training.recipes.hockey_actor import Collector, fields
     from jurybox.training.recipes.hockey_served import ServedPolicies
     from jurybox.training.replay import Episodes, Replay
 

@@ -18,8 +18,8 @@ from benchmarks.cluster.compare import compare
 
 def one(launcher: str, updates: int, workers: int | None, halves: bool) -> float:
     """Episodes a second."""
-    from jurybox.training.recipes.env_spread import spread_named
-    from jurybox.training.recipes.workflow_networks import networks
+    from jurybox.training.recipes.launchers import spread_named
+    from jurybox.training.recipes.workflow_run import networks
     from jurybox.training.search.settings import WorkflowTraining
     from jurybox.training.search.trainer import WorkflowTrainer
 

@@ -13,7 +13,7 @@ import psutil
 
 from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.marl import MarlTraining, plan
-from jurybox.training.recipes.marl_networks import make_network
+from jurybox.training.recipes.marl_policies import make_network
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run

@@ -17,8 +17,8 @@ from tests.serving import wait_until
 from tests.unit.vector.vector_environments import Counter
 
 from jurybox.protocol.segment import directory
-from jurybox.training.recipes.worker_process import WorkerFailed
 from jurybox.training.vector import ProcessVectorEnv
+from jurybox.training.vector.worker import WorkerFailed
 
 N = 4
 NOTHING = np.zeros(N, int)

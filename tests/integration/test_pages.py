@@ -189,7 +189,7 @@ def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> N
         assert load_settings(file, environ={}).models
         return
     from jurybox.training.recipes.marl import plan
-    from jurybox.training.recipes.marl_command import settings_of
+    from jurybox.training.recipes.marl_run import settings_of
 
     assert plan(settings_of(file, [], {})).roles
 

@@ -13,7 +13,7 @@ from tests.serving import serving
 from jurybox.training.cluster.env_workers import Needs
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import workflow_run
-from jurybox.training.recipes.env_spread import spread_named
+from jurybox.training.recipes.launchers import spread_named
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import RunLog

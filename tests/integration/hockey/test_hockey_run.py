@@ -18,10 +18,9 @@ from tests.serving import segments
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.hockey import plan
-from jurybox.training.recipes.hockey_evaluation import evaluate
+from jurybox.training.recipes.hockey import plan, train
+from jurybox.training.recipes.hockey_actor import evaluate
 from jurybox.training.recipes.hockey_report import learned
-from jurybox.training.recipes.hockey_run import train
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run

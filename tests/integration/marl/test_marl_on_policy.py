@@ -7,8 +7,7 @@ import pytest
 from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_command import settings_of
-from jurybox.training.recipes.marl_run import train
+from jurybox.training.recipes.marl_run import settings_of, train
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_command import settings_of
-from jurybox.training.recipes.marl_run import train
+from jurybox.training.recipes.marl_run import settings_of, train
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.run import run

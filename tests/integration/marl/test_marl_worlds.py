@@ -11,8 +11,7 @@ import pytest
 from tests.integration.marl.worlds import SPACES, Kinds
 
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_command import settings_of
-from jurybox.training.recipes.marl_run import train
+from jurybox.training.recipes.marl_run import settings_of, train
 from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints

@@ -15,8 +15,8 @@ pytest.importorskip("sorrel", reason="sorrel is not installed here (it needs Pyt
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.sorrel import run_experiment
+from jurybox.training.sorrel.experiment import SorrelError
 from jurybox.training.sorrel.models import TRANSITION, Chance
-from jurybox.training.sorrel.settings import SorrelError
 
 pytestmark = pytest.mark.timeout(600)  # importing sorrel takes each process seconds
 WORLDS = "tests.integration.marl.sorrel_worlds"

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from jurybox.training.algorithms.acting import NumpyActor
-from jurybox.training.algorithms.networks import TwinCritic
-from jurybox.training.algorithms.td3 import TD3, TD3Settings
+from jurybox.training.algorithms.td3 import TD3, TD3Settings, TwinCritic
+from jurybox.training.algorithms.td3_actor import NumpyActor
 
 SMALL = TD3Settings(hidden_actor=(32, 32), hidden_critic=(32, 32), actor_rate=3e-3, critic_rate=3e-3, reward_scale=1.0)
 

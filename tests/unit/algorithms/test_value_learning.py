@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jurybox.training.algorithms.dqn import DQN, QNetwork, ValueSettings
-from jurybox.training.algorithms.iqn import IQN, QuantileNetwork, quantile_loss
+from jurybox.training.algorithms.dqn import DQN, IQN, QNetwork, QuantileNetwork, ValueSettings, quantile_loss
 from jurybox.training.run_folder import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute

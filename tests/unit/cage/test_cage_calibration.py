@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.defenders import Sleeping, UniformlyRandom, episode_returns
+from jurybox.training.environments.cage.environment import Sleeping, UniformlyRandom, episode_returns
 from jurybox.training.environments.cage.network import Networks
 from jurybox.training.environments.cage.tables import Blue, action
 

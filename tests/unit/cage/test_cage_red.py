@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jurybox.training.environments.cage import red
+from jurybox.training.environments.cage import network as red
 from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.red import BLine, Meander, Verb
+from jurybox.training.environments.cage.network import BLine, Meander, Verb
 
 NOTHING = np.zeros(1, np.int64)
 ALL = np.full(1, (1 << t.N_HOSTS) - 1)

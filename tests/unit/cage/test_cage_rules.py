@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.network import Networks
-from jurybox.training.environments.cage.red import Verb
+from jurybox.training.environments.cage.network import Networks, Verb
 from jurybox.training.environments.cage.tables import Blue, action
 
 N = 400

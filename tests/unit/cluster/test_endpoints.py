@@ -11,9 +11,8 @@ from tests.unit.hockey.hockey_runs import settings
 
 from jurybox.client import Refused, ServerGone
 from jurybox.training.cluster import endpoints
-from jurybox.training.cluster.folders import Folders
-from jurybox.training.recipes.hockey import plan
-from jurybox.training.recipes.hockey_run import train
+from jurybox.training.cluster.host import Folders
+from jurybox.training.recipes.hockey import plan, train
 from jurybox.training.runtime.plan import ConfigError, Kind
 
 

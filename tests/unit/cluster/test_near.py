@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jurybox.training.cluster.near import Ear, Line
+from jurybox.training.cluster.local_calls import Ear, Line
 
 SOON = 20.0
 
@@ -39,7 +39,7 @@ def test_a_worker_listens_again_when_its_caller_has_gone() -> None:
 
 WORKER = """
 import os, time
-from jurybox.training.cluster.near import Ear
+from jurybox.training.cluster.local_calls import Ear
 print(Ear(lambda method, arguments: os._exit(9)).name, flush=True)
 time.sleep(60)
 """

@@ -13,7 +13,7 @@ from jurybox.training.recipes.launchers import LauncherMissing, launcher_named, 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when Ray is imported, which other tests use too
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
 
-from jurybox.training.cluster.server_way import NoWay, Way, credentials, far_address
+from jurybox.training.cluster.connection import NoWay, Way, credentials, far_address
 
 
 def test_the_server_s_machine_uses_ipc_and_others_the_network() -> None:

@@ -10,14 +10,14 @@ from tests.unit.cluster.workers_here import WorkersHere
 from tests.unit.recipes.worker_environments import Counting
 
 from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
-from jurybox.training.cluster.seats import Seats
+from jurybox.training.cluster.vector_env import EnvGroup
 from jurybox.training.recipes.recorder import Recorder
-from jurybox.training.recipes.worker_process import WorkerFailed
 from jurybox.training.run_folder import RunLog
+from jurybox.training.vector.worker import WorkerFailed
 
 
 def made(*counts: int, **options):
-    workers = WorkersHere([partial(Seats, [partial(Counting, f"{w}", **options)] * n) for w, n in enumerate(counts)])
+    workers = WorkersHere([partial(EnvGroup, [partial(Counting, f"{w}", **options)] * n) for w, n in enumerate(counts)])
     return workers, SpreadVecEnv(workers, counts, seed=9)
 
 

@@ -11,19 +11,15 @@ import pytest
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.protocol.segment import directory
-from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
-from jurybox.training.recipes.checkpoints import CheckpointError
-from jurybox.training.recipes.hockey import plan
-from jurybox.training.recipes.hockey_actor import LEAVING, name_of, number_of
-from jurybox.training.recipes.hockey_collector import Collector, fields, shaped
-from jurybox.training.recipes.hockey_command import settings_of
-from jurybox.training.recipes.hockey_evaluation import evaluate
+from jurybox.training.recipes.hockey import plan, settings_of, train
+from jurybox.training.recipes.hockey_actor import Collector, evaluate, fields, name_of, number_of, shaped
 from jurybox.training.recipes.hockey_opponents import Pool
-from jurybox.training.recipes.hockey_run import train
-from jurybox.training.recipes.hockey_settings import Shaping
+from jurybox.training.recipes.hockey_settings import LEAVING, Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
+from jurybox.training.run_folder import CheckpointError
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run

@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from jurybox.training.environments.photo.degrade import Degradation, degrade, draw
+from jurybox.training.environments.photo.edits import Degradation, degrade, draw
 
 
 def test_the_same_seed_draws_the_same_damage(photo):

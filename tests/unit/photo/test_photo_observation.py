@@ -6,7 +6,7 @@ import pytest
 
 from jurybox.training.environments.photo import observation
 from jurybox.training.environments.photo.edits import HIGHEST, Edits, apply
-from jurybox.training.environments.photo.statistics import NAMES, measure
+from jurybox.training.environments.photo.observation import NAMES, measure
 
 
 def of(picture, name):

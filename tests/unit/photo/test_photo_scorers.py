@@ -10,7 +10,7 @@ import torch
 
 from jurybox.client import Refused, ServerGone, Timeout
 from jurybox.training.environments.photo import LocalScorer, ScorerError, ServerScorer
-from jurybox.training.environments.photo.factory import PhotoConfig, make_scorer
+from jurybox.training.environments.photo.environment import PhotoConfig, make_scorer
 
 ROW = (384, 384, 3)
 

@@ -15,11 +15,11 @@ from tests.unit.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
 from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
 
-from jurybox.training.recipes import photo_run, settings_file, workflow_run
-from jurybox.training.recipes.checkpoints import CheckpointError
-from jurybox.training.recipes.hockey_run import train as train_hockey
+from jurybox.training.recipes import photo_run, workflow_run
+from jurybox.training.recipes.hockey import train as train_hockey
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.run_folder import RunLog, RunLogError
+from jurybox.training.recipes.recorded_run import write_settings
+from jurybox.training.run_folder import CheckpointError, RunLog, RunLogError
 
 MARL = ["--set", "learning_starts = 20", "--set", "batch_size = 8", "--set", "hidden = [8]"]
 MARL += ["--set", "evaluate_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
@@ -33,7 +33,7 @@ def command(folder, *more):
 def begun(folder, settings):
     """What a run leaves that was killed before its first checkpoint: settings, the beginning of metrics, scraps."""
     with RunLog(folder, ["loss"]) as log:
-        settings_file.write(folder, settings)
+        write_settings(folder, settings)
         log.scalars(10, {"loss": 1.0})
     scrap = folder / "checkpoints" / ".writing-1"
     scrap.mkdir(parents=True)

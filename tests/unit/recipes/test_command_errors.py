@@ -18,8 +18,8 @@ from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO, PPOSettings
 from jurybox.training.cli import train as commands
 from jurybox.training.recipes import command, photo_run, workflow_served
-from jurybox.training.recipes.hockey_command import settings_of
-from jurybox.training.recipes.marl_command import settings_of as marl_settings_of
+from jurybox.training.recipes.hockey import settings_of
+from jurybox.training.recipes.marl_run import settings_of as marl_settings_of
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.recipes.recorded_run import recorded_run

@@ -13,8 +13,8 @@ from tests.serving import wait_until
 from tests.unit.recipes.worker_environments import Counting, WithOpenCV, broken
 from tests.unit.vector.vector_environments import Counter
 
-from jurybox.training.recipes.worker_process import WorkerFailed, bound
-from jurybox.training.recipes.workers import WorkerVecEnv
+from jurybox.training.vector.sb3_env import WorkerVecEnv
+from jurybox.training.vector.worker import WorkerFailed, bound
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_closing_ends_workers_in_the_middle_of_a_step_and_twice_is_no_error(work
 
 def test_workers_die_with_a_learner_that_is_killed_even_while_they_wait():
     script = (
-        "from jurybox.training.recipes.workers import WorkerVecEnv\n"
+        "from jurybox.training.vector.sb3_env import WorkerVecEnv\n"
         "from tests.unit.recipes.worker_environments import Counting\n"
         "import sys, numpy as np\n"
         "workers = WorkerVecEnv([Counting, Counting])\n"

@@ -8,11 +8,10 @@ import torch
 
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import checkpoints
-from jurybox.training.recipes.checkpoints import CheckpointError
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
 from jurybox.training.recipes.photo_run import run
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.run_folder import RunLog, read_metrics
+from jurybox.training.run_folder import CheckpointError, RunLog, read_metrics
 
 SMALL = PhotoTraining(
     environment=PhotoConfig(scorer="local", juror="tests.unit.recipes.cheap_juror:middle_grey", seed=3),

@@ -1,6 +1,6 @@
 import pytest
 
-from jurybox.training.recipes.rollout import ROLLOUT, steps_per_environment
+from jurybox.training.recipes.photo import ROLLOUT, steps_per_environment
 
 
 def test_the_default_rollout_is_4000_steps():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jurybox.client import ModelNotFound, Refused, ServerGone
-from jurybox.training.recipes.steady_scorer import SteadyScorer
+from jurybox.training.recipes.photo_worker import SteadyScorer
 
 
 class Flaky:

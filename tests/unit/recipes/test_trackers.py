@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jurybox.training.recipes import trackers as module
-from jurybox.training.recipes.trackers import TrackerMissing, trackers
+from jurybox.training.recipes import progress as module
+from jurybox.training.recipes.progress import TrackerMissing, trackers
 
 
 def installed(monkeypatch, name, fake):

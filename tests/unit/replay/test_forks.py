@@ -12,8 +12,7 @@ from tests.forking import Child, in_a_child
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import sweep
 from jurybox.training.replay import Episodes, Field, Replay, Windows
-from jurybox.training.replay.new_rows import NewRows
-from jurybox.training.replay.tail import Tail
+from jurybox.training.replay.cursor import Cursor, NewRows
 
 WRITERS = 4
 
@@ -165,10 +164,10 @@ def test_a_child_keeps_the_memory_for_itself_and_for_nobody_else() -> None:
 
 def test_cursors_after_a_fork(make) -> None:
     replay = make(20)
-    tail, new = Tail(replay), NewRows(replay.parts[0])
+    cursor, new = Cursor(replay), NewRows(replay.parts[0])
 
     def both() -> list:
-        return tail.take()["n"].tolist()
+        return cursor.take()["n"].tolist()
 
     replay.add(x=np.zeros(3, np.float32), n=5)
     assert in_a_child(both) == [5] == both(), "a cursor is each process's own"

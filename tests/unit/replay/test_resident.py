@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jurybox.protocol.errors import Refused
 from jurybox.training.replay import Episodes, Field, NotEnoughRows, Replay, Windows
-from jurybox.training.replay import new_rows as module
+from jurybox.training.replay import cursor as module
 
 EPISODES = Episodes(truncated="truncated")
 LINKED = {

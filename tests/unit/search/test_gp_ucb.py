@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.search.gp_ucb import KendallKernel, WorkflowSearch
-from jurybox.training.search.workflows import ORDERS, distances
+from jurybox.training.search.settings import ORDERS, distances
 
 BEST = ORDERS[77]
 

@@ -7,7 +7,7 @@ import numpy as np
 from jurybox.training.environments.cage import CageVectorEnv
 from jurybox.training.environments.cage.tables import Blue, action
 from jurybox.training.search.rollouts import INPUTS, play
-from jurybox.training.search.workflows import encode, parse
+from jurybox.training.search.settings import encode, parse
 
 ORDER = parse("enterprise, op_server, op_host, user, defender")
 

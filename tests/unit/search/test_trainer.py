@@ -13,9 +13,8 @@ import torch
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.recipes import workflow_run
-from jurybox.training.recipes.checkpoints import CheckpointError
-from jurybox.training.run_folder import RunLogError
-from jurybox.training.search import checkpoints, environments
+from jurybox.training.run_folder import CheckpointError, RunLogError
+from jurybox.training.search import environments
 from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.search.trainer import DONE, FINAL, REFERENCE, SEARCH, WorkflowTrainer
 
@@ -192,5 +191,5 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(who
 
 def test_only_the_newest_checkpoints_are_kept(whole) -> None:
     found = sorted(path.name for path in (whole[0] / "checkpoints").iterdir())
-    assert len(found) == checkpoints.KEPT - 1 or len(found) == checkpoints.KEPT
+    assert len(found) == workflow_run.KEPT - 1 or len(found) == workflow_run.KEPT
     assert found[-1] == "update-000020.pt"

@@ -7,8 +7,8 @@ import pytest
 
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.tables import UNIT_TYPES, Blue, action
-from jurybox.training.search.compliance import Alignment, judge, pooled_rate
-from jurybox.training.search.workflows import ORDERS, describe, distances, encode, parse
+from jurybox.training.search.rollouts import Alignment, judge, pooled_rate
+from jurybox.training.search.settings import ORDERS, describe, distances, encode, parse
 
 USER_LAST = parse("defender, enterprise, op_server, op_host, user")
 USER_FIRST = parse("user > op_host > op_server > enterprise > defender")

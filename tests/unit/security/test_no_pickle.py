@@ -17,14 +17,13 @@ SOURCES = sorted(
 # whose other end the kernel shows the same user.
 OWN_CHILDREN = {
     "cluster/env_workers.py",
-    "cluster/near.py",
-    "recipes/workers.py",
-    "recipes/worker_process.py",
+    "cluster/local_calls.py",
     "runtime/launching.py",
     "runtime/process.py",
-    "vector/crew.py",
     "vector/process_env.py",
+    "vector/sb3_env.py",
     "vector/worker.py",
+    "vector/worker_pool.py",
 }
 FORBIDDEN = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from pettingzoo.test import api_test, seed_test
 
-from jurybox.training.environments.treasure import Move, TreasureConfig, TreasureHunt, World
-from jurybox.training.environments.treasure.world import FIRST_GEM, FLOOR, WALL
+from jurybox.training.environments.treasure import FIRST_GEM, FLOOR, WALL, Move, TreasureConfig, TreasureHunt, World
 
 
 def world(**changes):

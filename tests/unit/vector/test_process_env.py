@@ -14,9 +14,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.unit.vector.vector_environments import Counter, Nested
 
 from jurybox.protocol.errors import Timeout
-from jurybox.training.recipes.worker_process import WorkerFailed
-from jurybox.training.recipes.workers import WorkerVecEnv
 from jurybox.training.vector import ProcessVectorEnv
+from jurybox.training.vector.sb3_env import WorkerVecEnv
+from jurybox.training.vector.worker import WorkerFailed
 
 N = 5
 FIELDS = {"place": (np.int64, (2,))}

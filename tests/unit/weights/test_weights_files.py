@@ -18,7 +18,7 @@ import safetensors.torch  # noqa: E402
 from jurybox.server import safetensors_file  # noqa: E402
 from jurybox.server.safetensors_file import DamagedFile  # noqa: E402
 from jurybox.server.supervisor.weights_saver import WeightsFiles  # noqa: E402
-from jurybox.training.torch_weights import TorchWeights  # noqa: E402
+from jurybox.training.algorithms.torch_states import TorchWeights  # noqa: E402
 
 
 @pytest.fixture

@@ -84,12 +84,12 @@ def train_photo(
             raise typer.BadParameter("would have no effect: it goes with --launcher ray", param_hint=name)
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes.trackers import require, trackers
+        from jurybox.training.recipes.progress import require, trackers
 
         require(mlflow=mlflow, wandb=wandb)
         check_server(address, model)
         from jurybox.training.environments.photo import PhotoConfig
-        from jurybox.training.recipes.env_spread import spread_named
+        from jurybox.training.recipes.launchers import spread_named
         from jurybox.training.recipes.photo import PhotoTraining
         from jurybox.training.recipes.photo_run import run
         from jurybox.training.recipes.progress import ConsoleProgress
@@ -146,7 +146,7 @@ def train_marl(
 
         if debug_state and out is not None:
             return state_of(out)
-        from jurybox.training.recipes.marl_command import settings_of, train_agents
+        from jurybox.training.recipes.marl_run import settings_of, train_agents
 
         given = {"log_dir": out, "agents": agents, "steps": steps, "seed": seed}
         settings = settings_of(config, change or [], given)
@@ -217,7 +217,7 @@ def train_hockey(
     }
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes.hockey_command import settings_of, train_hockey
+        from jurybox.training.recipes.hockey import settings_of, train_hockey
 
         settings = settings_of(config, change or [], given)
         return train_hockey(
@@ -275,9 +275,8 @@ def train_workflow(
             raise typer.BadParameter(f"expected {' or '.join(known)}, got {value!r}", param_hint=name)
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes.env_spread import spread_named
-        from jurybox.training.recipes.progress import ConsoleProgress
-        from jurybox.training.recipes.trackers import require, trackers
+        from jurybox.training.recipes.launchers import spread_named
+        from jurybox.training.recipes.progress import ConsoleProgress, require, trackers
         from jurybox.training.recipes.workflow_run import run
         from jurybox.training.search.settings import WorkflowTraining
 
@@ -330,7 +329,7 @@ def demo_photo(
     """Start a server, train a policy on real photos against its juror, and write a report; about three minutes."""
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes import photo_demo
+        from jurybox.training.recipes import photo_run as photo_demo
         from jurybox.training.recipes.progress import ConsoleProgress
 
         verdict = photo_demo.demo(

@@ -205,6 +205,14 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
 _MAGIC = b"jbstate1"
 
 
+class CheckpointError(RuntimeError):
+    """There is nothing to go on from, or it does not fit."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is none yet."""
+
+
 class StateDamaged(RuntimeError):
     """A state file is cut, changed, or none."""
 

@@ -1,17 +1,21 @@
-"""Ray itself: joined, or started on this machine alone with nothing that a training does not need."""
+"""Ray itself: join a cluster or start one on this machine, and find the way from its machines to a server."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from jurybox.client import connect as connect_server
+from jurybox.protocol.address import default_address
 from jurybox.training.runtime.plan import RunError
 
 _OBJECT_STORE_BYTES = 256 << 20
@@ -72,3 +76,99 @@ def _own_signals() -> Iterator[None]:
 def disconnect() -> None:
     """Leave the cluster; one that `connect` started ends."""
     ray.shutdown()
+
+
+# ----
+# How env workers on the machines of a cluster reach a server: by ipc on its machine, elsewhere over the network.
+
+
+_CREDENTIALS = ("JURYBOX_TOKEN", "JURYBOX_TLS_CA", "JURYBOX_SERVER_KEY", "JURYBOX_CLIENT_KEY")
+
+
+class NoWay(RunError):
+    """A server that only its own machine reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A server's addresses.
+
+    Attributes:
+        near: for whoever is on its machine. far: for all others; empty where the server lets nobody else in.
+        node: Ray's id of its machine; empty where `near` is an address for everybody.
+        host: that machine's address, as Ray knows it.
+    """
+
+    near: str
+    far: str = ""
+    node: str = ""
+    host: str = ""
+
+    def here(self) -> str:
+        """The address for this process, wherever Ray has put it."""
+        return self.from_node(*_this_node())
+
+    def from_node(self, node: str, host: str) -> str:
+        """The address for processes of a machine.
+
+        Raises:
+            NoWay: there is none.
+        """
+        if self.node in ("", node):
+            return self.near
+        advice = "let it listen there (docs/security.md), and say where with --network-address grpcs://HOST:PORT"
+        if not self.far:
+            raise NoWay(f"an env worker on {host} cannot reach the server at {self.near}, which has no gRPC: {advice}")
+        if _is_loopback(self.far.partition("://")[2].rpartition(":")[0]) and host != self.host:
+            raise NoWay(f"an env worker on {host} cannot reach {self.far}, the loopback of {self.host}: {advice}")
+        return self.far
+
+
+def way_to(address: str | None, far: str | None = None, timeout: float = 10.0) -> Way:
+    """The way to the server at `address`.
+
+    Args:
+        far: its address for other machines; None: asked of the server.
+
+    Raises:
+        jurybox.client.Error: it does not answer.
+    """
+    near = address or default_address()
+    if not near.startswith("ipc://"):
+        return Way(near)
+    node, host = _this_node()
+    if far is None:
+        with connect_server(near, timeout=timeout) as server:
+            far = far_address(server.status()["server"]["grpc"], host)
+    return Way(near, far, node, host)
+
+
+def far_address(listens: str, host: str) -> str:
+    """What others call a server on the machine `host` that listens at "host:port", perhaps on all interfaces.
+
+    A server takes others in with TLS, but on its own loopback without.
+    """
+    if not listens:
+        return ""
+    name, _, port = listens.rpartition(":")
+    if name.strip("[]") in ("0.0.0.0", "::", ""):
+        return f"grpcs://{host}:{port}"
+    return f"grpc://{listens}" if _is_loopback(name) else f"grpcs://{listens}"
+
+
+def credentials(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables by which clients show who they are, and know the server."""
+    return {name: environment[name] for name in _CREDENTIALS if name in environment}
+
+
+def _this_node() -> tuple[str, str]:
+    """Ray's id of this machine, and its address."""
+    util: Any = ray.util
+    return ray.get_runtime_context().get_node_id(), util.get_node_ip_address()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,23 +1,79 @@
-"""How an engine somewhere in a cluster is reached, and a book of that for those who have no Ray. Knows nothing of Ray.
-
-A endpoint is told by name. Who looks it up on the engine's own machine connects through shared memory, everybody else
-over the network.
-"""
+"""Engines of a cluster as plain data: what an engine serves, where it is reached. Does not import Ray."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import secrets
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from jurybox.client import Server, connect
 from jurybox.protocol.errors import Error, Refused, ServerGone
 from jurybox.protocol.segment import directory
+
+Models = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """What of a run goes where.
+
+    Attributes:
+        channels: by the run's channel, the model that is to have its newest weights; versions are the channel's.
+        folders: by the run's folder with a file VERSION.weights for each policy that stays (a state with "state"), the
+            model that is to hold them as versions.
+        most: of them, the newest, that a server is given which has none yet.
+    """
+
+    channels: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
+    most: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine, and what of a run it serves.
+
+    Attributes:
+        name: by which it is found.
+        models: as under [models.NAME] of a server's configuration.
+        feeds: what of the run it serves.
+        cpus, gpus, resources: that Ray sets aside for it. With a GPU it serves on that, else on the CPU.
+        threads: that torch may use in it.
+        server: further settings of its [server].
+    """
+
+    name: str
+    models: Models
+    feeds: Feeds = field(default_factory=Feeds)
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    threads: int = 1
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Serves(Protocol):
+    """A launcher that places engines, too."""
+
+    def serve(self, spec: EngineSpec, log: Path) -> None:
+        """Have an engine beside the next run; the log of its server goes to a file on this machine."""
+
+
+# ----
+# How an engine somewhere in a cluster is reached, and a book of that for those who have no Ray. Knows nothing of Ray.
+#
+# A endpoint is told by name. Who looks it up on the engine's own machine connects through shared memory, everybody
+# else over the network.
+
 
 BOOK = "engines"  # the run's folder with it, where a launcher keeps one
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
@@ -126,3 +182,39 @@ def clear(folder: Path, name: str) -> None:
     """Take an engine out of a book."""
     for page in folder.glob(f"{check_name(name)}.*.endpoint"):
         page.unlink()
+
+
+class NoCertificate(RuntimeError):
+    """None could be made."""
+
+
+def locks(folder: Path, host: str) -> tuple[str, str, dict[str, str]]:
+    """Make a token, and a key with a certificate for an IP address, as files in `folder`.
+
+    Returns:
+        The token, the certificate as PEM, and the settings of [server] that name the files.
+
+    Raises:
+        NoCertificate: openssl is not there, or failed.
+    """
+    token = secrets.token_hex(32)
+    _secret(folder / "token", token)
+    _secret(folder / "tls.key", "")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "365", "-keyout", "tls.key", "-out", "tls.pem", "-subj", "/CN=jurybox-engine"]
+    command += ["-addext", f"subjectAltName=IP:{host}"]
+    try:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoCertificate(
+            f"a server at {host}, which others reach, needs a certificate, and openssl made none ({error}): install "
+            "openssl on that machine, or let its Ray listen on a loopback address"
+        ) from error
+    settings = {"token_file": "token", "tls_cert": "tls.pem", "tls_key": "tls.key"}
+    return token, (folder / "tls.pem").read_text(), {name: str(folder / file) for name, file in settings.items()}
+
+
+def _secret(path: Path, content: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)

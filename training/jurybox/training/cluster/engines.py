@@ -1,11 +1,13 @@
-"""Engines in a cluster: a `jurybox` server as a named Ray actor, found again by its name wherever it is.
+"""Engines in a cluster: a `jurybox` server as a named Ray actor, and the keeper that places it again when it moves.
 
-``start("judge", {"photo": {"factory": "..."}})`` from the driver, then from any Ray task or actor ``connect("judge")``.
-Processes that have no Ray find it in a book (`endpoints`) that a launcher keeps on their machine.
+``start("judge", {"photo": {"factory": "..."}})`` from the driver, then from any Ray task or actor
+``connect("judge")``. Processes that have no Ray find it in a book (`endpoints`) that a launcher keeps on their
+machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import secrets
@@ -25,12 +27,12 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from jurybox.client import Server
 from jurybox.protocol.errors import ServerGone
 from jurybox.training.cluster import endpoints
+from jurybox.training.cluster.actors import LogTail
 from jurybox.training.cluster.connection import NAMESPACE
-from jurybox.training.cluster.endpoints import Endpoint, check_name, this_machine
-from jurybox.training.cluster.engine_spec import EngineSpec, Feeds, Models
+from jurybox.training.cluster.endpoints import Endpoint, EngineSpec, Feeds, Models, check_name, locks, this_machine
 from jurybox.training.cluster.feeder import Feeder
-from jurybox.training.cluster.locks import locks
-from jurybox.training.cluster.log_tail import LogTail
+from jurybox.training.cluster.host import Instead
+from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
@@ -232,3 +234,80 @@ def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambd
 
 def _actor_name(name: str) -> str:
     return f"jurybox-engine-{check_name(name)}"
+
+
+# ----
+# Keeps an engine of a run: places it, feeds it there, tells every machine where it is; and again when it has moved.
+
+
+_LOOK = 0.5  # seconds between two looks at an engine
+
+_BACK_OFF = 2.0  # after one that could not be started
+_ENGINE_STOP = 15.0
+
+
+class EngineKeeper:
+    """For one engine and one run. Methods belong to the thread of the traffic's loop.
+
+    Args:
+        book: folder of endpoints on this machine; one of the run's, so that it is on every machine.
+        log: gets the log of its servers.
+        told: takes lines for whoever watches.
+    """
+
+    def __init__(self, spec: EngineSpec, traffic: Traffic, book: Path, log: Path, told: Callable[[str], None]) -> None:
+        self._spec, self._traffic, self._book, self._log, self._told = spec, traffic, book, log, told
+        self._actor: Any = None
+        self._shown = 0
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        endpoints.clear(book, spec.name)
+        self._task = asyncio.ensure_future(self._keep())
+        self._task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        self._task.cancel()
+        if self._actor is not None:
+            with suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._actor.stop.remote(), _ENGINE_STOP)
+            ray.kill(self._actor)
+        endpoints.clear(self._book, self._spec.name)
+
+    async def _keep(self) -> None:
+        life = ""
+        while True:
+            try:
+                self._actor = make(self._spec)
+                node = await self._actor.where.remote()
+                member = await self._traffic.member(node)
+                endpoint: Endpoint = await self._actor.endpoint.remote()
+                instead: Instead = await member.ask("instead")
+                await self._actor.feed.remote(member.scoreboard, instead.folders)
+                if endpoint.life != life:
+                    life = endpoint.life
+                    self._shown += 1
+                    endpoints.show(self._book, self._shown, endpoint)
+                    self._told(f"engine {endpoint.name} serves on node {node[:8]}, for others at {endpoint.grpc}")
+                await self._watch(endpoint, member)
+            except RayTaskError as error:
+                self._told(f"engine {self._spec.name}: {error.cause}")
+                await asyncio.sleep(_BACK_OFF)
+            except RayError:
+                await asyncio.sleep(_AGAIN)  # Ray makes it anew, elsewhere if need be
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._told(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
+
+    async def _watch(self, endpoint: Endpoint, member: Member) -> None:
+        """Until it serves no longer as it did."""
+        while not member.gone:
+            life, log, failed = await self._actor.look.remote()
+            with self._log.open("ab") as file:
+                file.write(log)
+            if failed:
+                self._told(f"engine {endpoint.name} is fed no longer ({failed}); begun again")
+            if failed or life != endpoint.life:
+                return
+            await asyncio.sleep(_LOOK)

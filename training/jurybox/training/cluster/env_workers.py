@@ -1,8 +1,8 @@
 """Env workers as Ray actors: each holds some of a training's environments; what is said to one is one call.
 
 They are placed by what they need, spread over the machines; those on the learner's own are asked over a socket
-(`near`). One that dies is started again by Ray, where there is room, and holds new environments: whoever asked is told
-`LOST`, and what becomes of the episodes is his.
+(`local_calls`). One that dies is started again by Ray, where there is room, and holds new environments: whoever asked
+is told `LOST`, and what becomes of the episodes is his.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from jurybox.protocol.errors import Timeout
 from jurybox.training import interrupts
-from jurybox.training.cluster.near import Answer, Ear, Line
-from jurybox.training.cluster.workers import LOST
-from jurybox.training.recipes.worker_process import WorkerFailed, described
+from jurybox.training.cluster.local_calls import Answer, Ear, Line
+from jurybox.training.cluster.vector_env import LOST
+from jurybox.training.vector.worker import WorkerFailed, described
 
 _DEATHS = 3  # of one worker, with nothing done between them, before it is given up
 _LOOK = 0.5  # seconds between two looks for an interrupt

@@ -1,17 +1,11 @@
-"""One machine's part of a run: its scoreboard, its way into the replays, its copies of the weights. Knows nothing of
-Ray.
-
-A run has one host a machine; that of the orchestrator's machine stands on the run's own `SharedResources`. Role
-processes use their machine's host as if there were no other: counters and orders are copied to and from the
-orchestrator's scoreboard, rows leave the local replay for the one that is sampled, publications come in as publications
-of the local channel.
-"""
+"""One machine's part of a run: scoreboard, replays, copies of the weights, folders. Does not import Ray."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +15,131 @@ import numpy.typing as npt
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import sweep
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.cluster.counters import Counters
-from jurybox.training.cluster.folders import Folders
 from jurybox.training.replay import Replay
-from jurybox.training.replay.graft import Batch, Graft, Source
+from jurybox.training.replay.transfer import Exporter, Importer, RowBatch
+from jurybox.training.run_folder import write_atomically
 from jurybox.training.runtime.plan import Plan
+from jurybox.training.runtime.scoreboard import Scoreboard, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources
+
+# ----
+# The scoreboard of a run, copied between machines.
+#
+# Every record has one writer, so a copy needs no merging rule but this: whoever has the role's process has the role's
+# record, the orchestrator has the orders. Clocks of two machines differ: a copy says what its own read when it was
+# made, and moments are moved by the difference (and so seem younger by the time that the copy travelled).
+
+
+_MOMENTS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
+_ORDER_MOMENTS = [Told.STARTED_AT]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Records of some roles at one moment.
+
+    Attributes:
+        clock: nanoseconds of the machine's CLOCK_MONOTONIC when they were read.
+        roles: (n,) their numbers.
+        records: (n, 32) int64, what roles say.
+        orders: (n, 8) int64, what they are told; empty where only records travel.
+    """
+
+    clock: int
+    roles: npt.NDArray[np.int64]
+    records: npt.NDArray[np.int64]
+    orders: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
+        """What `scoreboard` shows of these roles now."""
+        numbers = np.array(sorted(roles), np.int64)
+        told = scoreboard.told[numbers] if orders else np.empty((0, scoreboard.told.shape[1]), np.int64)
+        return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], told)
+
+    def unfinished(self) -> Counters:
+        """The same, but no learner is done yet: its last publication is still on its way to where this goes."""
+        records = self.records.copy()
+        records[:, Word.DONE] = 0
+        return replace(self, records=records)
+
+    def write(self, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool, life: bool = False) -> None:
+        """Put the records of those among `roles` on another machine's scoreboard.
+
+        Args:
+            orders: put the orders of all that came, too.
+            life: leave out a record that an earlier life of its role wrote.
+        """
+        shift = time.monotonic_ns() - self.clock
+        chosen = np.isin(self.roles, np.fromiter(roles, np.int64, len(roles)))
+        if life:
+            chosen &= self.records[:, Word.LIFE] == scoreboard.told[self.roles, Told.LIFE]
+        records = self.records[chosen].copy()
+        moments = records[:, _MOMENTS]
+        records[:, _MOMENTS] = np.where(moments > 0, moments + shift, moments)
+        scoreboard.records[self.roles[chosen]] = records
+        if orders:
+            told = self.orders.copy()
+            moments = told[:, _ORDER_MOMENTS]
+            told[:, _ORDER_MOMENTS] = np.where(moments > 0, moments + shift, moments)
+            scoreboard.told[self.roles] = told
+
+
+# ----
+# The run's folders on one machine: files that are written once, on any machine, and are soon on all. No Ray.
+
+
+_TICK = 100_000_000  # ns
+
+
+class Folders:
+    """One machine's copies; belongs to one thread at a time.
+
+    Args:
+        paths: by the plan's name.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self.paths = dict(paths)
+        self._found: dict[tuple[str, str], None] = {}  # in the order in which they were
+        self._changed: dict[str, int] = {}
+        for path in paths.values():
+            Path(path).mkdir(parents=True, exist_ok=True)
+
+    def after(self, count: int) -> tuple[tuple[str, str], ...]:
+        """(folder, name) of the files there, without the first so many that were found."""
+        for folder, path in self.paths.items():
+            # Taken before the look: what comes in the midst of it is seen the next time.
+            changed = Path(path).stat().st_mtime_ns
+            if self._changed.get(folder) != changed:
+                # One that has just changed may change again within a tick of the file system's clock.
+                if time.time_ns() - changed > _TICK:
+                    self._changed[folder] = changed
+                for each in sorted(Path(path).iterdir()):
+                    if not each.name.startswith("."):
+                        self._found.setdefault((folder, each.name))
+        return tuple(self._found)[count:] if count < len(self._found) else ()
+
+    def read(self, folder: str, name: str) -> bytes:
+        """A file's content."""
+        return (Path(self.paths[folder]) / name).read_bytes()
+
+    def keep(self, folder: str, name: str, content: bytes) -> None:
+        """Put a file there that was written elsewhere."""
+        path = Path(self.paths[folder]) / name
+        if not path.exists():
+            write_atomically(path, content)
+
+
+# ----
+# One machine's part of a run: its scoreboard, its way into the replays, its copies of the weights. Knows nothing of
+# Ray.
+#
+# A run has one host a machine; that of the orchestrator's machine stands on the run's own `SharedResources`. Role
+# processes use their machine's host as if there were no other: counters and orders are copied to and from the
+# orchestrator's scoreboard, rows leave the local replay for the one that is sampled, publications come in as
+# publications of the local channel.
+
 
 # Rows that wait on a machine for the one that samples them; what comes beyond overwrites the oldest.
 INBOX_ROWS = 8192
@@ -86,8 +199,8 @@ class Host:
         self.shared = shared or SharedResources.create(plan, INBOX_ROWS)
         self._owns = shared is None
         self._homes: dict[str, Replay] = {}
-        self._sources: dict[str, Source] = {}
-        self._grafts: dict[tuple[str, str], Graft] = {}
+        self._exporters: dict[str, Exporter] = {}
+        self._importers: dict[tuple[str, str], Importer] = {}
         self._readers: dict[str, WeightsReader] = {}
         self._copies = None if shared is not None else tempfile.TemporaryDirectory(prefix="jurybox-run-")
         copies = {name: str(Path(self._copies.name) / name) for name in plan.folders} if self._copies else {}
@@ -120,8 +233,8 @@ class Host:
         return Seen(
             Counters.of(self.shared.scoreboard, here, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
-            {name: self._source(name).new.waiting for name in leaving},
-            sum(source.new.missed for source in self._sources.values()),
+            {name: self._exporter(name).new.waiting for name in leaving},
+            sum(source.new.missed for source in self._exporters.values()),
             self.folders.after(files),
         )
 
@@ -173,19 +286,19 @@ class Host:
         """What processes on this machine use in the place of what the plan names."""
         return Instead({name: str(replay.name) for name, replay in self._homes.items()}, self.folders.paths)
 
-    def rows(self, name: str) -> Batch | None:
+    def rows(self, name: str) -> RowBatch | None:
         """What came into this machine's way in, some of it; None where nothing did."""
-        return self._source(name).batch()
+        return self._exporter(name).batch()
 
-    def put(self, name: str, source: str, batch: Batch | None) -> int:
+    def put(self, name: str, source: str, batch: RowBatch | None) -> int:
         """Add rows of the host `source` to the replay that is sampled here; how many."""
         if batch is None:
             return 0
         home = self._home(name)
         key = (name, source)
-        if key not in self._grafts:
-            self._grafts[key] = Graft(home, max(INBOX_ROWS, home.layout.capacity))
-        return self._grafts[key].put(batch)
+        if key not in self._importers:
+            self._importers[key] = Importer(home, max(INBOX_ROWS, home.layout.capacity))
+        return self._importers[key].put(batch)
 
     def replay_file(self, name: str) -> bytes:
         """The replay that is sampled here, as `Replay.save` writes it."""
@@ -234,7 +347,7 @@ class Host:
             self._readers[channel] = self.shared.reader(channel)
         return self._readers[channel]
 
-    def _source(self, name: str) -> Source:
-        if name not in self._sources:
-            self._sources[name] = Source(self.shared.replay(name))
-        return self._sources[name]
+    def _exporter(self, name: str) -> Exporter:
+        if name not in self._exporters:
+            self._exporters[name] = Exporter(self.shared.replay(name))
+        return self._exporters[name]

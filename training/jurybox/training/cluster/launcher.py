@@ -18,9 +18,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from jurybox.training.cluster.actors import Heard, RolePlace
 from jurybox.training.cluster.connection import connect, disconnect
-from jurybox.training.cluster.endpoints import BOOK
-from jurybox.training.cluster.engine_keeper import EngineKeeper
-from jurybox.training.cluster.engine_spec import EngineSpec
+from jurybox.training.cluster.endpoints import BOOK, EngineSpec
+from jurybox.training.cluster.engines import EngineKeeper
 from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.launching import RoleProcess, configuration

@@ -1,6 +1,6 @@
 """Environments of many workers as one VecEnv of Stable-Baselines3: SubprocVecEnv over calls instead of pipes.
 
-A worker holds several environments (`seats`); what is sent to them travels together, as one call.
+A worker holds several environments (`EnvGroup`); what is sent to them travels together, as one call.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 from stable_baselines3.common.vec_env import SubprocVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
-from jurybox.training.cluster.seats import Request
-from jurybox.training.cluster.workers import LOST, Workers
-from jurybox.training.recipes.worker_process import WorkerFailed
+from jurybox.training.cluster.vector_env import LOST, Request, Workers
+from jurybox.training.vector.worker import WorkerFailed
 
 
 class SpreadVecEnv(SubprocVecEnv):
@@ -25,7 +24,7 @@ class SpreadVecEnv(SubprocVecEnv):
     observation as ``terminal_observation``, ``TimeLimit.truncated`` and ``info["restarted"]``.
 
     Args:
-        workers: each holds `Seats`; closed with this.
+        workers: each holds `EnvGroup`; closed with this.
         counts: environments of each.
         seed: of the run; new environments get seeds of their own from it.
 

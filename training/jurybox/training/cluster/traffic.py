@@ -18,8 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jurybox.training.cluster.actors import HostActor
-from jurybox.training.cluster.counters import Counters
-from jurybox.training.cluster.host import Host, Instead, Seen
+from jurybox.training.cluster.host import Counters, Host, Instead, Seen
 from jurybox.training.runtime.plan import Plan
 
 PERIOD = 0.01  # seconds between two looks at a host, where there is time for so many

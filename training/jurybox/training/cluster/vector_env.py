@@ -1,17 +1,87 @@
-"""Environments of many workers as one Gymnasium VectorEnv: one call for each worker and step, whole batches in it."""
+"""Environments of many workers as one Gymnasium VectorEnv: one call for each worker and step. Does not import Ray."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
-from jurybox.training.cluster.workers import LOST, Workers
+from jurybox.training.vector.worker import answered
+
+
+class Lost(Enum):
+    """Instead of an answer: the worker was replaced, and all that it holds is new."""
+
+    LOST = "lost"
+
+
+LOST: Final = Lost.LOST
+
+
+class Workers(Protocol):
+    """Numbered workers, each of which holds an object whose methods can be called.
+
+    Attributes:
+        restarts: workers replaced so far.
+    """
+
+    restarts: int
+
+    def __len__(self) -> int: ...
+
+    def life(self, worker: int) -> int:
+        """How often it was replaced."""
+
+    def ask(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Begin a call; several may be under way, they are done in order. Gives what `answer` wants."""
+
+    def answer(self, asked: Any) -> Any:
+        """Wait for it; `LOST` where the worker was replaced since, or is replaced now."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+# ----
+# What an env worker of a cluster holds for Stable-Baselines3: environments that answer SubprocVecEnv's commands.
+#
+# Each has a thread of its own, so that one that waits for its juror lets the others render. Never imports torch.
+
+
+Request = tuple[str, Any]  # command and its data, as SubprocVecEnv sends them
+
+
+class EnvGroup:
+    """What one worker holds: environments that answer requests."""
+
+    def __init__(self, makers: Sequence[Callable[[], Any]]) -> None:
+        self._environments = [make() for make in makers]
+        self._threads = ThreadPoolExecutor(len(makers), thread_name_prefix="environment")
+
+    def answer(self, requests: dict[int, Request]) -> dict[int, Any]:
+        """Answers by environment; a `WorkerFailed` where one raised."""
+        under_way = {
+            seat: self._threads.submit(answered, self._environments[seat], *request)
+            for seat, request in requests.items()
+        }
+        return {seat: each.result() for seat, each in under_way.items()}
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for environment in self._environments:
+            environment.close()
+
+
+# ----
+# Environments of many workers as one Gymnasium VectorEnv: one call for each worker and step, whole batches in it.
+
 
 Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
 

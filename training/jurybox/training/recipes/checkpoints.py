@@ -24,16 +24,10 @@ import torch
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
+from jurybox.training.run_folder import CheckpointError, NoCheckpoint
+
 _PREFIX = "step-"
 KEPT = 3
-
-
-class CheckpointError(RuntimeError):
-    """There is nothing to go on from, or it does not fit."""
-
-
-class NoCheckpoint(CheckpointError):
-    """There is none yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,8 @@ def _status_of(error: Exception) -> int:
     from jurybox.client import Error
     from jurybox.training.environments.cage.cyborg import CyborgMissing
     from jurybox.training.environments.photo import PhotoError
-    from jurybox.training.recipes.checkpoints import CheckpointError
-    from jurybox.training.recipes.trackers import TrackerMissing
-    from jurybox.training.run_folder import RunLogError, StateDamaged
+    from jurybox.training.recipes.progress import TrackerMissing
+    from jurybox.training.run_folder import CheckpointError, RunLogError, StateDamaged
     from jurybox.training.runtime.local_server import ServerNotStarted
     from jurybox.training.runtime.plan import RunError
 

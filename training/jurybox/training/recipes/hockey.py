@@ -1,20 +1,46 @@
-"""The hockey training as a plan of the runtime: collectors, a TD3 learner with its league, an evaluator."""
+"""The hockey training: its plan, the run from settings to report, and what `jurybox train hockey` does."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from threadpoolctl import threadpool_limits
+
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.td3 import TD3
-from jurybox.training.cluster.endpoints import BOOK
+from jurybox.training.cluster.endpoints import BOOK, Serves
 from jurybox.training.environments.hockey.factory import make_game
-from jurybox.training.recipes.hockey_actor import CHANNEL, POOL, RESULTS, ROWS
-from jurybox.training.recipes.hockey_collector import fields
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.interrupts import Signals
+from jurybox.training.recipes.hockey_actor import fields
+from jurybox.training.recipes.hockey_report import report
+from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
+from jurybox.training.recipes.launchers import check_gpus, launcher_named
+from jurybox.training.recipes.progress import require, trackers
+from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.run_command import changes_of, conclude
 from jurybox.training.replay import Episodes, Field
-from jurybox.training.runtime.plan import Budget, ChannelSpec, ConfigError, Kind, Pace, Plan, ReplaySpec, RoleSpec
+from jurybox.training.run_folder import Tracker
+from jurybox.training.runtime.launching import Launcher
+from jurybox.training.runtime.plan import (
+    Budget,
+    ChannelSpec,
+    ConfigError,
+    Kind,
+    Outcome,
+    Pace,
+    Plan,
+    ReplaySpec,
+    RoleSpec,
+    refuse_unused,
+)
+from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 
 _ACTOR = "jurybox.training.recipes.hockey_actor"
 _LEARNER = "jurybox.training.recipes.hockey_learner"
@@ -116,3 +142,167 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
         best="points",
         folders=folders,
     )
+
+
+# ----
+# A hockey training from its settings to the report: what `jurybox train hockey` does.
+
+
+# What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
+MAY_CHANGE = (
+    "steps",
+    "minutes",
+    "target",
+    "workers",
+    "envs_per_worker",
+    "policy",
+    "device",
+    "learner_gpus",
+    "engine_gpus",
+    "max_ahead",
+    "publish_interval",
+    "weight_sync_interval",
+    "max_lag",
+    "evaluate_every",
+    "evaluation_games",
+    "matrix_games",
+    "film_games",
+    "checkpoint_every",
+    "log_every",
+    "on_failure",
+)
+
+
+def columns(settings: HockeyTraining) -> tuple[str, ...]:
+    """Of metrics.csv, for every run with the same anchors the same."""
+    return (
+        *OF_EVERY_RUN,
+        "wins",
+        "losses",
+        "touches",
+        "critic_loss",
+        "actor_loss",
+        "value",
+        "pool",
+        "eval_points",
+        *(f"eval_{what}_{who}" for who in settings.league.anchors for what in ("wins", "ties", "losses", "score")),
+    )
+
+
+def train(
+    settings: HockeyTraining,
+    folder: Path,
+    *,
+    serial: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    signals: Signals | None = None,
+    command: str = "",
+    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    launcher: Launcher | None = None,
+) -> Outcome:
+    """Train; leaves metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif in `folder`.
+
+    Raises:
+        ConfigError: the environment cannot be made.
+        RunLogError: the folder holds another run, and `resume` is not set.
+        NothingToResume: there is no checkpoint to go on from.
+        CheckpointError: the run was begun with other settings.
+        ServerNotStarted: the policy was to be served, and its server did not come up.
+    """
+    gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
+    check_gpus(launcher, gpus)
+    with ExitStack() as resources:
+        # Networks this small are slower on two threads, and sums in another order would not be the same sums.
+        resources.enter_context(threadpool_limits(1))
+        address = engine = None
+        if settings.policy == "served":
+            from jurybox.training.recipes.hockey_served import ENGINE, engine_of, policy_server
+
+            folder.mkdir(parents=True, exist_ok=True)
+            serving: object = launcher
+            if isinstance(serving, Serves) and not serial:
+                if settings.on_failure == "serial":
+                    raise ConfigError(
+                        "on_failure='serial' does not go with a policy that an engine in a cluster serves, since that "
+                        "ends with the processes: take on_failure='end', or policy='local'"
+                    )
+                engine = ENGINE
+                serving.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
+            else:
+                address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
+        planned = plan(settings, folder, address, engine)
+        return recorded_run(
+            planned,
+            folder,
+            columns(settings),
+            settings.model_dump(mode="json"),
+            lambda outcome, rows: report(settings, outcome, rows, folder, command),
+            serial=serial,
+            resume=resume,
+            may_change=MAY_CHANGE,
+            console=console,
+            signals=signals,
+            trackers=trackers,
+            launcher=launcher,
+        )
+
+
+# ----
+# What `jurybox train hockey` does with its options.
+
+
+def settings_of(config: Path | None, changes: Sequence[str], given: Mapping[str, Any]) -> HockeyTraining:
+    """Settings of a file, then of ``NAME=VALUE`` strings, then of options that were given (not None).
+
+    Raises:
+        ConfigError: something in it is unknown, out of its bounds or unreadable.
+    """
+    return HockeyTraining.read(config, changes_of(changes, given))
+
+
+def train_hockey(
+    settings: HockeyTraining,
+    folder: Path,
+    console: Console,
+    *,
+    serial: bool,
+    resume: bool,
+    mlflow: bool,
+    wandb: bool,
+    launcher: str = "local",
+    address: str | None = None,
+) -> str:
+    """Train, and say how it ended.
+
+    Args:
+        launcher: "local", or "ray" with the `address` of a cluster (None: Ray on this machine).
+
+    Raises:
+        RunError: there is no such launcher, or no such cluster.
+        RunFailed: a role failed for good.
+        KeyboardInterrupt: it was told to stop, and has, in order.
+    """
+    require(mlflow=mlflow, wandb=wandb)
+    if serial:
+        refuse_unused(() if launcher == "local" else ("--launcher",), {"--launcher": "--serial runs in this process"})
+    signals = Signals()
+    with launcher_named(launcher, address) as chosen:
+        outcome = train(
+            settings,
+            folder,
+            serial=serial,
+            resume=resume,
+            console=console,
+            signals=signals,
+            command=shlex.join(["jurybox", *sys.argv[1:]]),
+            trackers=lambda: trackers("hockey", folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+            launcher=chosen,
+        )
+    conclude(outcome, signals)
+    said = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
+    for who in settings.league.anchors:
+        won, lost = (outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "losses"))
+        if won is not None and lost is not None:
+            said.append(f"against {who}: {won:.0%} won, {lost:.0%} lost")
+    return "\n".join(said)

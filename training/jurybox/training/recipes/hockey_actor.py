@@ -1,24 +1,226 @@
-"""The roles of a hockey training that play: collectors and the evaluator. No torch: their processes start quickly."""
+"""The playing roles of a hockey training: collectors and the evaluator. No torch: their processes start quickly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from jurybox.training.algorithms.league import League
+from jurybox.training.algorithms.league import League, draw
+from jurybox.training.algorithms.td3_actor import coloured_noise
+from jurybox.training.environments.hockey.bots import Opponent, make_opponent
 from jurybox.training.environments.hockey.factory import make_game
-from jurybox.training.recipes.hockey_collector import Collector, Policies
-from jurybox.training.recipes.hockey_evaluation import Standing, evaluate
+from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, Turn
+from jurybox.training.environments.hockey.matches import Match, Policy, Result, Table, play
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.recipes.hockey_served import Beside, InCluster, ServedPolicies
+from jurybox.training.recipes.hockey_settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping
+from jurybox.training.replay import Field, Replay
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 from jurybox.training.runtime.scoreboard import Word
 
-ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
-LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
+_SEED = 1_000_003  # games of evaluations are none of those that were trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Shares of wins, ties and losses in `games` games, and the mean of the environment's return and length."""
+
+    games: int
+    wins: float
+    ties: float
+    losses: float
+    score: float
+    steps: float
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> Standing:
+        winners = np.array([result.winner for result in results])
+        return cls(
+            len(results),
+            float((winners > 0).mean()),
+            float((winners == 0).mean()),
+            float((winners < 0).mean()),
+            float(np.mean([result.score for result in results])),
+            float(np.mean([result.steps for result in results])),
+        )
+
+    @property
+    def points(self) -> float:
+        """From -1 (lost all) to 1 (won all)."""
+        return self.wins - self.losses
+
+
+def evaluate(games: Sequence[Game], policy: Policy, opponent: str, n: int, *, seed: int = 0) -> Standing:
+    """`n` games against a built-in opponent ("weak", "strong", "random"); the puck begins on either side in turn."""
+    matches = []
+    for number in range(n):
+        chance = int(np.random.default_rng((_SEED, seed, number)).integers(2**31))
+        player: Opponent = make_opponent(opponent, action_size=games[0].action_size)
+        matches.append(Match(chance, number % 2, opponent, player))
+    return Standing.of(play(games, matches, policy))
+
+
+# ----
+# Collecting hockey: games in two halves, one of which steps while the other's actions are being computed.
+
+
+LONGEST = 252  # steps of a game, the original's one more counted in
+Rows = npt.NDArray[np.float32]
+
+
+class Policies(Protocol):
+    """Who acts for the collector: the learner's newest policy, and its opponents under the league's names."""
+
+    def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
+        """Begin to compute actions for one half: its observations (n, o), its opponents and what those see (n, o)."""
+
+    def actions(self, half: int) -> Rows:
+        """The learner's actions (n, a) for what was asked last; opponents have theirs then, too."""
+
+    def player(self, name: str) -> Opponent:
+        """A player of its own for one match at a time; KeyError when nobody plays under that name."""
+
+    def odds(self) -> Mapping[str, float]:
+        """How likely each opponent is to be the next one."""
+
+
+def fields(observation_size: int, action_size: int) -> dict[str, Field]:
+    """What a row of the replay holds; rows are linked by episode, so next observations are not stored twice."""
+    return {
+        "observation": Field((observation_size,)),
+        "action": Field((action_size,)),
+        "reward": Field(),
+        "terminated": Field((), "bool"),
+    }
+
+
+def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
+    """The reward that the learner is given for a step of `player`."""
+    info = turn.infos[player]
+    return float(
+        GOAL_REWARD * info["winner"]
+        + shaping.closeness * info["reward_closeness_to_puck"]
+        + shaping.touch * info["reward_touch_puck"]
+        + shaping.direction * info["reward_puck_direction"]
+    )
+
+
+class Collector:
+    """Plays match after match in each game, and writes what was seen.
+
+    A match's chance (opponent, start, noise) comes from the training's seed, the collector and the match's number
+    alone.
+
+    Args:
+        games: side by side, at least two; they are closed by their owner.
+        replay: that rows go into.
+        policies: who acts.
+        number, workers: which of how many collectors it is; the noise ladder spans them all.
+        begun: matches begun before.
+
+    Attributes:
+        begun: matches begun so far.
+        noise: (games,) deviation of the exploration in each.
+    """
+
+    def __init__(
+        self,
+        games: Sequence[Game],
+        replay: Replay,
+        settings: HockeyTraining,
+        policies: Policies,
+        *,
+        number: int = 0,
+        workers: int = 1,
+        begun: int = 0,
+    ) -> None:
+        self.begun = begun
+        self._table = Table(games)
+        self._settings = settings
+        self._policies = policies
+        self._number = number
+        sides = 2 if settings.both_sides else 1
+        self._streams = [[replay.stream() for _ in range(sides)] for _ in games]
+        slots = range(len(games))
+        self._halves = (list(slots[::2]), list(slots[1::2]))
+        self.noise = np.geomspace(*settings.noise, len(games) * workers)[number::workers]
+        self._warm = np.zeros(len(games), bool)
+        self._asked = [False, False]
+        self._turn = 0
+
+    def step(self, *, warm: bool) -> tuple[int, list[Result]]:
+        """One step of the games of one half, the other half's turn next; (steps made, matches that ended).
+
+        Args:
+            warm: matches that begin now are played at random.
+        """
+        half = self._turn
+        if not self._asked[half]:
+            self._ask(half, warm=warm)
+        # The other half is under way while this one steps.
+        if not self._asked[1 - half]:
+            self._ask(1 - half, warm=warm)
+        slots = self._halves[half]
+        chosen = self._policies.actions(half)
+        chosen[self._warm[slots]] = 0.0
+        over = self._table.step(slots, chosen, self._write)
+        self._ask(half, warm=warm)
+        self._turn = 1 - half
+        return len(slots), [result for _, result in over]
+
+    def abandon(self) -> None:
+        """Leave all matches where they are, uncounted: a physics engine in the midst of a game cannot be kept."""
+        for half in (0, 1):
+            if self._asked[half]:
+                self._policies.actions(half)
+        for slot in list(self._table.matches):
+            del self._table.matches[slot]
+            for stream in self._streams[slot]:
+                stream.end()
+        self._asked = [False, False]
+        self._turn = 0
+
+    def _ask(self, half: int, *, warm: bool) -> None:
+        slots, table = self._halves[half], self._table
+        for slot in slots:
+            if slot not in table.matches:
+                table.begin(slot, self.match(slot, warm=warm))
+                self._warm[slot] = warm
+        players = [table.matches[slot].player for slot in slots]
+        self._policies.ask(half, table.seen[slots, 0], players, table.seen[slots, 1])
+        self._asked[half] = True
+
+    def match(self, slot: int, *, warm: bool) -> Match:
+        """The next match, to be played in game `slot`."""
+        rng = np.random.default_rng((self._settings.seed, self._number, self.begun))
+        self.begun += 1
+        name = draw(self._policies.odds(), rng)
+        actions = self._table.games[slot].action_size
+        drawn = coloured_noise(rng, LONGEST, actions, self._settings.noise_colour)
+        drawn *= 1.0 if warm else np.float32(self.noise[slot])
+        return Match(int(rng.integers(2**31)), int(rng.integers(2)), name, self._policies.player(name), drawn)
+
+    def _write(self, slot: int, before: Rows, actions: Rows, turn: Turn) -> None:
+        for player, stream in enumerate(self._streams[slot]):
+            stream.add(
+                observation=before[player],
+                action=actions[player],
+                reward=shaped(turn, player, self._settings.shaping),
+                terminated=turn.terminated,
+            )
+            if turn.truncated:
+                stream.end(observation=turn.observations[player])
+
+
+# ----
+# The roles of a hockey training that play: collectors and the evaluator. No torch: their processes start quickly.
+
+
 _CARRIED = 10.0  # seconds that a past self may be on its way from the learner's machine
 
 
@@ -64,8 +266,6 @@ class HockeyActor(Actor):
             policies: Policies = local
             self._held_back: Callable[[], int] = lambda: 0
             if address is not None or engine is not None:
-                from jurybox.training.recipes.hockey_served import Beside, InCluster, ServedPolicies
-
                 where = Beside(address) if address is not None else InCluster(str(engine), context)
                 policies = served = undo.enter_context(ServedPolicies(where, len(games), local, past, s.max_lag))
                 self._held_back = lambda: served.held_back

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.algorithms.league import League
 from jurybox.training.algorithms.td3 import TD3
+from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey.symmetry import mirrors
-from jurybox.training.recipes.hockey_actor import LEAVING, POOL, RESULTS, ROWS, name_of
+from jurybox.training.recipes.hockey_actor import name_of
 from jurybox.training.recipes.hockey_opponents import Pool
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.recipes.hockey_settings import LEAVING, POOL, RESULTS, ROWS, HockeyTraining
 from jurybox.training.replay import Windows
-from jurybox.training.replay.tail import Tail
+from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
 _LOOK = 50  # learner steps between two looks at results, statistics and the pool
@@ -46,7 +46,7 @@ class HockeyLearner(Learner):
         self._pool = Pool(context.folder(POOL), most=s.league.pool + LEAVING)
         self._left: list[str] = []  # the last to leave the league
         self._replay = context.replay(ROWS)
-        self._results = Tail(context.replay(RESULTS))
+        self._results = Cursor(context.replay(RESULTS))
         self._snapshot_at = 0
         self._restored = False
         windows = Windows(n_step=s.n_step, gamma=s.discount, next=("observation",))

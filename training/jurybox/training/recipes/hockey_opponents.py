@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.acting import NumpyActor
+from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
 from jurybox.training.run_folder import read_state, write_state
 

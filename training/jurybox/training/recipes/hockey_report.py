@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from jurybox.protocol.wire import build_version
-from jurybox.training.algorithms.acting import NumpyActor
+from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
 from jurybox.training.environments.hockey.factory import make_game
 from jurybox.training.environments.hockey.film import film, save_film
 from jurybox.training.environments.hockey.game import Game
 from jurybox.training.environments.hockey.matches import Match, play
 from jurybox.training.environments.hockey.rink import FPS
-from jurybox.training.recipes.hockey_evaluation import Standing
+from jurybox.training.recipes.hockey_actor import Standing
 from jurybox.training.recipes.hockey_opponents import PastSelf, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import charts, page

@@ -16,19 +16,17 @@ import numpy.typing as npt
 
 from jurybox.client import Error, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.cluster.endpoints import BOOK, find, reach
-from jurybox.training.cluster.engine_spec import EngineSpec, Feeds
+from jurybox.training.cluster.endpoints import BOOK, EngineSpec, Feeds, find, reach
 from jurybox.training.environments.hockey.bots import Opponent
-from jurybox.training.recipes.hockey_actor import CHANNEL, POOL
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, HockeyTraining
 from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.role_context import RoleContext
 
 _log = logging.getLogger("jurybox.hockey")
 # Versions of the first come several times a second and those of the second stay: the server keeps a model's last ones.
 MODEL, POOL_MODEL, ENGINE = "policy/hockey", "policy/hockey-pool", "hockey"
-_FACTORY = "jurybox.training.recipes.hockey_network:policy"
+_FACTORY = "jurybox.training.recipes.served_networks:hockey_policy"
 _ANSWER = 10.0  # seconds
 _FOUND = 90.0  # seconds in which an engine that moves is expected back: its server imports torch
 _LOOK = 0.005

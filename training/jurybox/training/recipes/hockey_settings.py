@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jurybox.training.algorithms.league import LeagueSettings
-from jurybox.training.algorithms.td3_settings import TD3Settings
+from jurybox.training.algorithms.td3_actor import TD3Settings
 from jurybox.training.recipes.run_command import merged
 from jurybox.training.runtime.plan import ConfigError, refuse_unused
 
@@ -29,6 +29,11 @@ class Shaping:
     closeness: float = 1.0
     touch: float = 0.0
     direction: float = 0.0
+
+
+# Names in the plan: of its replays, its channel and its folder.
+ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
+LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
 
 
 class HockeyTraining(BaseModel):

@@ -1,14 +1,21 @@
-"""``--launcher``: where the processes of a training run."""
+"""`--launcher`: where the processes of a training run, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.plan import RunError, refuse_unused
+
+if TYPE_CHECKING:
+    from jurybox.training.cluster.connection import Way
+    from jurybox.training.cluster.env_workers import EnvWorkers, Needs
+
 
 NAMES = ("local", "ray")
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -81,3 +88,69 @@ def _on_loopback() -> None:
             f"Ray was imported before this launcher was asked for, without {_LOOPBACK}=0, and would listen on every "
             f"interface of this machine: set that variable before the first 'import ray' (to 1 if others may reach it)"
         )
+
+
+# ----
+# ``--launcher`` for the trainings that are no plans: who holds their environments.
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A cluster for environments.
+
+    Attributes:
+        needs: what each worker gets.
+        cores: that there are for them.
+    """
+
+    needs: Needs
+    cores: int
+
+    def workers(
+        self,
+        makers: Sequence[Callable[[], Any]],
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> EnvWorkers:
+        """Start a worker for each of `makers`; see `EnvWorkers`."""
+        from jurybox.training.cluster.env_workers import EnvWorkers
+
+        return EnvWorkers(makers, self.needs, environment=environment, timeout=timeout)
+
+    def way_to(self, address: str | None, far: str | None) -> Way:
+        """How workers reach a server; see `way_to`."""
+        from jurybox.training.cluster.connection import way_to
+
+        return way_to(address, far)
+
+
+@contextmanager
+def spread_named(name: str, address: str | None = None, needs: Needs | None = None) -> Iterator[Spread | None]:
+    """The cluster for the environments of a training, for the length of the block; None with "local".
+
+    Args:
+        name, address: as `launcher_named` takes them.
+        needs: what each worker gets; a core by default.
+
+    Raises:
+        LauncherMissing: the name is unknown, or its library is not here; NoCluster: nobody answers at `address`.
+    """
+    if name == "local":
+        check_local(address)
+        yield None
+        return
+    require_ray(name, address)
+    import ray
+
+    from jurybox.training.cluster.connection import connect, disconnect
+    from jurybox.training.cluster.env_workers import Needs as Default
+
+    connect(address)
+    try:
+        own = len(os.sched_getaffinity(0))
+        there: Any = ray.cluster_resources  # Ray has no types for it
+        cores = own if address is None else int(there().get("CPU", own))
+        yield Spread(needs or Default(), max(1, cores))
+    finally:
+        disconnect()

@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.training.recipes.marl_networks import ON_POLICY, Algorithm, make_network
+from jurybox.training.recipes.marl_policies import ON_POLICY, Algorithm, make_network
 from jurybox.training.recipes.marl_worlds import Sight, make_world, sights
 from jurybox.training.recipes.run_command import merged
 from jurybox.training.replay import Episodes

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.dqn import DQN, ValueLearner, ValueNetwork, ValueSettings, as_floats
-from jurybox.training.algorithms.iqn import IQN
+from jurybox.training.algorithms.dqn import DQN, IQN, ValueLearner, ValueNetwork, ValueSettings, as_floats
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
-from jurybox.training.recipes.marl_networks import make_network
+from jurybox.training.recipes.marl_policies import make_network
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.role_context import Learner, RoleContext
 

@@ -1,21 +1,51 @@
-"""Published policies as whoever acts sees them: frames in, actions and what is kept of the choice out."""
+"""Policies of a multi-agent training: their networks, and how they choose actions."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.actor_critic import ActorCritic
-from jurybox.training.algorithms.dqn import ValueNetwork, as_floats
-from jurybox.training.recipes.marl_networks import make_network
+from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, ValueNetwork, as_floats
+from jurybox.training.algorithms.ppo import ActorCritic
+from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.runtime.role_context import RoleContext
-from jurybox.training.torch_weights import TorchWeights
+
+Algorithm = Literal["dqn", "iqn", "ppo"]
+ON_POLICY = "ppo"
+_OF_VALUES: dict[str, type[QNetwork] | type[QuantileNetwork]] = {"dqn": QNetwork, "iqn": QuantileNetwork}
+
+
+def make_network(
+    algorithm: str,
+    shape: Sequence[int],
+    actions: int,
+    hidden: Sequence[int],
+    seed: int,
+    dtype: str = "uint8",
+    scale: float = 1.0,
+) -> nn.Module:
+    """A network for stacked observations of `shape` (stack, ...); the same one for the same seed.
+
+    Args:
+        dtype: of the observations; any will do.
+        scale: what they are multiplied by. An actor-critic wants that done: it takes rows of float32.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if algorithm == ON_POLICY:
+            return ActorCritic(int(np.prod(shape)), actions, tuple(hidden))
+        return _OF_VALUES[algorithm](int(np.prod(shape)), actions, tuple(hidden), scale)
+
+
+# ----
+# Published policies as whoever acts sees them: frames in, actions and what is kept of the choice out.
+
 
 Observation = npt.NDArray[Any]
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jurybox.training.recipes.marl_networks import ON_POLICY
-from jurybox.training.recipes.marl_policies import Observation, Seen, policies
+from jurybox.training.recipes.marl_policies import ON_POLICY, Observation, Seen, policies
 from jurybox.training.recipes.marl_worlds import Environment, eyes, make_world, sights
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 

@@ -29,15 +29,17 @@ from jurybox.protocol.wire import build_version
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import checkpoints
 from jurybox.training.recipes.checkpoints import Checkpoint
-from jurybox.training.recipes.env_spread import Spread
+from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps
-from jurybox.training.recipes.rollout import ROLLOUT, steps_per_environment
-from jurybox.training.recipes.workers import WorkerVecEnv
 from jurybox.training.run_folder import RunLog, Summary
+from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.vector.sb3_env import WorkerVecEnv
 
 METRICS = (*COLUMNS, "score_before", "score_after")
+
+ROLLOUT = 4000  # steps of all environments together between two updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +103,13 @@ def make_environments(settings: PhotoTraining, spread: Spread | None = None, far
 
 
 def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> VecEnv:
+    from jurybox.training.cluster.connection import credentials
     from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
-    from jurybox.training.cluster.server_way import credentials
-    from jurybox.training.recipes.photo_spread import seats
+    from jurybox.training.recipes.photo_worker import env_group
 
     config, numbers = settings.environment, dealt(settings.workers, settings.per_worker)
     way = None if config.scorer == "local" else spread.way_to(config.address, far)
-    makers = [partial(seats, config, each, settings.patience, way) for each in numbers]
+    makers = [partial(env_group, config, each, settings.patience, way) for each in numbers]
     # A step may wait for a server that is restarted, and then for its score.
     timeout = settings.patience + 2 * config.timeout + 60.0
     workers = spread.workers(makers, environment=credentials(), timeout=timeout)
@@ -230,3 +232,30 @@ def policy_of(model: PPO) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
         return action
 
     return act
+
+
+# ----
+# How long a rollout is in each environment, so that the learner sees the same amount whatever their number.
+
+
+def steps_per_environment(environments: int, rollout: int = ROLLOUT) -> int:
+    """Steps of each environment between two updates: `rollout` steps in all, as nearly as whole steps allow.
+
+    A batch that grew with the number of workers would make every other setting mean something else on a larger
+    machine; this keeps a run on 2 workers comparable with one on 64.
+
+    Args:
+        environments: how many step side by side.
+        rollout: steps of all of them together between two updates.
+
+    Raises:
+        ConfigError: a number below 1, or more environments than steps.
+    """
+    if environments < 1 or rollout < 1:
+        raise ConfigError(f"expected at least one environment and one step, got {environments} and {rollout}")
+    if environments > rollout:
+        raise ConfigError(
+            f"{environments} environments cannot share a rollout of {rollout} steps: use fewer workers, or a longer "
+            "rollout"
+        )
+    return max(1, round(rollout / environments))

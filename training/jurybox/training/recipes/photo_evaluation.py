@@ -26,7 +26,7 @@ from jurybox.training.environments.photo import (
     RandomEdits,
     evaluate,
 )
-from jurybox.training.environments.photo.degrade import Degradation, degrade
+from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Watcher

@@ -1,4 +1,4 @@
-"""A photo training from the first step to the report: what `jurybox train photo` and the demo have in common."""
+"""What `jurybox train photo` and `jurybox demo photo` do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from typing import Any
 from jurybox.client import Error, connect
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
-from jurybox.training.recipes import checkpoints, settings_file
-from jurybox.training.recipes.env_spread import Spread
+from jurybox.training import run_folder as runlog
+from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.recipes import checkpoints
+from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
 from jurybox.training.recipes.progress import Watcher
-from jurybox.training.recipes.recorded_run import failed_report
+from jurybox.training.recipes.recorded_run import begin_anew, check_same, failed_report, write_settings
 from jurybox.training.report.verdict import Verdict, judge
-from jurybox.training.run_folder import RunLog, Tracker, write_atomically
+from jurybox.training.run_folder import NoCheckpoint, RunLog, Tracker, write_atomically
+from jurybox.training.runtime.local_server import LocalServer
 
 _log = logging.getLogger(__name__)
 # What may be different when a run is resumed; all else would make it another run.
@@ -74,13 +78,13 @@ def run(
     if resume:
         try:
             checkpoint = checkpoints.latest(folder / "checkpoints")
-            settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
-        except checkpoints.NoCheckpoint:
-            watcher.say(settings_file.begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
+            check_same(folder, settings.as_dict(), _MAY_CHANGE)
+        except NoCheckpoint:
+            watcher.say(begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
     checkpoints.sweep(folder / "checkpoints")
     took = dict(before or {})
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
-        settings_file.write(folder, settings.as_dict())
+        write_settings(folder, settings.as_dict())
         log.add_trackers(trackers())
         began = time.monotonic()
         model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far)
@@ -138,3 +142,86 @@ def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> di
             + [f"{name} {version(name)}" for name in packages]
         ),
     }
+
+
+# ----
+# The demo: a server of its own, a short photo training against it, a report, and nothing left behind.
+
+
+JUROR = "jurybox.server.jurors:panel"
+STEPS = 5120
+DAMAGES = 24
+# So short a training needs many small updates; the usual 4000 steps would leave it one.
+_ROLLOUT = 256
+WORKERS = 8
+
+
+def settings(
+    seed: int,
+    *,
+    steps: int = STEPS,
+    seconds: float | None = None,
+    workers: int = WORKERS,
+    address: str | None = None,
+) -> PhotoTraining:
+    """The demo's settings: the training's, with a rollout of 256 steps instead of 4000."""
+    return PhotoTraining(
+        environment=PhotoConfig(address=address, seed=seed),
+        steps=steps,
+        seconds=seconds,
+        workers=workers,
+        rollout=_ROLLOUT,
+        checkpoint_every=4 * _ROLLOUT,
+    )
+
+
+def demo(
+    folder: Path,
+    watcher: Watcher,
+    resources: ExitStack,
+    *,
+    seed: int,
+    steps: int = STEPS,
+    seconds: float | None = None,
+    damages: int = DAMAGES,
+    workers: int = WORKERS,
+    juror: str = JUROR,
+) -> Verdict:
+    """Run the demo.
+
+    Args:
+        folder: for the report and what else a training leaves; what an earlier demo left there is removed.
+        resources: whoever calls this closes it, whatever happens: the server is stopped then at the latest.
+        steps, seconds: how long to train; the first of the two to be reached ends it.
+        damages: seeds of degradation in the evaluation.
+        workers: env workers.
+        juror: a factory, ``"package.module:function"``.
+
+    Raises:
+        ServerNotStarted: with the end of the server's log.
+        KeyboardInterrupt: interrupted; `resources` still has to be closed.
+    """
+    began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    runlog.clear(folder)
+    rows = 2 * workers + 16  # few: the demo should also run where shared memory is small
+    models: dict[str, dict[str, str | int]] = {
+        "photo": {"factory": juror, "max_batch": 16, "rows": rows, "lane_rows": 1}
+    }
+    server = LocalServer(models, folder / "server.log")
+    resources.callback(server.stop)
+    watcher.say("starting a server on this machine's CPU")
+    server.start()
+    server.wait()
+    started = time.monotonic() - began
+    watcher.say(f"the server is ready after {started:.0f} s; while it runs: http://{server.http}/")
+    verdict = run(
+        settings(seed, steps=steps, seconds=seconds, workers=workers, address=server.address),
+        folder,
+        watcher,
+        command=f"jurybox demo photo --out {folder} --seed {seed} --steps {steps}",
+        damages=damages,
+        before={"server start": started},
+    )
+    server.stop()
+    return verdict

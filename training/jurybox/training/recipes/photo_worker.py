@@ -1,12 +1,90 @@
-"""The env worker of the photo training: from plain values to an environment, without torch."""
+"""The env worker of the photo training, without torch: its environments, and a scorer that outlives the server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, build
-from jurybox.training.recipes.steady_scorer import SteadyScorer
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.client import Refused, ServerGone, Timeout
+from jurybox.training.cluster.vector_env import EnvGroup
+from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, Scorer, build
+
+if TYPE_CHECKING:
+    from jurybox.training.cluster.connection import Way  # which imports Ray
+
+# Between two looks for a server that is not there; a client that waits for it sleeps in between by itself.
+_PAUSE = 0.2
+DECIMALS = 4
+
+
+class SteadyScorer:
+    """Wraps a scorer; a picture whose server went away is scored by the server that comes next.
+
+    Scores are rounded to four decimals. Which pictures meet in a batch is chance, and can change the last bit of a
+    score: harmless in itself, but a training makes another policy of it in a few thousand steps. Rounded, the same
+    seed gives the same policy (but for one score in thousands that lies on the edge); rewards lose nothing by it.
+
+    An engine that restarts is the client's to bridge, a server that was restarted already is the scorer's. This is
+    for the time between: a server that drains, refuses, and is gone for a while before there is another.
+
+    Args:
+        scorer: the one that asks the server; connects at its first use and again after ``close``.
+        patience: seconds that a picture waits for a server before the error is the caller's.
+        sleep, clock: instead of the time module's, for tests.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        patience: float = 60.0,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scorer = scorer
+        self._patience = patience
+        self._sleep = sleep
+        self._clock = clock
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """uint8 (384, 384, 3) RGB: the picture to be scored is written here. Ask for it anew for every picture."""
+        return self._scorer.buffer
+
+    def score(self) -> float:
+        """The score of what is in ``buffer``.
+
+        Raises:
+            jurybox.client.Error: no server came back in time, or it refuses for good.
+        """
+        # Copied beforehand, a few hundredths of a millisecond: a scorer that failed may have let go of its row.
+        picture = self._scorer.buffer.copy()
+        give_up: float | None = None
+        while True:
+            try:
+                if give_up is not None:
+                    np.copyto(self._scorer.buffer, picture)
+                return round(self._scorer.score(), DECIMALS)
+            except (ServerGone, Refused, Timeout):
+                now = self._clock()
+                give_up = now + self._patience if give_up is None else give_up
+                if now >= give_up:
+                    raise
+            self._scorer.close()
+            self._sleep(_PAUSE)
+
+    def close(self) -> None:
+        self._scorer.close()
+
+
+# ----
+# The env worker of the photo training: from plain values to an environment, without torch.
 
 
 def environment_maker(config: PhotoConfig, index: int, patience: float) -> Callable[[], PhotoEdit]:
@@ -18,3 +96,17 @@ def _make(config: PhotoConfig, index: int, patience: float) -> PhotoEdit:
     environment = build(config, index)
     environment.scorer = SteadyScorer(environment.scorer, patience)
     return environment
+
+
+# ----
+# The photo training's environments on a cluster: what each worker makes, without torch.
+
+
+def env_group(config: PhotoConfig, numbers: Sequence[int], patience: float, way: Way | None) -> EnvGroup:
+    """The environments of these numbers, seeded as on one machine.
+
+    Args:
+        way: to the server that scores; the address is this machine's. None: the juror is in the environment.
+    """
+    here = config if way is None else replace(config, address=way.here())
+    return EnvGroup([environment_maker(here, number, patience) for number in numbers])

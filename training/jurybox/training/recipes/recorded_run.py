@@ -1,7 +1,8 @@
-"""A plan carried out with everything that a training leaves in its folder: settings, metrics, summary, report."""
+"""A run and its record in a folder: settings, metrics, summary, report."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,97 @@ from rich.console import Console
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes import settings_file
 from jurybox.training.report import page
-from jurybox.training.run_folder import RunLog, RunLogError, Summary, Tracker, write_atomically
+from jurybox.training.run_folder import CheckpointError, RunLog, RunLogError, Summary, Tracker, write_atomically
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Outcome, Plan
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import going_on
+
+_NAME = "settings.json"
+
+
+# What a run leaves, but for what people may have put there themselves.
+_LEFT = (
+    "metrics.csv",
+    "summary.json",
+    "evaluation.csv",
+    "workflows.csv",
+    "report.html",
+    "timeline.json",
+    "tensorboard",
+    "checkpoints",
+    "pool",
+)
+
+
+def begin_anew(folder: Path, settings: Mapping[str, Any], may_change: Collection[str] | None) -> str:
+    """Make room for a run that is to be resumed and was ended before its first checkpoint: it begins anew.
+
+    What it had recorded until then is moved to a folder beside.
+
+    Args:
+        may_change: as `check_same`; None: everything may.
+
+    Returns:
+        What was done, in a sentence.
+
+    Raises:
+        CheckpointError: no run was begun there, or one with other settings.
+    """
+    left = [folder / name for name in _LEFT if (folder / name).exists()]
+    if not left and not (folder / _NAME).exists():
+        raise CheckpointError(f"no checkpoint in {folder}, and no run was begun there: start without --resume")
+    if may_change is not None:
+        check_same(folder, settings, may_change)
+    said = (
+        f"the run in {folder} was ended before its first checkpoint, so there is nothing to go on from: it begins anew"
+    )
+    if not left:
+        return said
+    number = 1
+    while (before := folder / f"before-{number}").exists():
+        number += 1
+    before.mkdir()
+    for path in left:
+        path.rename(before / path.name)
+    return f"{said}; what it had recorded is in {before}"
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    write_atomically(folder / _NAME, json.dumps(settings, indent=2) + "\n")
+
+
+def check_same(folder: Path, settings: Mapping[str, Any], may_change: Collection[str]) -> None:
+    """Refuse to go on with settings that the run did not begin with.
+
+    Args:
+        may_change: names of those that may be different when a run is resumed.
+
+    Raises:
+        CheckpointError: another one is different.
+    """
+    path = folder / _NAME
+    if not path.exists():
+        return
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    now: dict[str, Any] = json.loads(json.dumps(settings))
+    different = [
+        f"{name} was {earlier[name]!r}, is {value!r}"
+        for name, value in now.items()
+        if name not in may_change and name in earlier and earlier[name] != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to go on, or "
+            "another folder to start anew"
+        )
+
+
+# ----
+# A plan carried out with everything that a training leaves in its folder: settings, metrics, summary, report.
+
 
 Metrics = Sequence[Mapping[str, float]]
 
@@ -59,14 +143,14 @@ def recorded_run(
     checkpoints.sweep()
     found = checkpoints.latest() if resume else None
     if found is not None and may_change is not None:
-        settings_file.check_same(folder, settings, may_change)
+        check_same(folder, settings, may_change)
     if resume and found is None:
-        said = settings_file.begin_anew(folder, settings, may_change)
+        said = begin_anew(folder, settings, may_change)
         resume = False
         if console is not None:
             console.print(said, highlight=False, markup=False)
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
-        settings_file.write(folder, settings)
+        write_settings(folder, settings)
         log.add_trackers(trackers())
         outcome = run(
             planned, folder, log, serial=serial, resume=resume, console=console, signals=signals, launcher=launcher

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,129 @@ import torch
 
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
-from jurybox.training.recipes import settings_file
-from jurybox.training.recipes.checkpoints import NoCheckpoint
-from jurybox.training.recipes.env_spread import Spread
+from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.progress import Silence, Watcher
-from jurybox.training.recipes.recorded_run import failed_report
-from jurybox.training.recipes.workflow_networks import networks
+from jurybox.training.recipes.recorded_run import begin_anew, check_same, failed_report, write_settings
 from jurybox.training.recipes.workflow_served import served_policy
-from jurybox.training.run_folder import RunLog, Summary, Tracker, write_atomically
+from jurybox.training.run_folder import CheckpointError, NoCheckpoint, RunLog, Summary, Tracker, write_atomically
 from jurybox.training.runtime.plan import refuse_unused
-from jurybox.training.search import checkpoints, environments
+from jurybox.training.search import environments
+from jurybox.training.search.environments import Parts
 from jurybox.training.search.report import WorkflowRun, conclusion, render
-from jurybox.training.search.settings import WorkflowTraining
+from jurybox.training.search.settings import WorkflowTraining, describe
 from jurybox.training.search.trainer import WorkflowTrainer
-from jurybox.training.search.workflows import describe
+
+# ----
+# Checkpoints of a search, whole or not there at all: ``checkpoints/update-000120.pt``, the newest three.
+#
+# A file holds what `WorkflowTrainer.state` returns and the random states of the environments, so with our own
+# simulator a resumed run does what it would have done. It is read without pickle's power to run code (torch's
+# weights_only).
+
+
+KEPT = 3
+
+
+def write_checkpoint(folder: Path, update: int, state: Mapping[str, Any], random: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; older ones than the newest three are removed.
+
+    Args:
+        folder: ``checkpoints/`` of the run.
+        random: as JSON holds it; integers may be of any size.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"update-{update:06d}.pt"
+    scratch = target.with_suffix(".writing")
+    try:
+        with scratch.open("wb") as file:
+            torch.save({"state": dict(state), "random": json.dumps(random)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    for old in _found(folder)[:-KEPT]:
+        old.unlink()
+    return target
+
+
+def latest_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State and random states of the newest checkpoint.
+
+    Raises:
+        NoCheckpoint: there is none. CheckpointError: it cannot be read.
+    """
+    found = _found(folder)
+    if not found:
+        raise NoCheckpoint(f"no checkpoint in {folder}: start without --resume")
+    try:
+        content = torch.load(found[-1], weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{found[-1]} cannot be read ({error}): remove it to go on from the one before"
+        ) from error
+    return content["state"], json.loads(content["random"])
+
+
+def _found(folder: Path) -> list[Path]:
+    return sorted(folder.glob("update-*.pt"))
+
+
+# ----
+# The networks of a search, where its launcher wants them.
+
+
+@contextmanager
+def networks(settings: WorkflowTraining, spread: Spread | None) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
+    """Those of training and of evaluation, for the length of the block, and what counts replaced env workers.
+
+    Args:
+        spread: the cluster that holds them; None: this machine.
+    """
+    with ExitStack() as held:
+        if spread is None:
+            made = []
+            for stream in range(environments.STREAMS):
+                parts = environments.make(settings, stream)
+                made.append(parts)
+                for part in parts:
+                    held.callback(part.close)
+            yield made[0], made[1], lambda: 0
+            return
+        from jurybox.training.cluster.vector_env import Groups, SpreadVectorEnv
+
+        halves = environments.halves(settings)
+        # Our simulator is so fast that one worker keeps up with the learner.
+        wanted = settings.workers or (1 if settings.env == "cage" else spread.cores)
+        count = min(wanted, *map(len, halves))
+        rows = [environments.share_out(half, count) for half in halves]
+        # Of every part of both streams each worker has some rows.
+        makers = [
+            [environments.maker(settings, half[worker]) for _ in range(environments.STREAMS) for half in rows]
+            for worker in range(count)
+        ]
+        workers = held.enter_context(spread.workers([partial(Groups, each) for each in makers]))
+        streams: list[Parts] = []
+        for stream in range(environments.STREAMS):
+            parts = tuple(
+                SpreadVectorEnv(workers, stream * len(halves) + index, [*map(len, rows[index])])
+                for index in range(len(halves))
+            )
+            for part, half in zip(parts, halves, strict=True):
+                environments.reset(part, settings, stream, half)
+            streams.append(parts)
+        yield streams[0], streams[1], lambda: workers.restarts
+
+
+# ----
+# `jurybox train workflow`: a search over workflows with its folder: logs, checkpoints, report.
+
 
 METRICS = (
     "phase",
@@ -86,10 +197,10 @@ def run(
     found = None
     if resume:
         try:
-            found = checkpoints.latest(folder / "checkpoints")
-            settings_file.check_same(folder, settings.as_dict(), _MAY_CHANGE)
+            found = latest_checkpoint(folder / "checkpoints")
+            check_same(folder, settings.as_dict(), _MAY_CHANGE)
         except NoCheckpoint:
-            watcher.say(settings_file.begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
+            watcher.say(begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
     resume_at = None if found is None else int(found[0]["counted"][2])
     with (
         RunLog(folder, METRICS, resume_at=resume_at) as log,
@@ -99,7 +210,7 @@ def run(
             restarts,
         ),
     ):
-        settings_file.write(folder, settings.as_dict())
+        write_settings(folder, settings.as_dict())
         log.add_trackers(trackers())
         spent = 0.0
         if found is not None:
@@ -175,7 +286,7 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
 def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
     streams = [environments.random_state(trainer.settings, parts) for parts in trainer.environments]
     with interrupts.held():
-        checkpoints.save(
+        write_checkpoint(
             folder / "checkpoints", trainer.updates, trainer.state(), {"seconds": seconds, "environments": streams}
         )
 

@@ -21,7 +21,7 @@ from jurybox.training.runtime.plan import ConfigError, RunError
 from jurybox.training.search.settings import WorkflowTraining
 
 MODEL = "policy/workflow"
-_FACTORY = "jurybox.training.recipes.workflow_network:policy"
+_FACTORY = "jurybox.training.recipes.served_networks:workflow_policy"
 
 _ADOPTED = 30.0  # seconds; an engine that restarts meanwhile imports torch
 _PAUSE = 0.002

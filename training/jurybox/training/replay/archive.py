@@ -30,8 +30,8 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.segment import Segment
-from jurybox.training.replay.errors import Damaged
 from jurybox.training.replay.layout import Layout
+from jurybox.training.replay.options import Damaged
 
 MAGIC = b"JBREPFIL"
 VERSION = 1

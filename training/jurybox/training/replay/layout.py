@@ -16,8 +16,7 @@ import numpy as np
 
 from jurybox import native
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.training.replay.field import Field
-from jurybox.training.replay.options import FULL_MODES, Episodes, FullMode, RateLimiter
+from jurybox.training.replay.options import FULL_MODES, Episodes, Field, FullMode, RateLimiter
 
 MAGIC = b"JBREPLAY"
 VERSION = 1

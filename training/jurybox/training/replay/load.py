@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.segment import Segment
-from jurybox.training.replay import memory
 from jurybox.training.replay.archive import Archive, Kind, Record
-from jurybox.training.replay.part import Part, format_parts, standing_of
+from jurybox.training.replay.layout import Layout
+from jurybox.training.replay.part import Part, Parts, check_name, format_parts, make_segment, path_of, standing_of
 
-if TYPE_CHECKING:
-    from jurybox.training.replay.replay import Replay
+Loaded = TypeVar("Loaded", bound=Parts)
 
 _ENDED = np.uint64(2**64 - 1)
 _BATCH_BYTES = 8 << 20
-_TIMEOUT = 10.0  # as `create` and `attach` have it
 _HIGHEST_UNLESS_SAID = 1 << 24  # 1.0
 
 
 def load(
-    kind: type[Replay], path: Path, name: str | Path, *, recover: bool, threads: int | None, seed: int | None
-) -> Replay:
+    path: Path, name: str | Path, opened: Callable[[Segment, Layout, str | Path], Loaded], *, recover: bool
+) -> Loaded:
     """Make replay `name` of the file at `path`.
 
     Args:
+        opened: makes the replay object of its memory, layout and place.
         recover: take what is whole from a damaged or cut file, instead of refusing it.
 
     Raises:
@@ -39,9 +38,9 @@ def load(
     """
     archive = Archive(path, recover=recover)
     try:
-        layout, where = archive.layout, memory.checked(name)
+        layout, where = archive.layout, check_name(name)
         # Getting a page costs more than filling it: every thread gets those that it is about to fill.
-        segment = memory.make(where, layout.segment_bytes, allocate=False)
+        segment = make_segment(where, layout.segment_bytes, allocate=False)
         try:
             end = 0
             for place in layout.parts:
@@ -49,10 +48,10 @@ def load(
                 end = place.slots + place.capacity * layout.slot.size
                 segment.allocate(end, place.end - end)
             format_parts(segment, layout)
-            replay = kind(segment, layout, name=where, threads=threads, seed=seed, timeout=_TIMEOUT)
+            replay = opened(segment, layout, where)
             _fill(replay, archive, recover, segment)
         except BaseException:
-            memory.path_of(where).unlink(missing_ok=True)
+            path_of(where).unlink(missing_ok=True)
             segment.close()
             raise
         return replay
@@ -60,7 +59,7 @@ def load(
         archive.close()
 
 
-def restore(replay: Replay, path: Path, *, recover: bool) -> None:
+def restore(replay: Parts, path: Path, *, recover: bool) -> None:
     """Put the rows of the file at `path` in the place of the replay's; nobody may write or sample meanwhile.
 
     Raises:
@@ -86,7 +85,7 @@ def restore(replay: Replay, path: Path, *, recover: bool) -> None:
         archive.close()
 
 
-def put_in_order(replay: Replay) -> None:
+def put_in_order(replay: Parts) -> None:
     """Make a replay usable again whose processes are all gone: what they left unfinished is given up."""
     for part in replay.parts:
         unfinished = part.sequences % np.uint64(2) == 1
@@ -94,7 +93,7 @@ def put_in_order(replay: Replay) -> None:
         _settle(part, standing_of(part), damaged=False)
 
 
-def _fill(replay: Replay, archive: Archive, recover: bool, bare: Segment | None) -> None:
+def _fill(replay: Parts, archive: Archive, recover: bool, bare: Segment | None) -> None:
     """Put an archive's records where they belong; `bare`: the memory, where its slots are yet to be allocated."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
         placing: list[Future[list[Record]]] = []
@@ -140,7 +139,7 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _place(replay: Replay, archive: Archive, records: list[Record], bare: Segment | None) -> list[Record]:
+def _place(replay: Parts, archive: Archive, records: list[Record], bare: Segment | None) -> list[Record]:
     """Put records where they belong; gives those that are damaged."""
     targets = [_target(replay, record) for record in records]
     fitting = [(record, at) for record, at in zip(records, targets, strict=True) if at is not None]
@@ -152,7 +151,7 @@ def _place(replay: Replay, archive: Archive, records: list[Record], bare: Segmen
     return damaged
 
 
-def _target(replay: Replay, record: Record) -> int | None:
+def _target(replay: Parts, record: Record) -> int | None:
     """The byte of the replay's memory at which a record belongs; None: it does not fit this replay."""
     if record.part >= len(replay.parts):
         return None

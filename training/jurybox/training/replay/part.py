@@ -1,20 +1,110 @@
-"""One ring of a replay, mapped into this process: the pool, or the anchor."""
+"""Where a replay lies: a named segment or a file, mapped, and in it one ring or two, the pool and the anchor."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol.errors import Timeout
-from jurybox.protocol.segment import Segment
-from jurybox.training.replay.errors import NotEnoughRows
+from jurybox.protocol.descriptors import try_lock
+from jurybox.protocol.errors import SharedMemoryError, Timeout
+from jurybox.protocol.segment import OWNER_LOCK, Segment, directory, segment_name
 from jurybox.training.replay.layout import Layout, PartLayout
-from jurybox.training.replay.options import FULL_MODES
+from jurybox.training.replay.options import FULL_MODES, NotEnoughRows
+
+_LONGEST_NAME = 100
+
+
+def check_name(where: str | Path) -> str | Path:
+    """`where`, if it can name a replay.
+
+    Raises:
+        ValueError: it is a name that cannot.
+    """
+    if isinstance(where, Path):
+        return where.absolute()
+    if not where or "/" in where or "*" in where or len(where) > _LONGEST_NAME:
+        raise ValueError(
+            f"{where!r} names no replay: expected 1 to {_LONGEST_NAME} characters without '/' and '*' "
+            "(a file to map is given as a pathlib.Path)"
+        )
+    return where
+
+
+def path_of(where: str | Path) -> Path:
+    return where if isinstance(where, Path) else directory() / segment_name(where, "replay")
+
+
+def make_segment(where: str | Path, size: int, *, allocate: bool = True) -> Segment:
+    """New memory of `size` zeroed bytes.
+
+    Args:
+        allocate: get all of it now. False: whoever writes to it calls `Segment.allocate` before.
+
+    Raises:
+        SharedMemoryError: there is no room, or the name is taken.
+    """
+    if isinstance(where, str):
+        return Segment.create(segment_name(where, "replay"), size, allocate=allocate)
+    try:
+        fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        hint = "attach to it, or remove it first" if error.errno == errno.EEXIST else "expected a writable folder"
+        raise SharedMemoryError(f"cannot make {where}: {error.strerror}; {hint}") from error
+    try:
+        try_lock(fd, OWNER_LOCK, shared=True)
+        os.ftruncate(fd, size)
+        if allocate:
+            os.posix_fallocate(fd, 0, size)
+        return Segment(where.name, fd, size, owned=False)
+    except OSError as error:
+        os.close(fd)
+        where.unlink(missing_ok=True)
+        raise SharedMemoryError(
+            f"cannot make {where} of {size / 2**20:.1f} MiB: {error.strerror}; make room or ask for fewer rows"
+        ) from error
+
+
+def join_segment(where: str | Path) -> tuple[Segment, bool]:
+    """Existing memory, held as by its maker; and whether nobody else has it (a file that its processes left).
+
+    Raises:
+        SharedMemoryError: there is none.
+    """
+    if isinstance(where, str):
+        return Segment.attach(segment_name(where, "replay"), keep_alive=True), False
+    try:
+        fd = os.open(where, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise SharedMemoryError(
+            f"cannot open {where}: {error.strerror}; make it with Replay.create(Path(...))"
+        ) from error
+    try:
+        alone = try_lock(fd, OWNER_LOCK)
+        if not alone and not try_lock(fd, OWNER_LOCK, shared=True):
+            raise SharedMemoryError(f"{where} is being opened by another process this very moment; try again")
+        return Segment(where.name, fd, os.fstat(fd).st_size, owned=False), alone
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def share_segment(segment: Segment) -> None:
+    """Let others in again, after `join_segment` found nobody."""
+    try_lock(segment.fd, OWNER_LOCK, shared=True)
+
+
+# ----
+# One ring of a replay, mapped into this process: the pool, or the anchor.
+
 
 ANCHOR_MARK = 1 << 62
 
@@ -123,7 +213,7 @@ def open_parts(
 ) -> list[Part]:
     """The rings of a formatted segment: the pool, then the anchor where there is one."""
     # Threads beyond four gain nothing on the machines we know: the memory is the bound.
-    crew = min(4, len(os.sched_getaffinity(0))) if threads is None else threads
+    copiers = min(4, len(os.sched_getaffinity(0))) if threads is None else threads
     first = secrets.randbits(63) if seed is None else seed
     return [
         Part(
@@ -131,12 +221,24 @@ def open_parts(
             layout,
             place,
             mark=ANCHOR_MARK if number else 0,
-            threads=crew,
+            threads=copiers,
             seed=first + number,
             timeout=timeout,
         )
         for number, place in enumerate(layout.parts)
     ]
+
+
+class Parts(Protocol):
+    """What saving, loading and following need of a replay: how it is laid out, and its rings."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The pool, and the anchor where there is one."""
+        ...
 
 
 def standing_of(part: Part) -> dict[str, int]:
@@ -179,3 +281,40 @@ def packed_strides(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
         strides.append(item)
         item *= size
     return tuple(reversed(strides))
+
+
+# ----
+# What happened to a replay, counted in its shared memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What happened to a replay since it was made, all processes together.
+
+    Attributes:
+        added: rows written, those of killed writers included.
+        overwritten: rows that newer ones replaced (or that were discarded).
+        dropped: rows that a full replay refused.
+        retried: slots that were passed by, because another writer was in them or a killed one had been.
+        sampled: rows handed out.
+        redrawn: draws thrown away, because their row was being written or did not fit what was asked for.
+        stale_priorities: priorities that came after their row was overwritten.
+    """
+
+    added: int
+    overwritten: int
+    dropped: int
+    retried: int
+    sampled: int
+    redrawn: int
+    stale_priorities: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Counters:
+        """The sums over a replay's parts."""
+        reserved, retried, dropped, stale, sampled, redrawn = (
+            sum(values) for values in zip(*(part.ring.counters() for part in parts), strict=True)
+        )
+        added = reserved - retried
+        there = sum(int(part.ring.size) for part in parts)
+        return cls(added, max(0, added - there), dropped, retried, sampled, redrawn, stale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,23 +17,28 @@ from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.protocol.segment import Segment
 from jurybox.training.replay import load as loading
-from jurybox.training.replay import memory
 from jurybox.training.replay import save as saving
-from jurybox.training.replay.batch import Batch
-from jurybox.training.replay.counters import Counters
-from jurybox.training.replay.field import Field
+from jurybox.training.replay.batch import Batch, Prefetch
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import Episodes, FullMode, RateLimiter, Windows
-from jurybox.training.replay.part import format_parts, open_parts
-from jurybox.training.replay.prefetch import Prefetch
-from jurybox.training.replay.reservation import Reservation
-from jurybox.training.replay.stream import Adding, Streams
+from jurybox.training.replay.options import Episodes, Field, FullMode, RateLimiter, Windows
+from jurybox.training.replay.part import (
+    Counters,
+    check_name,
+    format_parts,
+    join_segment,
+    make_segment,
+    open_parts,
+    path_of,
+    share_segment,
+)
+from jurybox.training.replay.writers import Adding, Reservation, Streams
 
 if TYPE_CHECKING:
     from jurybox.training.replay.archive import Saved
     from jurybox.training.replay.resident import Resident
 
 _PLAIN = Windows()
+_TIMEOUT = 10.0  # seconds
 
 
 class Replay:
@@ -93,7 +99,7 @@ class Replay:
         limiter: RateLimiter | None = None,
         threads: int | None = None,
         seed: int | None = None,
-        timeout: float = 10.0,
+        timeout: float = _TIMEOUT,
         populate: bool = False,
     ) -> Replay:
         """Make an empty replay of `capacity` rows in shared memory; it stays while any process has it open.
@@ -121,8 +127,8 @@ class Replay:
         layout = Layout(
             capacity, dict(fields), prioritized, alpha, full, episodes and episodes.of(fields), anchor, limiter
         )
-        where = memory.checked(name)
-        segment = memory.make(where, layout.segment_bytes)
+        where = check_name(name)
+        segment = make_segment(where, layout.segment_bytes)
         format_parts(segment, layout)
         if populate:
             segment.populate()
@@ -135,7 +141,7 @@ class Replay:
         *,
         threads: int | None = None,
         seed: int | None = None,
-        timeout: float = 10.0,
+        timeout: float = _TIMEOUT,
         populate: bool = False,
     ) -> Replay:
         """Open a replay that another process has made; `populate` maps all its pages now, not one by one later.
@@ -146,8 +152,8 @@ class Replay:
             SharedMemoryError: there is none of that name.
             ProtocolMismatch: it was made by a release with another layout.
         """
-        where = memory.checked(name)
-        segment, left_alone = memory.join(where)
+        where = check_name(name)
+        segment, left_alone = join_segment(where)
         try:
             layout = Layout.read(segment.buffer, str(name))
             if populate:
@@ -155,7 +161,7 @@ class Replay:
             replay = cls(segment, layout, name=where, threads=threads, seed=seed, timeout=timeout)
             if left_alone:
                 loading.put_in_order(replay)
-                memory.share(segment)
+                share_segment(segment)
             return replay
         except BaseException:
             segment.close()
@@ -169,7 +175,7 @@ class Replay:
 
     def unlink(self) -> None:
         """Remove the name: nobody can attach any more, and the memory is freed when the last process closes."""
-        memory.path_of(self.name).unlink(missing_ok=True)
+        path_of(self.name).unlink(missing_ok=True)
 
     def __enter__(self) -> Replay:
         return self
@@ -279,7 +285,7 @@ class Replay:
 
     def prefetch(self, n: int, *, depth: int = 2, device: str | None = None, **options: Any) -> Prefetch:
         """The next batches, made ready on a thread; with device="cuda" already there. Options are `sample`'s."""
-        return Prefetch(self, n, depth=depth, device=device, options=options)
+        return Prefetch(self.batch, self.sample, n, depth=depth, device=device, options=options)
 
     def resident(self, device: str, *, capacity: int | None = None, seed: int | None = None) -> Resident:
         """The rows in a device's memory, drawn there: see `jurybox.training.replay.resident`."""
@@ -296,13 +302,14 @@ class Replay:
 
     def save(self, path: str | Path, *, incremental: bool = False, codec: str = "lz4") -> Saved:
         """Write all rows to a file while writers go on; see `jurybox.training.replay.save`."""
-        return saving.save(self, Path(path), incremental=incremental, codec=codec)
+        self.saved = saving.save(self, Path(path), before=self.saved if incremental else None, codec=codec)
+        return self.saved
 
     def save_in_background(
         self, path: str | Path, *, incremental: bool = False, codec: str = "lz4"
     ) -> saving.BackgroundSave:
         """The same on a thread: ``.result()`` waits for it and raises what it raised."""
-        return saving.BackgroundSave(self, Path(path), incremental=incremental, codec=codec)
+        return saving.BackgroundSave(partial(self.save, path, incremental=incremental, codec=codec))
 
     @classmethod
     def load(
@@ -315,7 +322,11 @@ class Replay:
         seed: int | None = None,
     ) -> Replay:
         """Make a replay of what `save` wrote; see `jurybox.training.replay.load`."""
-        return loading.load(cls, Path(path), name, recover=recover, threads=threads, seed=seed)
+
+        def opened(segment: Segment, layout: Layout, where: str | Path) -> Replay:
+            return cls(segment, layout, name=where, threads=threads, seed=seed, timeout=_TIMEOUT)
+
+        return loading.load(Path(path), name, opened, recover=recover)
 
     def restore(self, path: str | Path, *, recover: bool = False) -> None:
         """Put what `save` wrote into this replay, in the place of its rows; nobody else may use it meanwhile."""

@@ -1,25 +1,245 @@
-"""A replay that lives in a device's memory: rows go there once, and every draw is made there.
-
-The shared replay is the way in: actors of any process write into it, `refresh` brings what is new to the device, in
-the form in which it is stored (planes as bits stay bits), and `sample` draws, gathers, widens and links rows there
-without touching the host. The shared replay may be small where it blocks or drops when full: `refresh` then gives
-its slots back to the writers, so nothing is lost. One that overwrites keeps its rows, and what it overwrites before
-a refresh is missed (and counted).
-"""
+"""A replay that lives in a device's memory: rows go there once, and every draw is made there."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch
-from jurybox.training.replay.errors import NotEnoughRows
-from jurybox.training.replay.new_rows import NewRows
-from jurybox.training.replay.options import Windows
+from jurybox.training.replay.cursor import ENDED, FIRST, NOT_YET, UNKNOWN, NewRows
+from jurybox.training.replay.layout import Layout
+from jurybox.training.replay.options import Codec, Field, NotEnoughRows, Windows
 from jurybox.training.replay.part import Part
-from jurybox.training.replay.resident_rows import Rows
+
+# ----
+# Rows on a device: stored as in a shared replay, widened and linked to their neighbours when they are drawn.
+#
+# A row is known by its position: rows count up from 0 as they come, and row p lies at p modulo capacity.
+
+
+# Flags as the native code has them.
+FINAL, TERMINATED = 1, 2
+
+
+@dataclass(slots=True)
+class _Around:
+    """Rows around n drawn ones.
+
+    Attributes:
+        positions: (n, back + 1 + ahead), the drawn row in column `back`.
+        before, after: (n,) how many rows there are on either side.
+        transitions: (n,) rows from the drawn one on that are transitions.
+        fits: (n,) whether the drawn row has around it what is asked for.
+        steps, next, terminated: (n,) of n-step returns: transitions made, where they led, whether the episode is over.
+    """
+
+    back: int
+    positions: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    transitions: torch.Tensor
+    fits: torch.Tensor
+    steps: torch.Tensor
+    next: torch.Tensor
+    terminated: torch.Tensor
+
+
+class Rows:
+    """`capacity` slots on a device, and their links where the replay has episodes."""
+
+    def __init__(self, layout: Layout, capacity: int, device: torch.device) -> None:
+        self._layout = layout
+        self._capacity = capacity
+        self._device = device
+        self._slots = torch.zeros((capacity, layout.slot.size), dtype=torch.uint8, device=device)
+        self._before = self._after = self._flags = torch.empty(0, dtype=torch.int64, device=device)
+        if layout.episodes is not None:
+            self._before = torch.full((capacity,), FIRST, device=device)
+            self._after = torch.full((capacity,), NOT_YET, device=device)
+            self._flags = torch.zeros(capacity, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self._slots, self._before, self._after, self._flags))
+
+    # ---- coming in
+
+    def put(self, positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
+        """Copy whole slots (n, slot bytes), `capacity` of them at most, from the host to where rows `positions` lie."""
+        self._slots[self._at(positions)] = slots.to(self._device)
+
+    def link(
+        self,
+        positions: npt.NDArray[np.int64],
+        before: npt.NDArray[np.int64],
+        after: npt.NDArray[np.int64],
+        flags: npt.NDArray[np.uint8],
+    ) -> None:
+        """Set the neighbours of new rows, and make them the next rows of those before them."""
+        at = self._at(positions)
+        self._before[at] = torch.from_numpy(before).to(self._device)
+        self._after[at] = torch.from_numpy(after).to(self._device)
+        self._flags[at] = torch.from_numpy(flags).to(self._device)
+        there = before > max(-1, int(positions[-1]) - self._capacity)
+        self._after[self._at(before[there])] = torch.from_numpy(positions[there]).to(self._device)
+
+    def end(self, positions: npt.NDArray[np.int64]) -> None:
+        """These rows were the last of their episodes."""
+        self._after[self._at(positions)] = ENDED
+
+    def _at(self, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(positions % self._capacity).to(self._device)
+
+    # ---- going out
+
+    def fits(self, drawn: torch.Tensor, windows: Windows, taken: int) -> torch.Tensor:
+        """(n,) bool: whether a row has around it what the windows ask for."""
+        return self._around(drawn, windows, taken).fits
+
+    def columns(self, drawn: torch.Tensor, windows: Windows, taken: int) -> dict[str, torch.Tensor]:
+        """What `Batch` holds for the same rows, by name; masks as "valid_<name>" (uint8)."""
+        out: dict[str, torch.Tensor] = {}
+        fields, w, n = self._layout.fields, windows, len(drawn)
+        if not w.any:
+            slots = self._slots[drawn % self._capacity]
+            for name, spec in fields.items():
+                at = self._layout.slot.offsets[name]
+                out[name] = _widened(spec, slots[:, at : at + spec.stored_bytes])
+            return out
+        episodes = self._layout.episodes
+        reward = episodes.reward if episodes is not None else None
+        if w.n_step and reward is None:
+            raise SpecMismatch("n-step returns need to know the reward: make the replay with Episodes(reward=...)")
+        around = self._around(drawn, w, taken)
+        for name in fields:
+            if w.n_step and name == reward:
+                out[name], out["discount"] = self._returns(name, around, w)
+                continue
+            count = w.stack if name in w.stacked else w.length or 1
+            first = 1 - count if name in w.stacked else 0
+            for key, ahead in ((name, False), (f"next_{name}", True)):
+                if ahead and name not in w.next:
+                    continue
+                values, there = self._window(name, around, first, count, ahead=ahead)
+                multiple = name in w.stacked or w.length > 0
+                out[key] = values if multiple else values.reshape(n, *fields[name].shape)
+                if name in w.stacked:
+                    out[f"valid_{key}"] = there.to(torch.uint8)
+                elif w.length:
+                    out.setdefault("valid_sequence", there.to(torch.uint8))
+        return out
+
+    def _window(
+        self, name: str, around: _Around, first: int, count: int, *, ahead: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values (n, count, ...) of a field, zeroes where there is no row, and (n, count) whether there is one."""
+        origin = around.next[:, None] if ahead else torch.zeros_like(around.next)[:, None]
+        offsets = origin + first + torch.arange(count, device=self._device)
+        end = around.next + 1 if ahead else around.transitions
+        there = (offsets >= -around.before[:, None]) & (offsets < end[:, None])
+        columns = (offsets + around.back).clamp(0, around.positions.shape[1] - 1)
+        values = self._values(name, around.positions.gather(1, columns))
+        shape = there.shape + (1,) * (values.dim() - 2)
+        return torch.where(there.reshape(shape), values, torch.zeros_like(values)), there
+
+    def _values(self, name: str, positions: torch.Tensor) -> torch.Tensor:
+        spec, at = self._layout.fields[name], self._layout.slot.offsets[name]
+        stored = self._slots[positions.reshape(-1) % self._capacity, at : at + spec.stored_bytes]
+        return _widened(spec, stored).reshape(*positions.shape, *spec.shape)
+
+    def _returns(self, reward: str, around: _Around, w: Windows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The discounted sums of the steps' rewards, and what a value after them counts."""
+        step = torch.arange(w.n_step, device=self._device)
+        rewards = self._values(reward, around.positions[:, around.back : around.back + w.n_step]).double()
+        powers = torch.tensor(w.gamma, dtype=torch.float64, device=self._device) ** step
+        made = step < around.steps[:, None]
+        returns = torch.where(made, rewards * powers, 0.0).sum(1).float()
+        discount = torch.where(around.terminated, 0.0, w.gamma ** around.steps.double()).float()
+        return returns, discount
+
+    def _around(self, drawn: torch.Tensor, w: Windows, taken: int) -> _Around:
+        """Follow the links of n rows side by side, as the native sampler follows those of one."""
+        oldest, capacity = taken - self._capacity, self._capacity
+        back, ahead = max(w.stack - 1, 0), max(w.steps, w.length - 1 if w.length else 0)
+        fits = (self._flags[drawn % capacity] & FINAL) == 0
+        before = torch.zeros_like(drawn)
+        earlier: list[torch.Tensor] = []
+        at, going = drawn, torch.ones_like(fits)
+        for _ in range(back):
+            link = self._before[at % capacity]
+            going = going & (link != FIRST)
+            fits = fits & ~(going & ((link == UNKNOWN) | (link < oldest)))
+            going = going & (link >= 0)
+            at = torch.where(going, link, at)
+            before = before + going
+            earlier.append(at)
+        after, transitions = torch.zeros_like(drawn), torch.ones_like(drawn)
+        later: list[torch.Tensor] = []
+        at, going = drawn, torch.ones_like(fits)
+        for _ in range(ahead):
+            link = self._after[at % capacity]
+            fits = fits & ~(going & (link == NOT_YET))
+            going = going & (link >= 0)
+            at = torch.where(going, link, at)
+            after = after + going
+            final = (self._flags[at % capacity] & FINAL) != 0
+            going = going & ~final
+            transitions = transitions + going
+            later.append(at)
+        if w.full_length:
+            fits = fits & (transitions >= w.length)
+        positions = torch.stack([*reversed(earlier), drawn, *later], 1)
+        steps = transitions.clamp(max=w.steps)
+        following, terminated = steps, torch.zeros_like(fits)
+        if w.steps:
+            last = positions.gather(1, (back + steps - 1)[:, None])[:, 0]
+            terminated = (self._flags[last % capacity] & TERMINATED) != 0
+            cut = steps > after  # the episode ended and left no last observation
+            if w.next:
+                fits = fits & ~(cut & ~terminated)
+            following = torch.where(cut, after, steps)
+        return _Around(back, positions, before, after, transitions, fits, steps, following, terminated)
+
+
+def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
+    """Stored bytes (m, stored bytes) as they are handed out, (m, ...)."""
+    m, dtype = len(stored), torch.from_numpy(np.empty(0, spec.numpy_dtype)).dtype
+    stored = stored.contiguous()
+    match spec.codec:
+        case Codec.RAW:
+            values = stored.view(dtype)
+        case Codec.BITS | Codec.BITS_OF_BYTES:
+            places = torch.arange(8, dtype=torch.uint8, device=stored.device)
+            values = ((stored[:, :, None] >> places) & 1).flatten(1)[:, : spec.elements].to(dtype)
+        case Codec.BYTES:
+            values = stored.float() * spec.scale
+        case Codec.HALF:
+            values = stored.view(torch.float16).float()
+        case Codec.SPARSE:
+            most = spec.nonzero or 0
+            counts, rest = stored[:, :4].contiguous().view(torch.int32), stored[:, 4:].contiguous()
+            indices, numbers = rest.view(torch.int32)[:, :most].long(), rest.view(torch.float32)[:, most:]
+            used = torch.arange(most, device=stored.device) < counts
+            # What is not used goes to a place behind the end.
+            wide = torch.zeros((m, spec.elements + 1), device=stored.device)
+            values = wide.scatter_(1, torch.where(used, indices, spec.elements), numbers)[:, :-1]
+    return values.reshape(m, *spec.shape)
+
+
+# ----
+# A replay that lives in a device's memory: rows go there once, and every draw is made there.
+#
+# The shared replay is the way in: actors of any process write into it, `refresh` brings what is new to the device, in
+# the form in which it is stored (planes as bits stay bits), and `sample` draws, gathers, widens and links rows there
+# without touching the host. The shared replay may be small where it blocks or drops when full: `refresh` then gives
+# its slots back to the writers, so nothing is lost. One that overwrites keeps its rows, and what it overwrites before
+# a refresh is missed (and counted).
+
 
 # Rows travel in pieces of this size, through one page-locked buffer.
 _PIECE_BYTES = 8 << 20

@@ -12,13 +12,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,7 @@ from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused
 from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, compressor, head_of, record_head
-from jurybox.training.replay.part import Part, standing_of
-
-if TYPE_CHECKING:
-    from jurybox.training.replay.replay import Replay
+from jurybox.training.replay.part import Part, Parts, standing_of
 
 # A chunk stays in a core's second-level cache between its copy, its compression and its checksum.
 CHUNK_BYTES = 512 << 10
@@ -124,19 +121,18 @@ class _Job:
     pool: ThreadPoolExecutor
 
 
-def save(replay: Replay, path: Path, *, incremental: bool, codec: str) -> Saved:
+def save(replay: Parts, path: Path, *, before: Saved | None, codec: str) -> Saved:
     """Write a replay to `path`, fsync included.
 
     Args:
-        incremental: append only what changed since this object's last save to the same path; that file must still be
-            there as it was left. Where there is no such save, all is written.
+        before: a save to append to: only what changed since is written. Its file must be as it was left. None, or a
+            save to another path: all is written.
         codec: "lz4", "zstd" or "none", chunk by chunk on all cores.
 
     Returns:
         What was written. A full save appears under its name when it is whole (written beside it, then renamed).
     """
     started = time.perf_counter()
-    before = replay.saved if incremental else None
     if before is not None and (before.path != path or not path.exists()):
         before = None
     if before is not None and path.stat().st_size != before.bytes:
@@ -170,11 +166,10 @@ def save(replay: Replay, path: Path, *, incremental: bool, codec: str) -> Saved:
         finally:
             os.close(fd)
     saved.seconds = time.perf_counter() - started
-    replay.saved = saved
     return saved
 
 
-def _write(replay: Replay, fd: int, at: int, codec: str, *, before: Saved | None, saved: Saved) -> int:
+def _write(replay: Parts, fd: int, at: int, codec: str, *, before: Saved | None, saved: Saved) -> int:
     output = _Output(fd, at)
     try:
         counters = []
@@ -291,10 +286,10 @@ def _sync_folder(folder: Path) -> None:
 class BackgroundSave:
     """A save on a thread of its own; writers and samplers go on."""
 
-    def __init__(self, replay: Replay, path: Path, *, incremental: bool, codec: str) -> None:
+    def __init__(self, save: Callable[[], Saved]) -> None:
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(replay, path, incremental, codec), name="replay-save")
+        self._thread = threading.Thread(target=self._run, args=(save,), name="replay-save")
         self._thread.start()
         self._forked = False
         forks.register(self)
@@ -302,9 +297,9 @@ class BackgroundSave:
     def _after_fork_in_child(self) -> None:
         self._forked = True
 
-    def _run(self, replay: Replay, path: Path, incremental: bool, codec: str) -> None:
+    def _run(self, save: Callable[[], Saved]) -> None:
         try:
-            self._saved = save(replay, path, incremental=incremental, codec=codec)
+            self._saved = save()
         except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
             self._error = error
 

@@ -19,8 +19,7 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
 from jurybox.training.replay.batch import Batch
-from jurybox.training.replay.field import Field
-from jurybox.training.replay.options import RateLimiter
+from jurybox.training.replay.options import Field, RateLimiter
 from jurybox.training.replay.replay import Replay
 
 

@@ -42,7 +42,7 @@ EVALUATION = "evaluation.json"  # beside weights that were evaluated: when, with
 
 
 class Follows(Protocol):
-    """Something that keeps itself at the newest weights: `jurybox.training.torch_weights.TorchWeights`, say."""
+    """Something that keeps itself at the newest weights, such as `algorithms.torch_states.TorchWeights`."""
 
     version: int
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import GenericKernelMixin, Hyperparameter, Kernel, WhiteKernel
 
-from jurybox.training.search.workflows import ORDERS, Order, distances
+from jurybox.training.search.settings import ORDERS, Order, distances
 
 Floats = npt.NDArray[np.float64]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jurybox.training.report import svg
 from jurybox.training.search.gp_ucb import WorkflowSearch
-from jurybox.training.search.workflows import ORDERS, describe
+from jurybox.training.search.settings import ORDERS, describe
 
 _LEFT, _TOP, _BOTTOM = 60.0, 24.0, 260.0
 

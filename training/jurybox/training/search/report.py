@@ -11,8 +11,8 @@ import numpy as np
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.search.picture import belief
+from jurybox.training.search.settings import describe
 from jurybox.training.search.trainer import WorkflowTrainer
-from jurybox.training.search.workflows import describe
 
 _POINTS = 60  # of a curve, at most
 _SHOWN = 3.0  # times the median: returns below that are left out of the curve

@@ -17,8 +17,7 @@ from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
 from jurybox.training.search.rollouts import INPUTS, Episodes, Part, Policy, play
-from jurybox.training.search.settings import WorkflowTraining
-from jurybox.training.search.workflows import Order
+from jurybox.training.search.settings import Order, WorkflowTraining
 
 Parts = tuple[Part, ...]
 

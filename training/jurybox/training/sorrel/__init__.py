@@ -4,7 +4,6 @@ Nothing here imports sorrel: an environment brings its agents and models, and wh
 `Environment.run_experiment` calls it.
 """
 
-from jurybox.training.sorrel.experiment import Experiment, run_experiment
-from jurybox.training.sorrel.settings import Multiprocessing
+from jurybox.training.sorrel.experiment import Experiment, Multiprocessing, run_experiment
 
 __all__ = ["Experiment", "Multiprocessing", "run_experiment"]

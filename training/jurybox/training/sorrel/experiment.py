@@ -1,15 +1,17 @@
-"""A sorrel experiment, in processes where its configuration asks for it and as sorrel runs it where not."""
+"""A sorrel experiment: its settings, and the run, in processes where its configuration asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.training.replay import Field
+from jurybox.training.replay import Field as ReplayField
 from jurybox.training.run_folder import RunLog
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import (
@@ -21,6 +23,7 @@ from jurybox.training.runtime.plan import (
     Plan,
     ReplaySpec,
     RoleSpec,
+    RunError,
     Timeouts,
     load,
 )
@@ -28,7 +31,51 @@ from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.run import run
 from jurybox.training.sorrel.models import acting_part, fields_of, is_on_policy, learned
 from jurybox.training.sorrel.roles import put_back
-from jurybox.training.sorrel.settings import Multiprocessing, SorrelError
+
+
+class SorrelError(RunError):
+    """An environment, or its configuration, that cannot run in processes; the message says why."""
+
+
+class Multiprocessing(BaseModel):
+    """Settings beside those that sorrel has; without `enabled` the experiment runs as sorrel runs it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = False
+    publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
+    publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
+    buffer_capacity: int = Field(10_000, ge=1, description="Rows on their way from the actor to a learner.")
+    train_interval: int = Field(4, ge=1, description="Turns for one train_step; on-policy models take whole epochs.")
+    learning_starts: int = Field(100, ge=0, description="Turns before the first train_step.")
+    learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
+    max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
+    max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
+    actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
+    learner_timeout: float = Field(60.0, gt=0)
+    checkpoint_interval: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
+    seed: int = Field(0, ge=0)
+    log_interval: int = Field(100, ge=1, description="Turns between two rows of metrics.")
+    log_dir: Path = Path("sorrel-out")
+
+    @classmethod
+    def of(cls, config: Any) -> Multiprocessing:
+        """The settings in a sorrel configuration (an OmegaConf DictConfig); the defaults where there are none.
+
+        Raises:
+            SorrelError: one is unknown or out of its bounds.
+        """
+        said = config.get("multiprocessing") or {}
+        try:
+            return cls(**{str(name): said[name] for name in said})
+        except ValidationError as error:
+            told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise SorrelError(f"config.multiprocessing: {told}") from error
+
+
+# ----
+# A sorrel experiment, in processes where its configuration asks for it and as sorrel runs it where not.
+
 
 _ROLES = "jurybox.training.sorrel.roles"
 
@@ -110,7 +157,7 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
         )
     names = tuple(groups)
     made = (make, dict(arguments))
-    fields: dict[str, dict[str, Field]] = {name: fields_of(model.memory) for name, model in models.items()}
+    fields: dict[str, dict[str, ReplayField]] = {name: fields_of(model.memory) for name, model in models.items()}
     return Plan(
         roles=(
             RoleSpec(

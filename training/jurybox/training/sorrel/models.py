@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.replay import Field
-from jurybox.training.torch_weights import TorchWeights
 
 # Kinds of rows: a transition, or the bounds of an epoch.
 TRANSITION, EPOCH_BEGINS, EPOCH_ENDS = 0, 1, 2

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.algorithms.torch_states import optimiser_state, restore_optimiser
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Actor, Learner, RoleContext
@@ -24,7 +25,6 @@ from jurybox.training.sorrel.models import (
     is_on_policy,
     remember,
 )
-from jurybox.training.torch_states import optimiser_state, restore_optimiser
 
 Make = tuple[str, Mapping[str, Any]]
 

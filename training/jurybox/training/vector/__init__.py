@@ -1,5 +1,5 @@
 """Environments in worker processes over shared memory, behind Gymnasium's VectorEnv."""
 
-from .process_env import ProcessVectorEnv
+from jurybox.training.vector.process_env import ProcessVectorEnv
 
 __all__ = ["ProcessVectorEnv"]

@@ -1,8 +1,4 @@
-"""What environments and their worker share: arrays over one segment, laid out the same way on both sides.
-
-A batch of a Gymnasium space is a tree: an array for Box, Discrete, MultiBinary and MultiDiscrete, a dict for Dict, a
-tuple for Tuple. Its row i belongs to environment i.
-"""
+"""What environments and their worker share: arrays over one segment, and infos by Gymnasium's rules."""
 
 from __future__ import annotations
 
@@ -16,6 +12,13 @@ from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 from jurybox.protocol.segment import Segment
+
+# ----
+# What environments and their worker share: arrays over one segment, laid out the same way on both sides.
+#
+# A batch of a Gymnasium space is a tree: an array for Box, Discrete, MultiBinary and MultiDiscrete, a dict for Dict,
+# a tuple for Tuple. Its row i belongs to environment i.
+
 
 Array = npt.NDArray[Any]
 Tree = Any  # Array | dict[str, Tree] | tuple[Tree, ...]
@@ -129,3 +132,39 @@ def _tree(space: Space[Any], place: Callable[[npt.DTypeLike, tuple[int, ...]], A
         f"expected a space of Box, Discrete, MultiBinary, MultiDiscrete, Dict and Tuple, got {space}: its values have "
         "no fixed shape to share; flatten it in a wrapper"
     )
+
+
+# ----
+# Infos of many environments as one dictionary, by Gymnasium's rules: every key has a mask of who set it.
+
+
+def shared_infos(fields: dict[str, Any], told: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """Copies of the declared fields, those that nobody set left out."""
+    infos: dict[str, Any] = {}
+    for name, field in fields.items():
+        mask = told[name][rows]
+        if mask.any():
+            values = take(field, rows)
+            values[~mask] = 0
+            infos[name], infos[f"_{name}"] = values, mask.copy()
+    return infos
+
+
+def add(infos: dict[str, Any], info: dict[str, Any], row: int, n: int) -> None:
+    """Put one environment's info into row `row` of `n`, as `VectorEnv._add_info` does."""
+    for name, value in info.items():
+        if isinstance(value, dict):
+            add(infos.setdefault(name, {}), value, row, n)
+        else:
+            if name not in infos:
+                infos[name] = _empty(value, n)
+            infos[name][row] = value
+        infos.setdefault(f"_{name}", np.zeros(n, np.bool_))[row] = True
+
+
+def _empty(value: Any, n: int) -> np.ndarray[Any, Any]:
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        return np.zeros(n, dtype=type(value))
+    if isinstance(value, np.ndarray):
+        return np.zeros((n, *value.shape), dtype=value.dtype)
+    return np.full(n, None, dtype=object)

@@ -22,10 +22,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from jurybox.protocol.segment import Segment, segment_name
-from jurybox.training.vector.crew import Crew
-from jurybox.training.vector.infos import add, shared_infos
-from jurybox.training.vector.layout import InfoFields, Shared, arrange, put, take
+from jurybox.training.vector.layout import InfoFields, Shared, add, arrange, put, shared_infos, take
 from jurybox.training.vector.worker import RESET, STEP, STEP_EACH
+from jurybox.training.vector.worker_pool import WorkerPool
 
 Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
 _Options = dict[str, Any]
@@ -82,24 +81,24 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._extras: dict[int, Any] = {}
         self._restarted = np.zeros(n, np.bool_)
         self._asked = np.zeros(n, np.bool_)
-        # The life of its worker (`Crew.lives`) in which each environment was reset last, was reset with a seed, and
+        # The life of its worker (`WorkerPool.lives`) in which each environment was last reset, reset with a seed, and
         # told that its episode was cut. What is in a later life than it was reset in is new.
         self._begun = np.zeros(n, np.int64)
         self._seeded = np.zeros(n, np.int64)
         self._told_cut = np.zeros(n, np.int64)
         self._seeds: list[int | None] = [None] * n  # of the run
-        self._crew = Crew(env_fns, workers, self.autoreset_mode, timeout, start_timeout)
+        self._pool = WorkerPool(env_fns, workers, self.autoreset_mode, timeout, start_timeout)
         try:
             self._shared = self._bring_up()
         except BaseException:
-            self._crew.close()
+            self._pool.close()
             self.closed = True
             raise
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return self._crew.pids
+        return self._pool.pids
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: _Options | None = None
@@ -127,7 +126,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
                 waiting.update(again)
                 lost = self._give_reset(again, seeds, options or None)
                 continue
-            for numbers, extras, gone in self._crew.wait(None):
+            for numbers, extras, gone in self._pool.wait(None):
                 if gone:
                     lost += numbers
                 else:
@@ -178,23 +177,23 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or get an attribute."""
-        return tuple(self._crew.call(("call", name, args, kwargs), range(self.num_envs)))
+        return tuple(self._pool.call(("call", name, args, kwargs), range(self.num_envs)))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        return tuple(self._crew.call(("get", name), range(self.num_envs)))
+        return tuple(self._pool.call(("get", name), range(self.num_envs)))
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of every environment: from a list or tuple one value each, else the same for all."""
         each = list(values) if isinstance(values, list | tuple) else [values] * self.num_envs
         if len(each) != self.num_envs:
             raise ValueError(f"expected {self.num_envs} values, one for each environment, got {len(each)}")
-        self._crew.call(("set", name, each), range(self.num_envs))
+        self._pool.call(("set", name, each), range(self.num_envs))
 
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
 
     def close_extras(self, **kwargs: Any) -> None:
-        self._crew.close()
+        self._pool.close()
         self._segment.close()
 
     def __enter__(self) -> ProcessVectorEnv:
@@ -204,7 +203,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self.close()
 
     def _bring_up(self) -> Shared:
-        found = self._crew.start()
+        found = self._pool.start()
         observation, action, metadata = found[0]
         for number, (other_observation, other_action, _) in enumerate(found):
             if other_observation != observation or other_action != action:
@@ -221,7 +220,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         segment = Segment.create(segment_name(f"vector{os.getpid()}.{secrets.token_hex(4)}", "envs"), size)
         segment.unlink()  # workers get its descriptor, so the kernel frees it with the last of us
         self._segment = segment
-        self._crew.share(self.num_envs, self._fields, segment)
+        self._pool.share(self.num_envs, self._fields, segment)
         return arrange(self.num_envs, observation, action, self._fields, finals=finals, segment=segment)[0]
 
     def _send(self, actions: Any, numbers: list[int], kind: bytes) -> None:
@@ -230,9 +229,9 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
             raise RuntimeError(f"environments {busy} have an action already: receive their results first")
         put(self._shared.actions, numbers, actions)
         self._asked[numbers] = True
-        if self._crew.restarts:
+        if self._pool.restarts:
             numbers = self._send_to_new(numbers)
-        self._after_loss(self._crew.give(kind, numbers, lambda part: np.array(part, np.int32).tobytes()))
+        self._after_loss(self._pool.give(kind, numbers, lambda part: np.array(part, np.int32).tobytes()))
 
     def _send_to_new(self, numbers: list[int]) -> list[int]:
         """See to those whose action finds no episode, because they were replaced; returns the others."""
@@ -249,12 +248,12 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         return [number for number in left if self._told_cut[number] == told[number]]
 
     def _collect(self, count: int, timeout: float | None) -> None:
-        under_way = len(self._ready) + sum(map(len, self._crew.pending))
+        under_way = len(self._ready) + sum(map(len, self._pool.pending))
         if under_way < count:
             raise RuntimeError(f"expected actions sent to {count} environments, got {under_way}: send them first")
         until = None if timeout is None else time.monotonic() + timeout
         while len(self._ready) < count:
-            for numbers, extras, gone in self._crew.wait(until):
+            for numbers, extras, gone in self._pool.wait(until):
                 if gone:
                     self._after_loss(numbers)
                 else:
@@ -289,13 +288,13 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         """Reset these; new ones that are given no seed get one of their own. Returns those whose worker was dead."""
         seeds = [self._fresh_seed(number) if each is None else each for number, each in enumerate(seeds)]
         self._begun[numbers] = [self._life(number) for number in numbers]
-        return self._crew.give(
+        return self._pool.give(
             RESET, numbers, lambda part: pickle.dumps(({number: seeds[number] for number in part}, options))
         )
 
     def _life(self, number: int) -> int:
         """How often an environment was replaced."""
-        return self._crew.lives[self._crew.owner[number]]
+        return self._pool.lives[self._pool.owner[number]]
 
     def _is_new(self, number: int) -> bool:
         """Whether it was replaced and has not been reset since."""
@@ -311,8 +310,8 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _forget_what_runs(self) -> None:
         """Steps under way are waited for and dropped."""
-        while any(self._crew.pending):
-            for _ in self._crew.wait(None):
+        while any(self._pool.pending):
+            for _ in self._pool.wait(None):
                 pass
         self._ready.clear()
         self._asked[:] = False

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.training.environments.cage import tables as t
+from jurybox.training.environments.cage.environment import ACTION_SPACE, OBSERVATION_SPACE, Observations
 from jurybox.training.environments.cage.network import RedName
-from jurybox.training.environments.cage.vector import ACTION_SPACE, OBSERVATION_SPACE, Observations
 
 _AGENTS = {"B_line": "B_lineAgent", "Meander": "RedMeanderAgent"}
 _PRIVILEGED = ("root", "SYSTEM")

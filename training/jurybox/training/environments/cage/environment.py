@@ -1,15 +1,218 @@
-"""One network as an ordinary Gymnasium environment: a view of the vectorised one."""
+"""CAGE Challenge 2 as Gymnasium environments, many networks at once or one, and defenders that do not learn."""
 
 from __future__ import annotations
 
-from typing import Any, SupportsFloat, SupportsInt
+from collections.abc import Sequence
+from typing import Any, Protocol, SupportsFloat, SupportsInt
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
+from gymnasium.spaces import Discrete, MultiBinary
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 
-from jurybox.training.environments.cage.network import RedName
-from jurybox.training.environments.cage.vector import ACTION_SPACE, OBSERVATION_SPACE, CageVectorEnv, Observations
+from jurybox.training.environments.cage import tables as t
+from jurybox.training.environments.cage.network import Networks, RedName
+
+Observations = npt.NDArray[np.int8]
+Step = tuple[Observations, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+
+OBSERVATION_SPACE = MultiBinary(4 * t.N_HOSTS)
+ACTION_SPACE = Discrete(t.N_ACTIONS)
+
+
+class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
+    """Defend `num_envs` networks. Observations int8 (num_envs, 52), actions (num_envs,) in 0..144.
+
+    Every info holds ``true_state``, int8 (num_envs, 13): per host 0 clean, 1 a user's session of red's, 2 a privileged
+    one. It is the truth after the step, which the defender does not see. Episodes end by their length only, so they
+    are truncated and never terminated.
+
+    Args:
+        num_envs: networks.
+        red: "B_line" or "Meander".
+        episode_length: steps; the challenge uses 30, 50 and 100.
+        quirk: see `Networks`.
+        autoreset_mode: as Gymnasium defines them.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        red: RedName = "B_line",
+        *,
+        episode_length: int = 100,
+        quirk: bool = False,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        if num_envs < 1 or episode_length < 1:
+            raise ValueError(f"expected num_envs and episode_length of at least 1, got {num_envs}, {episode_length}")
+        self.num_envs = num_envs
+        self.episode_length = episode_length
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
+        self.single_observation_space, self.single_action_space = OBSERVATION_SPACE, ACTION_SPACE
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.networks = Networks(num_envs, red, quirk=quirk)
+        self._elapsed = np.zeros(num_envs, np.int64)
+        self._over = np.zeros(num_envs, np.bool_)
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Begin new episodes in all networks, or in those of ``options["reset_mask"]``, bool (num_envs,).
+
+        Args:
+            seed: of the one generator that all networks draw from; None goes on with it.
+        """
+        if seed is not None:
+            numbers = [seed] if isinstance(seed, int) else [number for number in seed if number is not None]
+            self.networks.random = np.random.default_rng(numbers or None)
+        which = _reset_mask(options, self.num_envs)
+        self._begin(which)
+        return self._observations(), self._info()
+
+    def step(self, actions: npt.NDArray[Any]) -> Step:
+        """One step of every network; where an episode ended, what `autoreset_mode` says."""
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or actions.min() < 0 or actions.max() >= t.N_ACTIONS:
+            raise ValueError(
+                f"expected actions of shape ({self.num_envs},) from 0 to {t.N_ACTIONS - 1}, got {actions.shape} "
+                f"from {actions.min()} to {actions.max()}"
+            )
+        before = self._over
+        if self.autoreset_mode is AutoresetMode.DISABLED and before.any():
+            raise RuntimeError(
+                f"episodes of networks {np.flatnonzero(before)} are over: reset them first (reset_mask) or choose "
+                "another autoreset_mode"
+            )
+        rewards = self.networks.step(actions)
+        self._elapsed += 1
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP and before.any():
+            self._begin(before)
+            rewards[before] = 0.0
+        truncated = self._elapsed >= self.episode_length
+        self._over = truncated
+        terminated = np.zeros(self.num_envs, np.bool_)
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP or not truncated.any():
+            return self._observations(), rewards, terminated, truncated, self._info()
+        final = self._final(truncated)
+        self._begin(truncated)
+        return self._observations(), rewards, terminated, truncated, {**final, **self._info()}
+
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """Actions that are not sure to fail, bool (num_envs, 145); blue knows them, since the decoys are its own."""
+        return self.networks.possible()
+
+    def _begin(self, which: npt.NDArray[np.bool_]) -> None:
+        self.networks.reset(which)
+        self._elapsed[which] = 0
+        self._over = self._over & ~which
+
+    def _observations(self) -> Observations:
+        return self.networks.belief.reshape(self.num_envs, -1).copy()
+
+    def _info(self) -> dict[str, Any]:
+        return {"true_state": self.networks.true_state(), "_true_state": np.ones(self.num_envs, np.bool_)}
+
+    def _final(self, ended: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        observations = np.full(self.num_envs, None, dtype=object)
+        for index, row in zip(np.flatnonzero(ended), self._observations()[ended], strict=True):
+            observations[index] = row
+        truth = np.where(ended[:, None], self.networks.true_state(), np.int8(0))
+        return {
+            "final_obs": observations,
+            "_final_obs": ended.copy(),
+            "final_info": {"true_state": truth, "_true_state": ended.copy()},
+            "_final_info": ended.copy(),
+        }
+
+
+class CageRows(CageVectorEnv):
+    """Some of many networks: what `CageVectorEnv` of all would do with these rows, whoever has the others.
+
+    The generator is drawn from for all networks and only these rows' numbers are used, which is cheap: a step draws
+    four numbers a network. That holds as long as all parts are reset and stepped equally often, and no row is reset
+    alone.
+
+    Args:
+        first: the first row of these. of: all networks. masks: infos hold ``action_masks``, too.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        red: RedName = "B_line",
+        *,
+        first: int,
+        of: int,
+        masks: bool = False,
+        episode_length: int = 100,
+        quirk: bool = False,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        if not 0 <= first <= of - num_envs:
+            raise ValueError(f"expected {num_envs} rows among {of}, got them from row {first} on")
+        super().__init__(num_envs, red, episode_length=episode_length, quirk=quirk, autoreset_mode=autoreset_mode)
+        self._first, self._of, self._masks = first, of, masks
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """As `CageVectorEnv` does; `seed` is the first row's, as Gymnasium spreads one seed: that of all + its number.
+
+        Raises:
+            ValueError: other seeds than one number.
+        """
+        if seed is not None:
+            if not isinstance(seed, int):
+                raise ValueError(f"expected one seed, that of the first row, got {seed!r}")
+            generator = np.random.default_rng([max(0, seed - self._first)])
+            self.networks.random = _RowsOfRandom(generator, self._first, self.num_envs, self._of)
+        return super().reset(options=options)
+
+    def random_state(self) -> dict[str, Any]:
+        """Of the generator: the same in all parts."""
+        return dict(self.networks.random.bit_generator.state)
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `random_state` gave, of any part."""
+        self.networks.random.bit_generator.state = state
+
+    def _info(self) -> dict[str, Any]:
+        info = super()._info()
+        if self._masks:
+            info |= {"action_masks": self.action_masks(), "_action_masks": np.ones(self.num_envs, np.bool_)}
+        return info
+
+
+class _RowsOfRandom(np.random.Generator):
+    """Draws for all networks and gives the numbers of some."""
+
+    def __init__(self, generator: np.random.Generator, first: int, count: int, of: int) -> None:
+        super().__init__(generator.bit_generator)
+        self._rows, self._of = slice(first, first + count), of
+
+    def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+        *lead, _ = (size,) if isinstance(size, int) else size
+        return super().random((*lead, self._of), dtype, out)[..., self._rows]
+
+
+def _reset_mask(options: dict[str, Any] | None, n: int) -> npt.NDArray[np.bool_]:
+    if not options or "reset_mask" not in options:
+        return np.ones(n, np.bool_)
+    mask = options["reset_mask"]
+    if not isinstance(mask, np.ndarray) or mask.shape != (n,) or mask.dtype != np.bool_ or not mask.any():
+        raise ValueError(
+            f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
+        )
+    return mask
+
+
+# ----
+# One network as an ordinary Gymnasium environment: a view of the vectorised one.
 
 
 class CageEnv(gymnasium.Env[Observations, Any]):
@@ -40,3 +243,51 @@ class CageEnv(gymnasium.Env[Observations, Any]):
         """Actions that are not sure to fail, bool (145,)."""
         mask: npt.NDArray[np.bool_] = self._vector.action_masks()[0]
         return mask
+
+
+# ----
+# Defenders that do not learn, to hold the simulator and what was learned against.
+
+
+Actions = npt.NDArray[np.int64]
+
+
+class Defender(Protocol):
+    """From observations int8 (n, 52) to actions int64 (n,)."""
+
+    def __call__(self, observations: Observations) -> Actions: ...
+
+
+class Sleeping:
+    """Does nothing."""
+
+    def __call__(self, observations: Observations) -> Actions:
+        return np.zeros(len(observations), np.int64)
+
+
+class UniformlyRandom:
+    """Draws from all 145 actions."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, observations: Observations) -> Actions:
+        return self._random.integers(0, t.N_ACTIONS, len(observations))
+
+
+def episode_returns(
+    defender: Defender, red: RedName, *, episodes: int, episode_length: int, seed: int, quirk: bool = False
+) -> npt.NDArray[np.float64]:
+    """Sums of rewards over whole episodes, float64 (episodes,)."""
+    env = CageVectorEnv(episodes, red, episode_length=episode_length, quirk=quirk, autoreset_mode="Disabled")
+    observations, _ = env.reset(seed=seed)
+    total = np.zeros(episodes)
+    for _ in range(episode_length):
+        observations, rewards, *_rest = env.step(defender(observations))
+        total += rewards
+    return total
+
+
+def describe(action: Any) -> str:
+    """An action's name: 'Restore User1'."""
+    return t.ACTION_NAMES[int(action)]

@@ -1,11 +1,10 @@
 """Photo editing against a juror: a Gymnasium environment whose workers need neither torch nor a copy of the picture."""
 
-from .edits import TOOLS, Edits, apply
-from .environment import PhotoEdit
-from .evaluate import Evaluation, Outcome, RandomEdits, evaluate, no_edits
-from .factory import PhotoConfig, build, make_environment
-from .photos import Photo, PhotoError, PhotoLibrary
-from .scorer import LocalScorer, Scorer, ScorerError, ServerScorer
+from jurybox.training.environments.photo.edits import TOOLS, Edits, apply
+from jurybox.training.environments.photo.environment import PhotoConfig, PhotoEdit, build, make_environment
+from jurybox.training.environments.photo.evaluate import Evaluation, Outcome, RandomEdits, evaluate, no_edits
+from jurybox.training.environments.photo.photos import Photo, PhotoError, PhotoLibrary
+from jurybox.training.environments.photo.scorer import LocalScorer, Scorer, ScorerError, ServerScorer
 
 __all__ = [
     "TOOLS",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .edits import TOOLS, Image
-from .environment import Action, PhotoEdit
-from .observation import Observation
+from jurybox.training.environments.photo.edits import TOOLS, Image
+from jurybox.training.environments.photo.environment import Action, PhotoEdit
+from jurybox.training.environments.photo.observation import Observation
 
 Policy = Callable[[Observation], Action]
 

@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from .edits import Image
+from jurybox.training.environments.photo.edits import Image
 
 SIDE = 384
 SUFFIXES = (".jpg", ".jpeg", ".png")

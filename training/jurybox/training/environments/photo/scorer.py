@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .edits import Image
-from .photos import SIDE
+from jurybox.training.environments.photo.edits import Image
+from jurybox.training.environments.photo.photos import SIDE
 
 if TYPE_CHECKING:
     from jurybox.client import Model, Rows

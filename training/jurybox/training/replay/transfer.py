@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol.errors import SpecMismatch
-from jurybox.training.replay.new_rows import ENDED, FIRST, NewRows, Piece
-
-if TYPE_CHECKING:
-    from jurybox.training.replay.replay import Replay
+from jurybox.training.replay.cursor import ENDED, FIRST, NewRows, Piece
+from jurybox.training.replay.part import Parts
 
 # A ticket that no row ever has: whoever asks for what was before finds that it is gone.
 _NEVER = np.uint64(1 << 61)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RowBatch:
     """What came into one replay and goes into another.
 
     Attributes:
@@ -31,7 +28,7 @@ class Batch:
     ended: npt.NDArray[np.int64]
 
 
-class Source:
+class Exporter:
     """Takes what is new in a replay, as batches that can travel.
 
     Args:
@@ -39,14 +36,14 @@ class Source:
         most_bytes: of slots in one batch.
     """
 
-    def __init__(self, replay: Replay, most_bytes: int = 4 << 20) -> None:
+    def __init__(self, replay: Parts, most_bytes: int = 4 << 20) -> None:
         part = replay.parts[0]
         self.new = NewRows(part)
         size = part.layout.slot.size
         self._most = min(part.capacity, max(1, most_bytes // size))
         self._staging = np.empty((self._most, size), np.uint8)
 
-    def batch(self) -> Batch | None:
+    def batch(self) -> RowBatch | None:
         """The next rows in memory of their own; None where there are none, and no episode has ended."""
         pieces = [_copied(piece) for piece in self.new.take(self._staging, self._most)]
         ended = self.new.ended()
@@ -55,12 +52,12 @@ class Source:
         if not pieces:
             none = np.empty(0, np.int64)
             nothing = Piece(self.new.taken, self._staging[:0].copy(), none, none, np.empty(0, np.uint8))
-            return Batch(nothing, ended)
+            return RowBatch(nothing, ended)
         columns = (np.concatenate(each) for each in zip(*map(_columns, pieces), strict=True))
-        return Batch(Piece(pieces[0].first, *columns), ended)
+        return RowBatch(Piece(pieces[0].first, *columns), ended)
 
 
-class Graft:
+class Importer:
     """Puts one source's batches into a replay, in the order in which they were made.
 
     A batch that was lost on the way costs its rows, and the rows after it begin where what was before is not known.
@@ -70,14 +67,14 @@ class Graft:
         span: rows of the source's replay: so far back a row may name the one before it.
     """
 
-    def __init__(self, replay: Replay, span: int) -> None:
+    def __init__(self, replay: Parts, span: int) -> None:
         self._ring = replay.parts[0].ring
         self._slot = replay.layout.slot.size
         self._linked = replay.layout.episodes is not None
         self._position_at = np.full(span, -1, np.int64)
         self._ticket_at = np.zeros(span, np.uint64)
 
-    def put(self, batch: Batch) -> int:
+    def put(self, batch: RowBatch) -> int:
         """Add the rows; how many.
 
         Raises:

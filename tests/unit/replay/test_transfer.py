@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay import Episodes, Field, Replay, Windows
-from jurybox.training.replay.graft import Graft, Source
+from jurybox.training.replay.transfer import Exporter, Importer
 
 EPISODES = Episodes(truncated="truncated")
 LINKED = {
@@ -43,10 +43,10 @@ def drawn(replay: Replay, rows: int) -> dict[tuple[float, ...], tuple[float, ...
 )  # fmt: skip
 def test_windows_over_grafted_rows_are_those_of_their_own_replay(episodes, every: int, most_bytes: int) -> None:
     with (
-        Replay.create("graft-from", 200, LINKED, episodes=EPISODES, seed=3) as there,
-        Replay.create("graft-to", 200, LINKED, episodes=EPISODES, prioritized=True, seed=4) as here,
+        Replay.create("importer-from", 200, LINKED, episodes=EPISODES, seed=3) as there,
+        Replay.create("importer-to", 200, LINKED, episodes=EPISODES, prioritized=True, seed=4) as here,
     ):
-        source, graft, moved, made = Source(there, most_bytes), Graft(here, 200), 0, 0
+        exporter, importer, moved, made = Exporter(there, most_bytes), Importer(here, 200), 0, 0
         envs = [there.stream() for _ in range(3)]
         for number, (env, length, kind) in enumerate(episodes):
             for step in range(length):
@@ -57,14 +57,14 @@ def test_windows_over_grafted_rows_are_those_of_their_own_replay(episodes, every
                 )  # fmt: skip
                 made += 1
                 if made % every == 0:
-                    while (batch := source.batch()) is not None:
-                        moved += graft.put(batch)
+                    while (batch := exporter.batch()) is not None:
+                        moved += importer.put(batch)
             if kind == "cut":
                 envs[env].end()
             if kind == "final":
                 envs[env].end(0, observation=[number, 99])
-        while (batch := source.batch()) is not None:
-            moved += graft.put(batch)
+        while (batch := exporter.batch()) is not None:
+            moved += importer.put(batch)
         assert moved == there.added == here.added
         try:
             expected = drawn(there, made)
@@ -77,24 +77,24 @@ def test_windows_over_grafted_rows_are_those_of_their_own_replay(episodes, every
 
 def test_rows_that_were_overwritten_are_counted_and_their_followers_say_that_something_is_missing() -> None:
     with (
-        Replay.create("graft-from", 8, LINKED, episodes=EPISODES) as there,
-        Replay.create("graft-to", 100, LINKED, episodes=EPISODES) as here,
+        Replay.create("importer-from", 8, LINKED, episodes=EPISODES) as there,
+        Replay.create("importer-to", 100, LINKED, episodes=EPISODES) as here,
     ):
-        source, graft = Source(there), Graft(here, 8)
+        exporter, importer = Exporter(there), Importer(here, 8)
         for step in range(30):
             there.add(
                 observation=[0, step], reward=1.0, terminated=step == 29, truncated=False, planes=np.zeros(9, np.uint8)
             )
-        assert graft.put(source.batch()) == 8 and source.new.missed == 22
+        assert importer.put(exporter.batch()) == 8 and exporter.new.missed == 22
         stacked = here.sample(64, windows=Windows(stack=2, stacked=("observation",)))
         assert stacked["observation"][:, 0, 1].min() >= 22, "no zeroes in the place of the frame that never came"
 
 
 def test_rows_of_another_shape_are_refused() -> None:
     with (
-        Replay.create("graft-from", 8, {"x": Field((30,))}) as there,
-        Replay.create("graft-to", 8, LINKED) as here,
+        Replay.create("importer-from", 8, {"x": Field((30,))}) as there,
+        Replay.create("importer-to", 8, LINKED) as here,
     ):
         there.add(x=np.zeros(30))
         with pytest.raises(SpecMismatch, match="bytes came"):
-            Graft(here, 8).put(Source(there).batch())
+            Importer(here, 8).put(Exporter(there).batch())

@@ -1,14 +1,38 @@
-"""Published weights in a torch module: for actors that run a small policy themselves."""
+"""Torch objects and arrays: optimiser states for state files, published weights loaded into modules."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
+
+
+def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimiser remembers of its parameters, by their number. Its settings are not in it."""
+    remembered = optimiser.state_dict()["state"]
+    return {str(number): dict(values) for number, values in remembered.items()}
+
+
+def restore_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Put back what `optimiser_state` gave, into one over the same parameters."""
+    whole = optimiser.state_dict()
+    whole["state"] = {
+        int(number): {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in values.items()
+        }
+        for number, values in state.items()
+    }
+    optimiser.load_state_dict(whole)
+
+
+# ----
+# Published weights in a torch module: for actors that run a small policy themselves.
 
 
 class TorchWeights:

@@ -1,8 +1,4 @@
-"""What came into a replay since the last look: whole rows in the order of their tickets, and how they hang together.
-
-A row that is taken gets a position, counted from 0; its neighbours are told by theirs. So whoever keeps the rows
-elsewhere (a device's memory, a replay on another host) needs to know nothing of the ring they came through.
-"""
+"""Readers that follow a replay: rows in the order in which they came, each handed out once."""
 
 from __future__ import annotations
 
@@ -16,7 +12,64 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused
-from jurybox.training.replay.part import Part
+from jurybox.training.replay.part import Part, Parts, packed_strides
+
+
+class Cursor:
+    """One reader's place in a replay whose fields are stored as they are.
+
+    Rows that were overwritten or given up before they were taken are missed, and so is one that its writer had not
+    finished when a later one was taken (a killed writer never does): what must not be lost is not to be told this way.
+
+    A forked child has a cursor of its own, which begins where its parent's stood: both are handed every row.
+
+    Args:
+        replay: stays the caller's to close.
+
+    Attributes:
+        at: the ticket of the next row; begins after all that were handed out by then. Tickets, and not rows added, say
+            where a row lies: a writer that meets a slot that is taken (by one who was killed there, say) takes another.
+    """
+
+    def __init__(self, replay: Parts) -> None:
+        self._part = replay.parts[0]
+        self._fields = replay.layout.fields
+        self._offsets = replay.layout.slot.offsets
+        self.at = int(self._part.ring.reserved)
+
+    def take(self) -> dict[str, npt.NDArray[np.generic]]:
+        """What came since the last time, by field: (n, *shape)."""
+        part, ring = self._part, self._part.ring
+        end = int(ring.reserved)
+        first = max(self.at, end - part.capacity, int(ring.tail))
+        slots = np.zeros((max(0, end - first), part.slots.shape[1]), np.uint8)
+        taken, ticket = 0, first
+        while ticket < end:  # to the ring's last slot, and on from its first
+            slot = ticket % part.capacity
+            n = min(end - ticket, part.capacity - slot)
+            native.replay_snapshot(ring, slot, slots[taken : taken + n].reshape(-1), end, None)
+            taken, ticket = taken + n, ticket + n
+        # An even word that names the row: it is whole. What its writer has not finished, or has overwritten, is not.
+        words = np.ascontiguousarray(slots[:, :8]).view(np.uint64)[:, 0]
+        there = words == 2 * np.arange(first, first + len(slots), dtype=np.uint64) + 2
+        if there.any():
+            self.at = first + int(np.flatnonzero(there)[-1]) + 1
+        rows = slots[there]
+        return {name: self._column(rows, name) for name in self._fields}
+
+    def _column(self, rows: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.generic]:
+        spec, (n, size) = self._fields[name], rows.shape
+        shape, dtype = spec.stored_shape, spec.stored_dtype
+        strides = (size, *packed_strides(shape, dtype.itemsize))
+        return np.ndarray((n, *shape), dtype, rows.data, self._offsets[name] if n else 0, strides).copy()
+
+
+# ----
+# What came into a replay since the last look: whole rows in the order of their tickets, and how they hang together.
+#
+# A row that is taken gets a position, counted from 0; its neighbours are told by theirs. So whoever keeps the rows
+# elsewhere (a device's memory, a replay on another host) needs to know nothing of the ring they came through.
+
 
 # Instead of a neighbour's position. Before a row: it is its episode's first, or its predecessor never came. After it:
 # the next row has not come, or the episode is over.

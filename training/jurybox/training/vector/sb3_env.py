@@ -16,10 +16,10 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training import interrupts
-from jurybox.training.recipes.worker_process import THREAD_LIMITS, WorkerFailed, bound
+from jurybox.training.vector.worker import THREAD_LIMITS, WorkerFailed, bound
 
 # Not -m: what a module run as __main__ defines cannot be unpickled here.
-_RUN = "from jurybox.training.recipes.worker_process import main; main()"
+_RUN = "from jurybox.training.vector.worker import serve_sb3; serve_sb3()"
 _STOP = 2.0  # seconds that workers get to close their environments
 
 

@@ -1,14 +1,31 @@
-"""The search's network as a model of the server."""
+"""Policies of the trainings as models of the server: what its engines load."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
-from jurybox.training.algorithms.actor_critic import ActorCritic
+from jurybox.training.algorithms.ppo import ActorCritic
+from jurybox.training.algorithms.td3 import Actor, Policy
+from jurybox.training.algorithms.td3_actor import CLIP
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.rollouts import INPUTS
+
+
+def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
+    """Raw observations, float32 (observation,), to actions in [-1, 1], float32 (action,)."""
+    return ServedModel(
+        Policy(Actor(observation, action, hidden), observation, clip=CLIP),
+        {"observation": TensorSpec("float32", (observation,))},
+        {"action": TensorSpec("float32", (action,))},
+    )
+
+
+# ----
+# The search's network as a model of the server.
 
 
 class _Named(nn.Module):
@@ -23,7 +40,7 @@ class _Named(nn.Module):
         return {"logits": self.actor(observation), "value": self.critic(observation).squeeze(-1)}
 
 
-def policy() -> ServedModel:
+def workflow_policy() -> ServedModel:
     """Observations with their workflow, float32 (77,), to logits (145,) and a value in the learner's scale."""
     return ServedModel(
         _Named(),

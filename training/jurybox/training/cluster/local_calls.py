@@ -22,7 +22,7 @@ from typing import Any
 
 Answer = tuple[int, Any]  # its kind, and what `env_workers` says of kinds
 _PEER = struct.Struct("3i")  # process, user, group
-_PATIENCE = 5.0
+_TIMEOUT = 5.0
 
 
 class Ear:
@@ -72,7 +72,7 @@ class Line:
             raise OSError("this worker has no line")
         caller = socket.socket(socket.AF_UNIX)
         try:
-            caller.settimeout(_PATIENCE)
+            caller.settimeout(_TIMEOUT)
             caller.connect(f"\0{name}")
             if not _own_user(caller):
                 raise OSError(f"{name} belongs to another user")

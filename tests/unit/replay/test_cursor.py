@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.replay import Field, Replay
-from jurybox.training.replay.tail import Tail
+from jurybox.training.replay.cursor import Cursor
 
 
 @pytest.fixture
@@ -19,30 +19,30 @@ def replay():
 
 def test_each_row_is_handed_out_once_and_in_order(replay):
     replay.add(a=100)
-    tail = Tail(replay)
-    assert tail.take()["a"].tolist() == [], "it begins after what is there"
+    cursor = Cursor(replay)
+    assert cursor.take()["a"].tolist() == [], "it begins after what is there"
     for a in range(3):
         replay.add(a=a)
-    assert tail.take()["a"].tolist() == [0, 1, 2]
+    assert cursor.take()["a"].tolist() == [0, 1, 2]
     replay.add(a=3)
-    assert tail.take()["a"].tolist() == [3]
-    assert tail.take()["a"].tolist() == []
+    assert cursor.take()["a"].tolist() == [3]
+    assert cursor.take()["a"].tolist() == []
 
 
 def test_rows_that_were_overwritten_are_missed(replay):
-    tail = Tail(replay)
+    cursor = Cursor(replay)
     for a in range(20):
         replay.add(a=a)
-    assert tail.take()["a"].tolist() == list(range(12, 20))
+    assert cursor.take()["a"].tolist() == list(range(12, 20))
 
 
 def test_a_row_that_is_never_finished_holds_nothing_up(replay):
-    tail = Tail(replay)
+    cursor = Cursor(replay)
     replay.add(a=0)
     held = replay.reserve(1)
-    assert tail.take()["a"].tolist() == [0]
+    assert cursor.take()["a"].tolist() == [0]
     replay.add(a=2)
-    assert tail.take()["a"].tolist() == [2]
+    assert cursor.take()["a"].tolist() == [2]
     del held
 
 
@@ -56,25 +56,25 @@ def test_the_newest_rows_come_though_a_writer_was_killed_laps_ago(replay):
     for a in range(40):
         replay.add(a=a)
     assert replay.counters.retried > 0, "no writer met the dead slot: this run has shown nothing"
-    fresh, tail = Tail(replay), Tail(replay)
+    fresh, cursor = Cursor(replay), Cursor(replay)
     assert fresh.take()["a"].tolist() == [], "a fresh reader begins after what is there"
     for a in range(40, 80):
         replay.add(a=a)
-        assert tail.take()["a"].tolist() == [a], "the newest row comes at once, and no old one with it"
+        assert cursor.take()["a"].tolist() == [a], "the newest row comes at once, and no old one with it"
 
 
 def test_rows_that_were_given_up_are_not_handed_out(replay):
-    tail = Tail(replay)
+    cursor = Cursor(replay)
     for a in range(4):
         replay.add(a=a)
     replay.discard(3)
-    assert tail.take()["a"].tolist() == [3]
+    assert cursor.take()["a"].tolist() == [3]
 
 
 def test_rows_of_more_than_one_number_come_as_they_were_written():
     fields = {"a": Field((2, 3), "int16"), "b": Field((), "float64"), "c": Field((5,), "uint8")}
     with Replay.create(f"tail-wide-{os.getpid()}", 8, fields) as replay:
-        tail = Tail(replay)
+        cursor = Cursor(replay)
         rng, rows = np.random.default_rng(0), []
         for _ in range(13):
             rows.append(
@@ -85,6 +85,6 @@ def test_rows_of_more_than_one_number_come_as_they_were_written():
                 }
             )
             replay.add(**rows[-1])
-        taken = tail.take()
+        taken = cursor.take()
         for name in fields:
             np.testing.assert_array_equal(taken[name], np.stack([row[name] for row in rows[-8:]]))

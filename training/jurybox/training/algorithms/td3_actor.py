@@ -1,0 +1,127 @@
+"""The acting half of TD3, without torch: its settings, its exploration noise, and a published policy in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+CLIP = 5.0  # deviations; beyond them an observation tells no more
+
+
+@dataclass(frozen=True, slots=True)
+class TD3Settings:
+    """What the learner can be told.
+
+    Attributes:
+        hidden_actor, hidden_critic: units of the layers.
+        actor_rate, critic_rate: learning rates of Adam.
+        tau: how far target networks move towards the others in a step.
+        policy_delay: critic steps for each step of actor and targets.
+        target_noise, target_clip: deviation and bound of the noise on target actions (smoothing).
+        pre_tanh_penalty: weight of the squared size, beyond 1, of what enters the actor's last tanh; keeps actions
+            from being stuck at their bounds, where they have no gradient. 0 is plain TD3.
+        reward_scale: rewards are multiplied by it.
+    """
+
+    hidden_actor: tuple[int, ...] = (128, 128)
+    hidden_critic: tuple[int, ...] = (128, 128)
+    actor_rate: float = 5e-4
+    critic_rate: float = 1e-3
+    tau: float = 0.005
+    policy_delay: int = 2
+    target_noise: float = 0.2
+    target_clip: float = 0.5
+    pre_tanh_penalty: float = 0.001
+    reward_scale: float = 0.1
+
+
+# ----
+# Noise for exploring with a deterministic policy.
+
+
+def coloured_noise(rng: np.random.Generator, steps: int, size: int, colour: float = 1.0) -> npt.NDArray[np.float32]:
+    """`steps` values of unit variance for each of `size` actions, (steps, size).
+
+    Its power falls with frequency f as f ** -colour: 0 is white, 1 pink, 2 red. Pink noise keeps a direction long
+    enough to get somewhere and still does not drift; it beats white and Ornstein-Uhlenbeck noise over many tasks (O.
+    Eberhard et al., "Pink Noise Is All You Need", ICLR 2023). Made as in J. Timmer and M. König (1995): random Fourier
+    coefficients of the wanted power.
+    """
+    if colour == 0:
+        return rng.standard_normal((steps, size)).astype(np.float32)
+    frequencies = np.fft.rfftfreq(steps)
+    # The mean of an episode's noise belongs to it too: it gets the power of the lowest frequency.
+    frequencies[0] = 1.0 / steps
+    amplitude = frequencies ** (-colour / 2.0)
+    real = rng.standard_normal((size, len(amplitude))) * amplitude
+    imaginary = rng.standard_normal((size, len(amplitude))) * amplitude
+    imaginary[:, 0] = 0.0
+    real[:, 0] *= np.sqrt(2.0)
+    if steps % 2 == 0:
+        imaginary[:, -1] = 0.0
+        real[:, -1] *= np.sqrt(2.0)
+    power = amplitude**2
+    power[1 : -1 if steps % 2 == 0 else None] *= 2.0
+    deviation = np.sqrt(2.0 * power.sum()) / steps
+    noise: npt.NDArray[np.float64] = np.fft.irfft(real + 1j * imaginary, steps, axis=-1) / deviation
+    return np.ascontiguousarray(noise.T, np.float32)
+
+
+# ----
+# Acting with a published policy, without torch: weights and statistics in, actions out.
+
+
+Array = npt.NDArray[np.float32]
+
+
+class NumpyActor:
+    """The forward pass of `networks.Policy` in NumPy.
+
+    For a handful of rows it takes less time than torch needs to dispatch its operations, and an env worker that uses
+    it never imports torch.
+
+    Args:
+        state: the policy's state_dict as arrays, such as ``server.weights(name).read().state``; not copied.
+        clip: the policy's.
+
+    Raises:
+        ValueError: the state is of another module.
+    """
+
+    def __init__(self, state: Mapping[str, Any], *, clip: float = 5.0) -> None:
+        self.state: dict[str, Array] = {name: np.asarray(value, np.float32) for name, value in state.items()}
+        try:
+            self._mean = self.state["observation_mean"]
+            self._scale = self.state["observation_scale"]
+            layers = (len(self.state) - 2) // 2
+            self._layers = [
+                (
+                    np.ascontiguousarray(self.state[f"actor.layers.{number}.weight"].T),
+                    self.state[f"actor.layers.{number}.bias"],
+                )
+                for number in range(layers)
+            ]
+        except KeyError as error:
+            raise ValueError(
+                f"expected the state of a policy (observation_mean, observation_scale, actor.layers.0.weight ...), "
+                f"{error} is missing among {', '.join(self.state)}"
+            ) from error
+        self._clip = np.float32(clip)
+
+    def __call__(self, observations: Array) -> Array:
+        """Actions (n, action) in [-1, 1] for raw observations (n, observation)."""
+        x = (observations - self._mean) * self._scale
+        np.minimum(np.maximum(x, -self._clip, out=x), self._clip, out=x)
+        *hidden, (last_weight, last_bias) = self._layers
+        for weight, bias in hidden:
+            x = x @ weight
+            x += bias
+            np.maximum(x, 0.0, out=x)
+        x = x @ last_weight
+        x += last_bias
+        out: Array = np.tanh(x, out=x)
+        return out

@@ -1,0 +1,1 @@
+"""Environments of the trainings: each stands alone, and knows neither the runtime nor a learner."""
