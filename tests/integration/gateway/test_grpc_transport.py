@@ -1,4 +1,4 @@
-"""The gateway's gRPC below tritonclient: health, reflection, deadlines, bytes that are no request, requests given up."""
+"""gRPC below tritonclient: health, reflection, deadlines, bytes that are no request, requests given up."""
 
 from __future__ import annotations
 
