@@ -41,14 +41,14 @@ class RunningServer(ServerElsewhere):
         self.log = log
 
     def pids(self) -> dict[str, int]:
-        """Process ids by role, engines from the scoreboard, the gateway from the process table."""
+        """Process ids by role, of the oldest in the process table: whoever is on standby started after who serves."""
         found = {"supervisor": self.process.pid}
         for child in children_of(self.process.pid):
             line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if b"jurybox.server.gateway" in line:
-                found["gateway"] = child
+                found.setdefault("gateway", child)
             elif b"jurybox.server.relay" in line:
-                found["relay"] = child
+                found.setdefault("relay", child)
             elif b"jurybox.server.engine" in line:
                 found[f"engine-{sum(role.startswith('engine') for role in found)}"] = child
         return found

@@ -1,27 +1,31 @@
-"""An engine on standby takes the place of one that was killed, and its own death is nobody's loss."""
+"""A process on standby takes the place of one that was killed, and its own death is nobody's loss."""
 
 import os
 import signal
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from tests.faults.conftest import MODELS, leaving_nothing
 from tests.serving import children_of, serving, wait_until
+
+from jurybox.client import connect
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, standby=True) as running:
+    open_to = dict.fromkeys(("http", "grpc", "tcp"), "127.0.0.1:0")
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, standby=True, **open_to) as running:
         yield running
 
 
-def engine_processes(server) -> set[int]:
+def processes(server, role: str = "engine") -> set[int]:
     """The serving one and the waiting one; one that is dead has no command line."""
     found = {pid: command_line(pid) for pid in children_of(server.process.pid)}
-    return {pid for pid, line in found.items() if b"jurybox.server.engine" in line}
+    return {pid for pid, line in found.items() if f"jurybox.server.{role}".encode() in line}
 
 
 def command_line(pid: int) -> bytes:
@@ -32,9 +36,9 @@ def command_line(pid: int) -> bytes:
 
 
 def serving_and_waiting(server, client) -> tuple[int, int]:
-    wait_until(lambda: len(engine_processes(server)) == 2, 60, "a process on standby")
+    wait_until(lambda: len(processes(server)) == 2, 60, "a process on standby")
     engine = client.status()["engines"][0]["pid"]
-    (waiting,) = engine_processes(server) - {engine}
+    (waiting,) = processes(server) - {engine}
     return engine, waiting
 
 
@@ -46,6 +50,37 @@ def test_who_waits_takes_a_killed_engines_place_and_another_one_waits(server):
         np.testing.assert_array_equal(model.infer(X, timeout=60), 2 * X + 1)
         assert client.status()["engines"][0]["pid"] == waiting
         assert serving_and_waiting(server, client)[0] == waiting
+
+
+def test_who_waits_takes_a_killed_gateways_place(server):
+    wait_until(lambda: len(processes(server, "gateway")) == 2, 60, "a process on standby")
+    gateway = server.pids()["gateway"]
+    (waiting,) = processes(server, "gateway") - {gateway}
+    with connect(f"grpc://{server.listening('grpc')}", timeout=60) as client:
+        model = client.model("affine", rows=2)
+        os.kill(gateway, signal.SIGKILL)
+        wait_until(lambda: server.pids()["gateway"] == waiting, 60, "another gateway")
+        wait_until(lambda: healthy(server), 60, "health")
+        np.testing.assert_array_equal(model.infer(X, timeout=60), 2 * X + 1)
+    wait_until(lambda: len(processes(server, "gateway")) == 2, 60, "another process on standby")
+
+
+def test_who_waits_takes_a_killed_relays_place(server):
+    wait_until(lambda: len(processes(server, "relay")) == 2, 60, "a process on standby")
+    relay = server.pids()["relay"]
+    (waiting,) = processes(server, "relay") - {relay}
+    with connect(f"tcp://{server.listening('tcp')}", timeout=60) as client:
+        model = client.model("affine", rows=2)
+        os.kill(relay, signal.SIGKILL)
+        np.testing.assert_array_equal(model.infer(X, timeout=60), 2 * X + 1)
+    assert server.pids()["relay"] == waiting
+
+
+def healthy(server) -> bool:
+    try:
+        return httpx.get(f"http://{server.listening('http')}/health", timeout=20).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_the_death_of_who_waits_costs_nothing_and_the_next_engine_starts_without_it(server):
@@ -60,6 +95,7 @@ def test_the_death_of_who_waits_costs_nothing_and_the_next_engine_starts_without
 
 def test_a_server_that_stops_or_dies_leaves_nobody_waiting(server):
     with server.connect() as client:
-        _, waiting = serving_and_waiting(server, client)
+        serving_and_waiting(server, client)
+    children = set(children_of(server.process.pid))
     assert server.stop() == 0
-    assert not Path(f"/proc/{waiting}").exists()
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

@@ -1,4 +1,4 @@
-"""``python -m jurybox.server.gateway FD``: the gateway as a child of the supervisor."""
+"""``python -m jurybox.server.gateway FD [MODULE...]``: the gateway as a child of the supervisor."""
 
 import sys
 
@@ -6,4 +6,4 @@ from jurybox.processes import attach
 from jurybox.server.gateway.process import leave, run
 
 if __name__ == "__main__":
-    leave(run(attach(int(sys.argv[1]))))
+    leave(run(attach(int(sys.argv[1])), sys.argv[2:]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jurybox.processes import ControlPipe, signs_of_life
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from jurybox.server.gateway.grpc_server import GrpcServer
 
 _SWITCH = 0.0005  # seconds a busy loop keeps the thread waiting that tells it of answers; Python's own are 5 ms
-_CONFIGURED = 30.0  # seconds to wait for the first message
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
@@ -130,13 +130,20 @@ def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def run(control_pipe: ControlPipe) -> int:
-    """The gateway's main: the first message configures it."""
+def run(control_pipe: ControlPipe, ahead: Sequence[str] = ()) -> int:
+    """The gateway's main: the first message configures it, and may be long in coming to one on standby.
+
+    Args:
+        ahead: names of modules to import while it waits.
+    """
     try:
-        orders = control_pipe.receive(_CONFIGURED)
+        for module in ahead:
+            import_module(module)
+        while (orders := control_pipe.receive(30.0)) is None:
+            continue
     except EOFError:
         return STOPPED
-    if orders is None or orders["kind"] != "configure":
+    if orders["kind"] != "configure":
         return COULD_NOT_START
     sys.setswitchinterval(_SWITCH)
     os.environ.setdefault("JURYBOX_SPIN_US", "0")  # a thread that spins for answers takes a core from the calls

@@ -16,7 +16,6 @@ from jurybox.server.logs import Log, configure
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
 
-_CONFIGURED = 30.0  # seconds to wait for the first message
 _CONNECT = 10.0  # seconds for the server's own transport
 _MOST_REPLY = 64 << 20  # bytes of what the supervisor says, whatever clients may send: a status document grows
 _LOOK_AFTER = 0.1  # seconds between two looks at engines
@@ -88,12 +87,13 @@ def _stop_event(control_pipe: ControlPipe, log: Log) -> asyncio.Event:
 
 
 def run(control_pipe: ControlPipe) -> int:
-    """The relay's main: the first message configures it."""
+    """The relay's main: the first message configures it, and may be long in coming to one on standby."""
     try:
-        orders = control_pipe.receive(_CONFIGURED)
+        while (orders := control_pipe.receive(30.0)) is None:
+            continue
     except EOFError:
         return STOPPED
-    if orders is None or orders["kind"] != "configure":
+    if orders["kind"] != "configure":
         return COULD_NOT_START
     log = configure("relay", orders["log_level"], orders["log_format"])
     with contextlib.suppress(OSError):  # some containers forbid it; then the kernel chooses as it likes

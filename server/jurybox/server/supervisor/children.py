@@ -20,12 +20,17 @@ _AGAIN = 10.0  # seconds between two starts of one that does not stay
 class Standby:
     """At most one such process, of any child that runs the same module in the same environment.
 
-    Most of what a start takes is Python importing torch; a child that takes this one's place has that behind it.
+    Most of what a start takes is Python importing torch, or a web framework; a child that takes this one's place has
+    that behind it.
+
+    Args:
+        ahead: names of modules that it imports while it waits, beside those that it always needs.
     """
 
-    def __init__(self, module: str, environment: dict[str, str]) -> None:
+    def __init__(self, module: str, environment: dict[str, str] | None = None, ahead: Sequence[str] = ()) -> None:
         self._module = module
         self._environment = environment
+        self._ahead = list(ahead)
         self._waiting: tuple[subprocess.Popen[bytes], ControlPipe] | None = None
         self._start_at = 0.0
 
@@ -39,7 +44,7 @@ class Standby:
             self.close()
         if self._waiting is None and now >= self._start_at:
             self._start_at = now + _AGAIN
-            self._waiting = spawn(self._module, environment=self._environment)
+            self._waiting = spawn(self._module, self._ahead, self._environment)
 
     def take(self) -> tuple[subprocess.Popen[bytes], ControlPipe] | None:
         """The one that waits, to be configured; None where there is none, or it has died."""
@@ -129,10 +134,10 @@ class Child:
         self.restart_at = 0.0
         self.started_at = 0.0
         self.heard_at = 0.0  # s of the monotonic clock; of those who tell that they live
+        self.standby = standby
         self._module = module
         self._configure = configure
         self._environment = environment
-        self._standby = standby
         self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
         self._process: subprocess.Popen[bytes] | None = None
         self._control_pipe: ControlPipe | None = None
@@ -164,7 +169,7 @@ class Child:
         self.started_at = now
         self.restart_at = now + _SHORT
         configuration = self._configure()
-        waiting = self._standby.take() if self._standby else None
+        waiting = self.standby.take() if self.standby else None
         self._process, self._control_pipe = waiting or spawn(self._module, environment=self._environment)
         self._orders.clear()
         self.send("configure", **configuration)
@@ -247,6 +252,10 @@ class Child:
 
 
 _BOTH = {"address", "log_level", "log_format"}
+_GATEWAY, _RELAY = "jurybox.server.gateway", "jurybox.server.relay"
+_OF_GRPC = tuple(
+    f"{_GATEWAY}.{name}" for name in ("grpc_server", "remote_weights", "inference.grpc_inference")
+)  # that a gateway imports only where gRPC is served
 
 
 def edges(settings: ServerSettings, listening: Mapping[str, str]) -> list[Child]:
@@ -269,7 +278,8 @@ def _gateway(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
         given = settings.model_dump(mode="json", include=_BOTH)
         return {**given, "http": listening["http"], "grpc": listening["grpc"], **Access.of(settings).order()}
 
-    return Child("gateway", "jurybox.server.gateway", configure)
+    standby = Standby(_GATEWAY, ahead=_OF_GRPC if settings.grpc else ()) if settings.standby else None
+    return Child("gateway", _GATEWAY, configure, standby=standby)
 
 
 def _relay(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
@@ -277,7 +287,7 @@ def _relay(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
         given = settings.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
         return {**given, "tcp": listening["tcp"], "max_message": settings.max_message}
 
-    return Child("relay", "jurybox.server.relay", configure)
+    return Child("relay", _RELAY, configure, standby=Standby(_RELAY) if settings.standby else None)
 
 
 # ----

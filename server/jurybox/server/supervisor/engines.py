@@ -71,15 +71,6 @@ class Engines:
         for index in self.living():
             self.engines[index].send("load", **_load_order(held, self._models.begin_load(held, index)))
 
-    def prepare(self, now: float) -> None:
-        """Have a process on standby where that is configured; not while an engine starts, which needs the cores more.
-
-        Raises:
-            OSError: memory or files are short.
-        """
-        if self._standby is not None and all(child.serving for child in self.engines):
-            self._standby.look(now)
-
     def died(self, index: int) -> None:
         """Show on the scoreboard that an engine is dead."""
         record = self._scoreboard.engines[index : index + 1]
@@ -88,9 +79,7 @@ class Engines:
         self._scoreboard.end_life(index)
 
     def close(self) -> None:
-        """Remove every rings, the timings and who is on standby; the children are stopped before."""
-        if self._standby is not None:
-            self._standby.close()
+        """Remove every rings and the timings; the children are stopped before."""
         for rings in self._rings.values():
             rings.close()
         self._rings.clear()

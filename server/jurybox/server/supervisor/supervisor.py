@@ -79,6 +79,7 @@ class Supervisor:
             segments.sizes,
         )
         self._edges = edges(settings.server, self._control.listening)
+        self._standbys = {child.standby for child in self._children() if child.standby is not None}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._control_socket = ControlSocket(
@@ -213,10 +214,14 @@ class Supervisor:
         self._log.debug("started", role=child.role, child=child.pid)
 
     def _prepare(self, now: float) -> None:
-        try:
-            self._fleet.prepare(now)
-        except OSError as error:
-            self._log.warning("cannot start the engine on standby yet", error=str(error))
+        """Have processes on standby where that is configured; not while one starts that needs the cores more."""
+        if not all(child.serving for child in self._children()):
+            return
+        for standby in self._standbys:
+            try:
+                standby.look(now)
+            except OSError as error:
+                self._log.warning("cannot start a process on standby yet", error=str(error))
 
     def _hear(self, child: Child) -> None:
         fd = child.fileno()
@@ -458,6 +463,8 @@ class Supervisor:
         deadline = time.monotonic() + (_STOP if self._announced and self._exit == _STOPPED else 0.5)
         for child in self._children():
             child.stop(max(0.0, deadline - time.monotonic()))
+        for standby in self._standbys:
+            standby.close()
         self._control_socket.close()
         self._context.term()
         self._weights_saver.close()
