@@ -31,9 +31,9 @@ EVERY = 0.05  # seconds between two questions of the probe: is it well, and is a
 TIMEOUT = 2.0  # seconds that its request brings, as much as health gives a model
 SILENT = 60.0  # seconds after which an HTTP answer is taken as lost
 MOST = 45  # pairs in flight: those of the time-out; where the machine is slower than that, it is asked less often
-RECORD = struct.Struct("5d")  # asked at, the request's end and outcome, health's end and outcome
+RECORD = struct.Struct("5d")  # asked at, the requests' end and outcome, health's end and outcome
 YES, NO, WRONG, GONE = 1.0, 0.0, -1.0, -2.0  # GONE: no connection, or one that broke
-ANSWER = [3.0, 5.0, 7.0, 9.0]
+ASKED = np.array([1, 2, 3, 4], np.float32)
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 
 
@@ -59,12 +59,33 @@ async def http(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
     return 0, b""
 
 
+def affine(_version: int) -> np.ndarray:
+    return 2 * ASKED + 1
+
+
+def moody(_version: int) -> np.ndarray:
+    return ASKED + 1
+
+
+def policy(version: int) -> np.ndarray:
+    """Every element of version v is v; before the first publication it is a model as `affine` is."""
+    return version * ASKED + version if version else 2 * ASKED + 1
+
+
 async def works(port: int) -> float:
+    """Whether every model answers: health speaks of all of them, and each may be the one that does not."""
+    outcomes = await asyncio.gather(*(answers(port, expected) for expected in (affine, moody, policy)))
+    return WRONG if WRONG in outcomes else min(outcomes)
+
+
+async def answers(port: int, expected: Callable[[int], np.ndarray]) -> float:
     body = json.dumps({"inputs": [ROW], "parameters": {"timeout": int(TIMEOUT * 1e6)}}).encode()
-    status, content = await http(port, b"POST /v2/models/affine/infer", body)
+    status, content = await http(port, b"POST /v2/models/%s/infer" % expected.__name__.encode(), body)
     if status != 200:
         return NO if status else GONE
-    return YES if json.loads(content)["outputs"][0]["data"] == ANSWER else WRONG
+    answer = json.loads(content)
+    right = np.array_equal(answer["outputs"][0]["data"], expected(int(answer["model_version"])))
+    return YES if right else WRONG
 
 
 async def well(port: int, reasons: Path) -> float:

@@ -64,6 +64,22 @@ def test_a_model_whose_load_kills_is_put_in_quarantine_and_takes_nobody_with_it(
         assert server.process.poll() is None and children_of(server.process.pid)
 
 
+@pytest.mark.parametrize("mood", [666, 667])
+def test_rows_that_a_model_cannot_bear_fail_alone_whoever_shares_their_batch(server, mood):
+    with server.connect() as client:
+        model = client.model("moody", rows=8)
+        busy = model.submit(np.full((1, 4), 500_000, np.float32))  # the others wait for each other meanwhile
+        time.sleep(0.1)
+        asked = [model.submit(np.full((1, 4), value, np.float32)) for value in (1, 2, mood, 3, 4)]
+        for ticket, value in zip(asked, (1, 2, mood, 3, 4), strict=True):
+            if value == mood:
+                with pytest.raises(ModelFailed):
+                    ticket.result(30)
+            else:
+                np.testing.assert_array_equal(ticket.result(30).outputs, np.full((1, 4), value + 1, np.float32))
+        busy.result(30)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_request_that_kills_engines_may_be_asked_again_and_again(tmp_path, nothing_left):
