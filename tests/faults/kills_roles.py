@@ -52,8 +52,9 @@ async def http(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
             try:
                 writer.write(head + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n")
                 writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                answer = await reader.read()
-                return int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
+                head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                return (int(head.split(b" ", 2)[1]), content) if len(content) == length else (0, b"")  # cut off
             finally:
                 writer.close()
     return 0, b""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -92,6 +93,62 @@ def test_a_killed_relay_comes_back_and_remote_clients_with_it_while_local_ones_n
     remote.close()
     local.close()
     wait_until(lambda: leased(server) == 0, 20, "the rows of the dead relay came back")
+
+
+def test_a_lease_that_went_down_with_its_relay_is_asked_again(server, where):
+    """Nobody but the broken connection tells that the request is lost: it must not wait for its whole time-out."""
+    pids = server.pids()
+    with connect(where, timeout=50) as client, ThreadPoolExecutor(1) as pool:
+        os.kill(pids["supervisor"], signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            asked = pool.submit(client.model, "affine", rows=4)
+            time.sleep(0.5)  # the relay has passed it on, and nobody reads it
+            os.kill(pids["relay"], signal.SIGKILL)
+        finally:
+            os.kill(pids["supervisor"], signal.SIGCONT)
+        model = asked.result(60)
+        assert time.monotonic() - began < 40
+        np.testing.assert_array_equal(model.infer(X, timeout=30), 2 * X + 1)
+        wait_until(lambda: leased(server) == 4, 20, "one lease, and none of the dead relay's")
+    wait_until(lambda: leased(server) == 0, 20, "the rows came back")
+
+
+def test_a_relay_that_was_replaced_long_ago_makes_nobody_lease_twice(server, where):
+    pids = server.pids()
+    with connect(where, timeout=50) as client, ThreadPoolExecutor(1) as pool:
+        client.status()
+        os.kill(pids["relay"], signal.SIGKILL)
+        wait_until(lambda: server.pids().get("relay", pids["relay"]) != pids["relay"], 60, "another relay")
+        with connect(where, timeout=50) as another:
+            another.status()
+        time.sleep(1.0)  # the connection has come up again by itself
+        os.kill(pids["supervisor"], signal.SIGSTOP)
+        try:
+            asked = pool.submit(client.model, "affine", rows=4)
+            time.sleep(0.5)  # long enough to look at what became of the connection
+        finally:
+            os.kill(pids["supervisor"], signal.SIGCONT)
+        np.testing.assert_array_equal(asked.result(60).infer(X, timeout=30), 2 * X + 1)
+        time.sleep(0.5)
+        assert leased(server) == 4
+    wait_until(lambda: leased(server) == 0, 20, "the rows came back")
+
+
+def test_a_lease_that_comes_too_late_is_given_back(server, where):
+    """Its caller has given up; the relay would hold it for as long as that client lives."""
+    with connect(where, timeout=50) as client:
+        client.status()
+        supervisor = server.pids()["supervisor"]
+        os.kill(supervisor, signal.SIGSTOP)
+        try:
+            with pytest.raises(ServerGone):
+                client._link.lease("affine", 4, 0.5)
+            time.sleep(1.0)  # for the connection that is made anew then
+        finally:
+            os.kill(supervisor, signal.SIGCONT)
+        wait_until(lambda: leased(server) == 4, 20, "the lease that nobody waits for")
+        wait_until(lambda: client.status() and leased(server) == 0, 20, "the rows came back")
 
 
 def test_a_killed_engine_is_nothing_to_a_remote_client_but_a_wait(server, where):

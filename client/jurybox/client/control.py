@@ -14,7 +14,7 @@ import zmq
 from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol.address import out_of_reach
-from jurybox.protocol.control_pb2 import ControlReply, ControlRequest
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, Lease
 from jurybox.protocol.descriptors import exhausted, remedy, require
 from jurybox.protocol.errors import Error, ProtocolMismatch, ServerGone, TooManyFiles, error_for
 from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, require_name
@@ -76,8 +76,10 @@ class Control:
 
     Args:
         open_socket: makes the socket, connected; without it one to an address of this host.
-        far: the server is on another host, whose relay may end with a request it has taken: nobody but the connection
-            tells, and the request is sent again over the next one. A lease that the relay held ended with it.
+        far: given where the server is on another host, whose relay may end with a request it has taken: nobody but the
+            connection tells, and the request is sent again over the next one. A lease that the relay held ended with
+            it. Where the relay lives after all, or the caller gave up, a lease comes that nobody waits for: this is
+            called with it, to give it back.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Control:
         address: str,
         open_socket: Callable[[], zmq.Socket[bytes]] | None = None,
         *,
-        far: bool = False,
+        far: Callable[[Lease], None] | None = None,
     ) -> None:
         self.address = address
         self._far = far
@@ -134,6 +136,8 @@ class Control:
     def _exchanged(self, timeout: float, still_there: Callable[[], bool], body: bytes) -> ControlReply:
         self._number += 1
         number = _NUMBER.pack(self._number)
+        while self._events is not None and self._events.poll(0):
+            self._events.recv_multipart()  # of a connection that was lost before, with nothing on its way
         try:
             self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
         except zmq.Again:  # libzmq gives a connection up for good when its handshake is refused
@@ -157,10 +161,10 @@ class Control:
                 self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
 
     def _connect(self) -> None:
-        if self._far:
+        if self._far is not None:
             require(_FILES, f"a connection to {self.address}")
         self._socket = self._open()
-        if self._far:
+        if self._far is not None:
             self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def _disconnect(self) -> None:
@@ -195,6 +199,8 @@ class Control:
             raise ProtocolMismatch(f"{self.address}: not a control reply: {error}") from error
         # A server that cannot read our message cannot name its number either.
         if frames[1] not in (number, b""):
+            if self._far is not None and reply.HasField("lease"):
+                self._far(reply.lease)
             return None
         if reply.HasField("error"):
             raise error_for(reply.error.code, reply.error.message)

@@ -1,4 +1,4 @@
-"""gRPC below tritonclient: health, reflection, deadlines, bytes that are no request, requests given up."""
+"""The gateway's gRPC below tritonclient: health, reflection, deadlines, bytes that are no request, calls given up."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jurybox.client.link import ControlLink, Transfer, spec_of
 from jurybox.client.remote.connection import Connection, Keys, new_identity, open_socket
 from jurybox.client.remote.inline_transport import InlineTransport
 from jurybox.client.remote.rows_here import RowsHere, out_of_reach
-from jurybox.protocol.control_pb2 import ControlReply, ReleaseRequest
+from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.errors import Error, ServerGone
 from jurybox.protocol.spec import ModelSpec
 
@@ -33,8 +33,8 @@ class TcpLink(ControlLink):
     def __init__(self, address: str, keys: Keys | None, timeout: float) -> None:
         self._address = address
         self._keys = keys
-        super().__init__(self._control_anew())
         self._left: deque[ReleaseRequest] = deque()  # leases of lanes that were lost without a word
+        super().__init__(self._control_anew())
         try:
             self._greet(timeout)
         except BaseException:
@@ -93,9 +93,13 @@ class TcpLink(ControlLink):
 
     def _control_anew(self) -> Callable[[Wires], Control]:
         """One identity for all its sockets, since leases are the client's that bears it; another in a forked child."""
-        address, keys, identity = self._address, self._keys, new_identity()
+        address, keys, identity, left = self._address, self._keys, new_identity(), self._left
+
+        def unwanted(lease: Lease) -> None:
+            left.append(ReleaseRequest(lane=lease.lane, lease=lease.lease))
+
         return lambda wires: Control(
-            wires.context, address, lambda: open_socket(wires.context, address, keys, identity), far=True
+            wires.context, address, lambda: open_socket(wires.context, address, keys, identity), far=unwanted
         )
 
     def _release(self, request: ReleaseRequest) -> None:

@@ -152,9 +152,10 @@ class Relay:
             self._report("bad messages", count=self._bad_messages, last=why)
             self._bad_messages, self._complained_at = 0, now
 
-    def _send(self, frames: list[bytes]) -> None:
-        self._front.send(frames)
+    def _send(self, frames: list[bytes]) -> bool:
+        """False when the client is gone."""
         self._again()
+        return self._front.send(frames)
 
     # ---- tickets
 
@@ -253,10 +254,11 @@ class Relay:
             reply = answer(reply)
         except Error as error:
             reply = _failed(error)
-        self._reply(sender, number, reply)
+        if not self._reply(sender, number, reply) and reply.HasField("lease"):
+            self._drop(reply.lease.lease)  # who asked for it is between two connections, and will never know of it
 
-    def _reply(self, sender: bytes, number: bytes, reply: ControlReply) -> None:
-        self._send([sender, PREFIX, number, reply.SerializeToString()])
+    def _reply(self, sender: bytes, number: bytes, reply: ControlReply) -> bool:
+        return self._send([sender, PREFIX, number, reply.SerializeToString()])
 
     def _leased(self, sender: bytes, reply: ControlReply) -> ControlReply:
         """Take up the lane in the client's stead, and tell it what it needs of it."""
