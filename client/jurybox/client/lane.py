@@ -12,9 +12,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
+from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.transports.transport import LOOK_AFTER, UNSENT, Answer, Caller, InFlight, Transport
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, Timeout, TooManyFiles, error_for
+from jurybox.protocol.arena import Columns
+from jurybox.protocol.errors import (
+    Code,
+    Error,
+    ProtocolMismatch,
+    Refused,
+    RowFailed,
+    ServerGone,
+    SessionLost,
+    Timeout,
+    TooManyFiles,
+    error_for,
+)
 from jurybox.protocol.scoreboard import EngineState, state_of
 
 if TYPE_CHECKING:
@@ -33,10 +46,10 @@ class ScoreboardView(Protocol):
 
 
 class RowMemory(Protocol):
-    """What a lane uses of an arena: arrays of shape (rows, *row shape) by name."""
+    """What a lane uses of an arena."""
 
-    inputs: dict[str, NDArray[Any]]
-    outputs: dict[str, NDArray[Any]]
+    @property
+    def columns(self) -> Columns: ...
 
     def close(self) -> None: ...
 
@@ -80,8 +93,8 @@ class Lane:
     ) -> None:
         self.model = model
         self.rows = rows
-        self.inputs: dict[str, NDArray[Any]] = arena.inputs
-        self.outputs: dict[str, NDArray[Any]] = arena.outputs
+        self.columns: Columns = arena.columns
+        self.codec = codec_of(self.columns.spec)
         self.gone: Error | None = None  # why this lane can be used no longer
         self.in_flight: dict[int, InFlight] = {}
         # A lane's next holder must not take a late answer to this one for its own.
@@ -100,6 +113,7 @@ class Lane:
         self._incarnations = scoreboard.engines["incarnation"]
         self._waits = scoreboard.engines["expected_wait"]
         self._one_engine = len(self._states) == 1
+        self._stays = -1  # the engine of this lane's sessions
         self._looked = 0.0
         self._unsent_because = ""
         self._row_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -306,8 +320,18 @@ class Lane:
         if self.gone is None:
             self.gone = Refused(f"model {self.model!r} was closed: get it again from the server")
             self._give_back()
-        self.inputs, self.outputs = {}, {}
+        self.columns = self.columns.nothing()
         self._let_go()
+
+    def failure(self, answer: Answer, first: int, rows: int) -> Error:
+        """What to raise for an answer that is not OK, while the rows are still the ticket's."""
+        if answer.code == Code.SESSION_LOST:
+            return SessionLost(answer.message, Code.SESSION_LOST, sorted(self.columns.failures(first, rows)))
+        if answer.code != Code.ROW_FAILED:
+            return error_for(answer.code, answer.message)
+        errors = self.columns.failures(first, rows)
+        outputs = self.codec.take(self.columns, first, rows)
+        return row_failed(self.model, errors, rows, shaped(outputs), answer.version)
 
     def lost(self) -> Error:
         """What to raise for a ticket or rows of a lane that is gone."""
@@ -335,6 +359,10 @@ class Lane:
         serving = [i for i, state in enumerate(self._states.tolist()) if state == _SERVING]
         if not serving:
             return None
+        if self.columns.sessions is not None:  # their state is where they were sent first, as long as it serves
+            if self._stays not in serving:
+                self._stays = random.choice(serving)
+            return self._stays
         waits = self._waits.tolist()
         bound = 1.5 * max(0, min(waits[i] for i in serving))  # below zero: another process wrote there
         return random.choice([i for i in serving if waits[i] <= bound])
@@ -432,11 +460,20 @@ class Lane:
                 f"these rows of {self.model!r} were taken before a fork, and belong to the parent: ask anew in the "
                 "child, which gets rows of its own"
             )
-        self.inputs, self.outputs, self.in_flight, self._held, self._row_waiters = {}, {}, {}, {}, []
+        self.columns = self.columns.nothing()
+        self.in_flight, self._held, self._row_waiters = {}, {}, []
         self._let_go.detach()
         self._transport.forked()
         self._arena.close()
         del self._scoreboard, self._states, self._incarnations, self._waits  # and with them the mapping
+
+
+def row_failed(model: str, errors: dict[int, str], rows: int, outputs: Any, version: int) -> RowFailed:
+    """What is raised where single rows of a request failed."""
+    shown = "; ".join(f"row {index}: {reason}" for index, reason in list(errors.items())[:3])
+    more = "" if len(errors) <= 3 else f"; and {len(errors) - 3} more"
+    message = f"{len(errors)} of {rows} rows of {model!r} failed: {shown}{more}"
+    return RowFailed(message, Code.ROW_FAILED, errors, outputs, version)
 
 
 def _let_go(pid: int, transport: Transport, arena: RowMemory, leave: Callable[[], None]) -> None:

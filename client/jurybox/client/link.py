@@ -193,8 +193,11 @@ def patiently(ask: Callable[[float], Lease], deadline: float, timeout: float) ->
 
 def spec_of(message: ModelMessage) -> ModelSpec:
     """The spec that a model's message carries."""
-    return ModelSpec(message.name, _specs(message.inputs), _specs(message.outputs))
+    return ModelSpec(message.name, _specs(message.inputs), _specs(message.outputs), _specs(message.session_state))
 
 
 def _specs(messages: Any) -> dict[str, TensorSpec]:
-    return {message.name: TensorSpec(message.dtype, tuple(message.shape)) for message in messages}
+    return {
+        message.name: TensorSpec(message.dtype, tuple(message.shape), message.capacity, message.finite)
+        for message in messages
+    }

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.lane import Lane
+from jurybox.client.lane import Lane, row_failed
 from jurybox.client.link import seconds
+from jurybox.client.row_codec import Checked, shaped, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout, error_for
+from jurybox.protocol.errors import Busy, Code, Refused, RowFailed, SpecMismatch, Timeout
 from jurybox.protocol.spec import ModelSpec
 
 if TYPE_CHECKING:
     import asyncio
+
+    from jurybox.client.sessions import Sessions
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
@@ -57,6 +60,7 @@ class Model:
         self._row: CallRow | None = None
         self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
         self._lane, self.spec, self.max_batch = lease(rows, True)
+        self._codec = self._lane.codec
         self._call_dtype, self._call_shape = _only_input(self.spec)
         forks.register(self)
 
@@ -75,14 +79,7 @@ class Model:
                     kept = self._keep_row()
                 if kept is not None:
                     return kept.ask(row, self._default_timeout if timeout is None else seconds(timeout))
-        if isinstance(row, Mapping):
-            given = {name: np.asarray(value) for name, value in row.items()}
-        else:
-            given = {name: np.asarray(row) for name in self.spec.inputs} if len(self.spec.inputs) == 1 else {}
-            if not given:
-                raise SpecMismatch(f"{self.name!r} takes {_words(self.spec)}: give a dict with an array for each")
-        self._check_row(given)
-        outputs = self.infer({name: value[None] for name, value in given.items()}, timeout=timeout)
+        outputs = self._asked(lambda: self._codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
     def infer(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
@@ -105,9 +102,13 @@ class Model:
 
     def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """As `infer`, with the weights version: the oldest of its pieces'."""
+        return self._asked(lambda: self._codec.checked(inputs), timeout, version)
+
+    def _asked(self, check: Callable[[], tuple[Checked, int]], timeout: float | None, version: int) -> Reply:
         deadline = self.deadline(timeout)
         with self.lock:
-            given, n = self._checked(inputs)
+            given, n = check()
+            self._require_stateless()
             try:
                 return self._answered(given, n, deadline, version)
             except Refused as error:
@@ -126,7 +127,8 @@ class Model:
     async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
         """As `infer_async`, with the weights version: the oldest of its pieces'."""
         deadline = self.deadline(timeout)
-        given, n = self._checked(inputs)
+        given, n = self._codec.checked(inputs)
+        self._require_stateless()
         try:
             return await self._answered_async(given, n, deadline, version)
         except Refused as error:
@@ -149,7 +151,8 @@ class Model:
         """
         deadline = self.deadline(timeout)
         with self.lock:
-            given, n = self._checked(inputs)
+            given, n = self._codec.checked(inputs)
+            self._require_stateless()
             if not 0 < n <= self.max_batch:
                 raise SpecMismatch(
                     f"a ticket holds 1 to {self.max_batch} rows (the server's max_batch), {n} came; infer() cuts"
@@ -172,7 +175,34 @@ class Model:
         """
         with self.lock:
             lane = self._usable()
+            self._require_stateless()
             return Rows(self, lane, self._found(lane, n), n, self.max_batch)
+
+    # ---- state on the server
+
+    def sessions(self, n: int, *, pin_version: bool = False) -> Sessions:
+        """Open n sessions of a model with state, one for each environment or conversation, numbered from 0.
+
+        They have a lane of their own, and their state lasts as long as it: close them, or use them in a ``with``.
+
+        Args:
+            pin_version: a session is answered by the weights of its first request until it is reset.
+
+        Example:
+            with policy.sessions(8) as sessions:
+                actions = sessions.infer(observations, reset=dones)
+
+        Raises:
+            Busy: as many sessions are open as the server has rows for.
+            Refused: the model keeps no state.
+        """
+        from jurybox.client.sessions import Sessions
+
+        if not self.spec.state:
+            raise Refused(f"model {self.name!r} keeps no state: infer() needs no session")
+        if n < 1:
+            raise ValueError(f"n={n}: expected at least one session")
+        return Sessions(Model(self.name, self._lease, n, self._default_timeout), n, pin_version=pin_version)
 
     def close(self) -> None:
         """Give the lane back to the server."""
@@ -244,6 +274,13 @@ class Model:
 
     # ---- inside
 
+    def _require_stateless(self) -> None:
+        if self.spec.state:
+            kept = ", ".join(self.spec.state)
+            raise Refused(
+                f"model {self.name!r} keeps state ({kept}): open sessions with sessions(n), and ask through them"
+            )
+
     def _usable(self) -> Lane:
         """The lane; a new one where the server was restarted or took the old one back, and in a forked child."""
         if self._closed:
@@ -258,9 +295,9 @@ class Model:
         """Use another lane. Raises SpecMismatch where the model is another, too."""
         self._lane, self.max_batch = lane, max_batch
         if spec != self.spec:
-            old, self.spec = self.spec, spec
+            old, self.spec, self._codec = self.spec, spec, lane.codec
             self._call_dtype, self._call_shape = _only_input(spec)
-            raise SpecMismatch(f"model {self.name!r} has changed: it was {_words(old)}, it is {_words(spec)}")
+            raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def _roomy(self, n: int) -> Lane:
         """The lane; a larger one for who did not say how many rows it needs, and turns out to need more."""
@@ -313,33 +350,29 @@ class Model:
             )
         return first
 
-    def _sent(
-        self, lane: Lane, given: Mapping[str, NDArray[Any]], at: int, n: int, first: int, deadline: int, version: int
-    ) -> Ticket:
+    def _sent(self, lane: Lane, given: Checked, at: int, n: int, first: int, deadline: int, version: int) -> Ticket:
         """A ticket for n of the given rows, sent."""
         ticket = Ticket(self, lane, first, n)
-        for name, array in given.items():
-            lane.inputs[name][first : first + n] = array[at : at + n]
+        lane.codec.put(lane.columns, given, at, n, first)
         ticket._send(deadline, version)
         return ticket
 
-    def _answered(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
+    def _answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         lane = self._roomy(n)
         if not 0 < n <= self.max_batch or (first := lane.find(n)) is None:
             return self._in_pieces(lane, given, n, deadline, version)
-        for name, array in given.items():
-            lane.inputs[name][first : first + n] = array
+        lane.codec.put(lane.columns, given, 0, n, first)
         answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
-        if answer.code != Code.OK:
-            raise error_for(answer.code, answer.message)
         # Nobody else can take the rows before this thread gives up the lock.
-        outputs = {name: array[first : first + n].copy() for name, array in lane.outputs.items()}
-        return Reply(_shaped(outputs), answer.version)
+        if answer.code != Code.OK:
+            raise lane.failure(answer, first, n)
+        return Reply(shaped(lane.codec.take(lane.columns, first, n)), answer.version)
 
-    def _in_pieces(self, lane: Lane, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
-        outputs = self._room(n)
+    def _in_pieces(self, lane: Lane, given: Checked, n: int, deadline: int, version: int) -> Reply:
+        outputs = lane.codec.room(n)
         in_flight: deque[tuple[int, Ticket]] = deque()
         sent, versions = 0, []
+        errors: dict[int, str] = {}
         try:
             while sent < n or in_flight:
                 sent = self._send_some(lane, given, sent, n, in_flight, deadline, version)
@@ -351,41 +384,63 @@ class Model:
                 waited = ticket._in_flight()
                 assert waited is not None
                 lane.wait(waited, deadline)
-                versions.append(ticket._into(outputs, at))
+                try:
+                    versions.append(ticket._into(outputs, at))
+                except RowFailed as error:
+                    versions.append(self._partly(outputs, at, ticket.rows, errors, error))
                 in_flight.popleft()
         finally:
             for _, ticket in in_flight:
                 ticket._give_up()
-        return Reply(_shaped(outputs), min(versions, default=0))
+        return self._whole(outputs, n, versions, errors)
 
-    async def _answered_async(self, given: Mapping[str, NDArray[Any]], n: int, deadline: int, version: int) -> Reply:
+    def _partly(self, outputs: dict[str, Any], at: int, n: int, errors: dict[int, str], error: RowFailed) -> int:
+        """Collect a piece of which rows failed; gives the weights' version."""
+        self._codec.place(outputs, at, n, error.outputs)
+        errors.update({at + index: reason for index, reason in error.errors.items()})
+        return error.version
+
+    def _whole(self, outputs: dict[str, Any], n: int, versions: list[int], errors: dict[int, str]) -> Reply:
+        """The reply that pieces make. Raises RowFailed where rows failed."""
+        version = min(versions, default=0)
+        if errors:
+            raise row_failed(self.name, errors, n, shaped(outputs), version)
+        return Reply(shaped(outputs), version)
+
+    async def _answered_async(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         lane = self._lane
         if lane.gone is not None or (n > lane.rows and self._may_grow):
             import asyncio
 
             lane = await asyncio.to_thread(self._roomy_alone, n)
-        outputs = self._room(n)
+        outputs = lane.codec.room(n)
         in_flight: deque[tuple[int, Ticket]] = deque()
         sent, versions = 0, []
+        errors: dict[int, str] = {}
         try:
             while sent < n or in_flight:
                 send_some = partial(self._send_some, lane, given, sent, n, in_flight, deadline, version)
                 sent = await self.alone(send_some, deadline)
                 if in_flight:
                     at, ticket = in_flight[0]
-                    reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
-                    if ticket.rows == n:
-                        return reply
-                    for name, array in outputs.items():
-                        array[at : at + ticket.rows] = reply.outputs[name] if len(outputs) > 1 else reply.outputs
-                    versions.append(reply.version)
+                    try:
+                        reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
+                    except RowFailed as error:
+                        if ticket.rows == n:
+                            raise
+                        versions.append(self._partly(outputs, at, ticket.rows, errors, error))
+                    else:
+                        if ticket.rows == n:
+                            return reply
+                        lane.codec.place(outputs, at, ticket.rows, reply.outputs)
+                        versions.append(reply.version)
                     in_flight.popleft()
                 elif sent < n:
                     await self._rows_come_back(lane, deadline)
         finally:
             for _, ticket in in_flight:
                 ticket._give_up()
-        return Reply(_shaped(outputs), min(versions, default=0))
+        return self._whole(outputs, n, versions, errors)
 
     def _roomy_alone(self, n: int) -> Lane:
         with self.lock:
@@ -409,7 +464,7 @@ class Model:
     def _send_some(
         self,
         lane: Lane,
-        given: Mapping[str, NDArray[Any]],
+        given: Checked,
         sent: int,
         n: int,
         in_flight: deque[tuple[int, Ticket]],
@@ -432,72 +487,14 @@ class Model:
             sent += piece
         return sent
 
-    def _room(self, n: int) -> dict[str, NDArray[Any]]:
-        return {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in self.spec.outputs.items()}
-
-    def _check_row(self, given: Mapping[str, NDArray[Any]]) -> None:
-        """Raises SpecMismatch where these are no single row, in the words of who passed it."""
-        for name, spec in self.spec.inputs.items():
-            row = given.get(name)
-            if row is None or (row.shape == spec.shape and row.dtype == spec.numpy_dtype):
-                continue
-            hint = (
-                f"; for several rows call infer(): here {len(row)}" if row.shape[1:] == spec.shape != row.shape else ""
-            )
-            if row.dtype != spec.numpy_dtype:
-                hint += f"; convert it on purpose: array.astype({spec.numpy_dtype.name!r})"
-            raise SpecMismatch(
-                f"input {name!r} of {self.name!r}: a call takes one row, {spec.dtype} of shape {spec.shape}, came "
-                f"{row.dtype} of shape {row.shape}{hint}"
-            )
-
     def _after_fork_in_child(self) -> None:
         self.lock = threading.RLock()
         self._row = self._watched = None
 
-    def _checked(self, inputs: Arrays) -> tuple[dict[str, NDArray[Any]], int]:
-        """The inputs by name, each fitting the spec, and the number of rows."""
-        specs = self.spec.inputs
-        if not isinstance(inputs, Mapping):
-            if len(specs) != 1:
-                raise SpecMismatch(f"{self.name!r} takes {_words(self.spec)}: give a dict with an array for each")
-            inputs = {next(iter(specs)): inputs}
-        elif inputs.keys() != specs.keys():
-            raise SpecMismatch(f"{self.name!r} takes inputs {sorted(specs)}, {sorted(inputs)} came")
-        given = {name: np.asarray(inputs[name]) for name in specs}
-        n = len(next(iter(given.values()))) if next(iter(given.values())).ndim else 0
-        for name, spec in specs.items():
-            array = given[name]
-            if array.dtype != spec.numpy_dtype or array.shape != (n, *spec.shape):
-                expected = "n, " + ", ".join(map(str, spec.shape)) if spec.shape else "n"
-                raise SpecMismatch(
-                    f"input {name!r} of {self.name!r}: expected {spec.dtype} of shape ({expected}), came "
-                    f"{array.dtype} of shape {array.shape}{_hint(array, spec.numpy_dtype, spec.shape)}"
-                )
-        return given, n
-
-
-def _shaped(outputs: dict[str, NDArray[Any]]) -> Outputs:
-    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
-
 
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
-    """Dtype and row shape of a model's only input; None where it has several."""
-    if len(spec.inputs) != 1:
+    """Dtype and row shape of a model's only input; None where it has several, or rows that differ."""
+    if len(spec.inputs) != 1 or spec.open:
         return None, ()
     (only,) = spec.inputs.values()
     return only.numpy_dtype, only.shape
-
-
-def _words(spec: ModelSpec) -> str:
-    inputs = ", ".join(f"{name} {tensor}" for name, tensor in spec.inputs.items())
-    outputs = ", ".join(f"{name} {tensor}" for name, tensor in spec.outputs.items())
-    return f"{inputs} -> {outputs}"
-
-
-def _hint(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    if array.shape == shape:
-        return "; for a single row call the model itself, or add an axis: array[None]"
-    if array.shape[1:] == shape and array.dtype != dtype:
-        return f"; convert it on purpose: array.astype({dtype.name!r})"
-    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.lane import Lane
-from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, InFlight
-from jurybox.protocol.errors import Busy, Code, Refused, error_for
+from jurybox.client.lane import Lane, row_failed
+from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, InFlight
+from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -21,7 +22,8 @@ class Rows:
     """Zero-copy use of a model: write to `inputs`, `infer`, read `outputs`. Use it in a ``with``.
 
     Attributes:
-        inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid inside the ``with``.
+        inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid inside the ``with``. A
+            tensor whose rows differ in size has its slots here, (n, capacity): `place` and `row` see them as rows.
         version: of the weights that computed the outputs; 0 before the first `infer`.
     """
 
@@ -34,11 +36,38 @@ class Rows:
         self.version = 0
         lane.hold(self)
         end = first + rows
-        self.inputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.inputs.items()}
-        self.outputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.outputs.items()}
+        self.inputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.columns.inputs.items()}
+        self.outputs: dict[str, NDArray[Any]] = {name: array[first:end] for name, array in lane.columns.outputs.items()}
 
     def __len__(self) -> int:
         return self.rows
+
+    def place(self, name: str, row: int, shape: int | tuple[int, ...]) -> NDArray[Any]:
+        """Room for one row of an input of variable size, as an array to be written to; a byte string's is uint8.
+
+        Example:
+            cv2.resize(photo, (width, height), dst=rows.place("image", 0, (height, width, 3)))
+
+        Raises:
+            SpecMismatch: the shape does not fit the spec, or is beyond its capacity.
+        """
+        self._check()
+        spec = self._lane.codec.spec.inputs[name]
+        sizes = (shape,) if isinstance(shape, int) else shape
+        extents = spec.extents_of(sizes) if spec.variable else None
+        if extents is None or not 0 <= row < self.rows:
+            raise SpecMismatch(f"input {name!r}: row {row} of {sizes} came, expected {spec} in 0..{self.rows - 1}")
+        self._lane.columns.input_extents[name][self.first + row] = extents
+        return self.inputs[name][row, : math.prod(sizes)].reshape(sizes)
+
+    def row(self, name: str, row: int) -> NDArray[Any]:
+        """One row of an output of variable size, a view of shared memory."""
+        self._check()
+        spec = self._lane.codec.spec.outputs[name]
+        sizes = spec.measured(self._lane.columns.output_extents[name][self.first + row].tolist())
+        if not 0 <= math.prod(sizes) <= spec.capacity or min(sizes, default=0) < 0:
+            raise Refused(f"output {name!r} came with sizes {sizes}: {spec} was expected")
+        return self.outputs[name][row, : math.prod(sizes)].reshape(sizes)
 
     def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
         """Compute the outputs of the first `rows` rows (all without it).
@@ -61,18 +90,24 @@ class Rows:
             self._check()
             seconds = self._model.seconds(timeout)
             if n <= batch:
-                answers = [lane.ask(first, n, seconds, version)]
+                answers = [(lane.ask(first, n, seconds, version), first, n)]
             else:
                 deadline = time.monotonic_ns() + int(seconds * 1e9)
                 tickets = [
                     lane.submit(first + at, min(batch, n - at), deadline, version, weakref.ref(self))
                     for at in range(0, n, batch)
                 ]
-                answers = [lane.wait(ticket, deadline) for ticket in tickets]
-        for answer in answers:
-            if answer.code:
-                raise error_for(answer.code, answer.message)
-            self.version = answer.version
+                answers = [(lane.wait(ticket, deadline), ticket.first, ticket.rows) for ticket in tickets]
+            errors: dict[int, str] = {}
+            for answer, at, count in answers:
+                if answer.code == Code.ROW_FAILED:
+                    failed = lane.columns.failures(at, count)
+                    errors |= {at - first + index: reason for index, reason in failed.items()}
+                elif answer.code:
+                    raise error_for(answer.code, answer.message)
+                self.version = answer.version
+        if errors:
+            raise row_failed(self._model.name, errors, n, None, self.version)
 
     def close(self) -> None:
         """Give the rows back; those an engine may still write to go free when it has answered."""
@@ -113,7 +148,7 @@ class CallRow:
         # Reshaped, since indexing a row of scalars would give a copy.
         inputs, outputs = (
             {name: array[first : first + 1].reshape(array.shape[1:]) for name, array in arrays.items()}
-            for arrays in (lane.inputs, lane.outputs)
+            for arrays in (lane.columns.inputs, lane.columns.outputs)
         )
         (self._place,) = inputs.values()
         self._outputs: Any = next(iter(outputs.values())) if len(outputs) == 1 else outputs
@@ -159,7 +194,7 @@ class CallRow:
         np.copyto(self._place, row)
         answer = self.lane.ask(self.first, 1, seconds)
         if answer.code:
-            raise error_for(answer.code, answer.message)
+            raise self.lane.failure(answer, self.first, 1)
         return self._copied()
 
     def _failed(self, code: int, ticket: InFlight, row: NDArray[Any], seconds: float) -> Any:
@@ -172,7 +207,7 @@ class CallRow:
             ticket.deadline = ticket.submitted + int((seconds - min(seconds, LOOK_AFTER)) * 1e9)
             answer = lane.wait(ticket, ticket.deadline)
             if answer.code:
-                raise error_for(answer.code, answer.message)
+                raise lane.failure(answer, self.first, 1)
             return self._copied()
         del lane.in_flight[ticket.sequence]
         if code == NOT_SENT:
@@ -182,7 +217,7 @@ class CallRow:
         message = call.message()
         if code == Code.STALE_LEASE:
             lane.gone = error_for(code, message)
-        raise error_for(code, message)
+        raise lane.failure(Answer(ticket.sequence, code, message, 0, 0), self.first, 1)
 
     def _copied(self) -> Any:
         if type(self._outputs) is dict:

@@ -9,11 +9,10 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from jurybox.client.lane import Lane
+from jurybox.client.row_codec import shaped
 from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
-from jurybox.protocol.errors import Code, Refused, Timeout, error_for
+from jurybox.protocol.errors import Code, Error, Refused, Timeout
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -51,7 +50,7 @@ class Ticket:
         self.first = first
         self.rows = rows
         self._sent: InFlight | None = None
-        self._failure: Answer | None = None
+        self._failure: Error | None = None
         self._reply: Reply | None = None
         self._cancelled = False
         lane.hold(self)
@@ -152,18 +151,15 @@ class Ticket:
         """The outputs, copied; the rows are free then."""
         if self._reply is None:
             answer = self._checked()
-            first, end = self.first, self.first + self.rows
-            outputs = {name: array[first:end].copy() for name, array in self._lane.outputs.items()}
-            only = next(iter(outputs.values())) if len(outputs) == 1 else None
-            self._reply = Reply(outputs if only is None else only, answer.version)
+            outputs = self._lane.codec.take(self._lane.columns, self.first, self.rows)
+            self._reply = Reply(shaped(outputs), answer.version)
             self._lane.release(self)
         return self._reply
 
-    def _into(self, outputs: dict[str, NDArray[Any]], at: int) -> int:
+    def _into(self, outputs: dict[str, Any], at: int) -> int:
         """Copy the outputs to rows `at` and after, and give up the ticket; gives the weights' version."""
         answer = self._checked()
-        for name, array in outputs.items():
-            array[at : at + self.rows] = self._lane.outputs[name][self.first : self.first + self.rows]
+        self._lane.codec.take_into(self._lane.columns, self.first, self.rows, outputs, at)
         self._cancelled = True
         self._lane.release(self)
         return answer.version
@@ -174,13 +170,13 @@ class Ticket:
         if sent is not None:
             assert sent.answer is not None
             if sent.answer.code == Code.OK:
-                if not self._lane.outputs:
+                if not self._lane.columns.outputs:
                     raise self._lane.lost()
                 return sent.answer
-            self._failure = sent.answer
+            self._failure = self._lane.failure(sent.answer, self.first, self.rows)
             self._lane.release(self)
         assert self._failure is not None
-        raise error_for(self._failure.code, self._failure.message)
+        raise self._failure.with_traceback(None)  # asked again, it must not keep the frames of the first time
 
     def _give_up(self) -> None:
         if self._sent is not None:

@@ -1,25 +1,115 @@
-"""The arena: one shared-memory segment per model, a block of rows for every input and every output.
+"""The arena: one shared-memory segment per model, a column of rows for every input and every output.
 
-Blocks are columns: all rows of one tensor lie one after another, so that neighbouring rows reach the model
-without a copy. Every block begins on a page, which page-locking needs.
+All rows of one tensor lie one after another, so that neighbouring rows reach the model without a copy. Every column
+begins on a page, which page-locking needs.
+
+A tensor whose rows differ in size has two columns: one of slots of its capacity, and one of extents, which say what of
+a slot is the row. Behind them lie a column for the reasons why single rows failed and, for a model with state, one that
+says to which session a row belongs, and the state's own, for those who read or write it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.errors import ProtocolMismatch, cut
 from jurybox.protocol.segment import Maker, Segment
-from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.spec import ModelSpec
 
 _PAGE = 4096
+REASON_BYTES = 128  # of why a row failed, UTF-8, zeros behind it; all zeros: it did not
+
+# Which session a row is of. `slot` counts from the first row of its lane; `step` is the number of the session's request
+# since its state was reset: 0 resets it, and an engine computes a step after the one before it only.
+SESSION = np.dtype([("slot", "<u4"), ("step", "<u4"), ("flags", "<u4"), ("pad", "V4")])
+LOAD, STORE, NO_FORWARD = 1, 2, 4  # flags: state is taken from the row's columns, is left there; nothing is computed
 
 
 def _pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
+
+
+@dataclass(slots=True)
+class Columns:
+    """Rows of one model, whoever's memory they are in: arrays whose first dimension is the row.
+
+    Attributes:
+        inputs, outputs: (rows, *TensorSpec.stored_shape) by name.
+        input_extents, output_extents: (rows, k) int64, of tensors whose rows differ in size.
+        reasons: (rows, REASON_BYTES) uint8, written where a row failed.
+        sessions: (rows,) of SESSION, where the model has state.
+        state_in, state_out: (rows, *shape) of its state.
+    """
+
+    spec: ModelSpec
+    inputs: dict[str, NDArray[Any]]
+    outputs: dict[str, NDArray[Any]]
+    input_extents: dict[str, NDArray[np.int64]]
+    output_extents: dict[str, NDArray[np.int64]]
+    reasons: NDArray[np.uint8]
+    sessions: NDArray[Any] | None = None
+    state_in: dict[str, NDArray[Any]] = field(default_factory=dict)
+    state_out: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls, spec: ModelSpec, rows: int) -> Columns:
+        """In this process's own memory."""
+        made = {key: np.zeros((rows, *shape), dtype) for key, dtype, shape in _columns(spec)}
+        return _collected(spec, made)
+
+    def nothing(self) -> Columns:
+        """In place of these, whose memory is gone."""
+        return Columns(self.spec, {}, {}, {}, {}, np.zeros((0, REASON_BYTES), np.uint8))
+
+    def fail(self, row: int, reason: str) -> None:
+        """Say why a row failed."""
+        text = np.frombuffer(cut(reason or "it failed", REASON_BYTES), np.uint8)
+        self.reasons[row, : len(text)] = text
+        self.reasons[row, len(text) :] = 0
+
+    def failures(self, first: int, rows: int) -> dict[int, str]:
+        """Why rows failed, by their number counted from `first`."""
+        there = self.reasons[first : first + rows]
+        return {int(i): there[i].tobytes().rstrip(b"\0").decode(errors="replace") for i in np.flatnonzero(there[:, 0])}
+
+
+def _columns(spec: ModelSpec) -> Iterator[tuple[tuple[str, str], np.dtype[Any], tuple[int, ...]]]:
+    """Key, dtype and shape of one row of every column, in their order in memory."""
+    for kind, tensors in (("inputs", spec.inputs), ("outputs", spec.outputs)):
+        for name, tensor in tensors.items():
+            yield (kind, name), tensor.numpy_dtype, tensor.stored_shape
+    for kind, tensors in (("input_extents", spec.inputs), ("output_extents", spec.outputs)):
+        for name, tensor in tensors.items():
+            if tensor.variable:
+                yield (kind, name), np.dtype(np.int64), (tensor.extents,)
+    yield ("reasons", ""), np.dtype(np.uint8), (REASON_BYTES,)
+    if spec.state:
+        yield ("sessions", ""), SESSION, ()
+        for kind in ("state_in", "state_out"):
+            for name, tensor in spec.state.items():
+                yield (kind, name), tensor.numpy_dtype, tensor.shape
+
+
+def _collected(spec: ModelSpec, made: Mapping[tuple[str, str], NDArray[Any]]) -> Columns:
+    def group(kind: str) -> dict[str, NDArray[Any]]:
+        return {name: array for (of, name), array in made.items() if of == kind}
+
+    return Columns(
+        spec,
+        group("inputs"),
+        group("outputs"),
+        group("input_extents"),
+        group("output_extents"),
+        made["reasons", ""],
+        made.get(("sessions", "")),
+        group("state_in"),
+        group("state_out"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +122,13 @@ class ArenaLayout:
     @property
     def size(self) -> int:
         """Bytes of the whole segment."""
-        return sum(_pages(tensor.row_bytes * self.rows) for tensor in self._tensors())
+        return sum(self._bytes(dtype, shape) for _, dtype, shape in _columns(self.spec))
 
-    def _tensors(self) -> list[TensorSpec]:
-        return [*self.spec.inputs.values(), *self.spec.outputs.values()]
+    def _bytes(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+        return _pages(dtype.itemsize * int(np.prod(shape, dtype=np.int64)) * self.rows)
 
-    def views(self, segment: Segment) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-        """Arrays of shape (rows, *row shape) over the segment: inputs and outputs by name.
+    def views(self, segment: Segment) -> Columns:
+        """Arrays over the segment.
 
         Raises:
             ProtocolMismatch: the segment is not of this layout's size.
@@ -48,24 +138,21 @@ class ArenaLayout:
                 f"arena {segment.name} has {segment.size} bytes, {self.size} were expected for {self.rows} rows of "
                 f"model {self.spec.name!r}: client and server disagree on the layout"
             )
-        offset = 0
-        groups: list[dict[str, NDArray[Any]]] = []
-        for tensors in (self.spec.inputs, self.spec.outputs):
-            group: dict[str, NDArray[Any]] = {}
-            for name, tensor in tensors.items():
-                group[name] = segment.array(tensor.numpy_dtype, (self.rows, *tensor.shape), offset)
-                offset += _pages(tensor.row_bytes * self.rows)
-            groups.append(group)
-        return groups[0], groups[1]
+        offset, made = 0, {}
+        for key, dtype, shape in _columns(self.spec):
+            made[key] = segment.array(dtype, (self.rows, *shape), offset)
+            offset += self._bytes(dtype, shape)
+        return _collected(self.spec, made)
 
 
 class Arena:
-    """An arena's segment with its arrays."""
+    """An arena's segment with its arrays, `columns`; `inputs` and `outputs` are those of its columns."""
 
     def __init__(self, segment: Segment, layout: ArenaLayout) -> None:
         self.segment = segment
         self.layout = layout
-        self.inputs, self.outputs = layout.views(segment)
+        self.columns: Columns = layout.views(segment)
+        self.inputs, self.outputs = self.columns.inputs, self.columns.outputs
 
     @classmethod
     def create(cls, name: str, layout: ArenaLayout, make: Maker = Segment.create) -> Arena:
@@ -84,6 +171,7 @@ class Arena:
     def close(self) -> None:
         """Let go of the segment; the owner also removes it."""
         self.inputs, self.outputs = {}, {}
+        self.columns = self.columns.nothing()
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()

@@ -7,17 +7,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TensorSpecMessage(_message.Message):
-    __slots__ = ("name", "dtype", "shape")
+    __slots__ = ("name", "dtype", "shape", "capacity", "finite")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    FINITE_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    capacity: int
+    finite: bool
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., capacity: _Optional[int] = ..., finite: _Optional[bool] = ...) -> None: ...
 
 class ModelMessage(_message.Message):
-    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "max_lag")
+    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "session_state", "max_lag")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +34,7 @@ class ModelMessage(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    SESSION_STATE_FIELD_NUMBER: _ClassVar[int]
     MAX_LAG_FIELD_NUMBER: _ClassVar[int]
     name: str
     index: int
@@ -43,8 +48,9 @@ class ModelMessage(_message.Message):
     weights: str
     digest: str
     settled: bool
+    session_state: _containers.RepeatedCompositeFieldContainer[TensorSpecMessage]
     max_lag: int
-    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., max_lag: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., session_state: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., max_lag: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("client", "pid")

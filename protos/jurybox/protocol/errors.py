@@ -9,8 +9,10 @@ hold half a surrogate pair, which no codec takes, be megabytes long, or fail whe
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 MOST_TEXT = 4000  # characters of a text from elsewhere that travel
 
@@ -35,6 +37,8 @@ class Code(IntEnum):
     STALE_LEASE = 14
     UNSUPPORTED = 15
     VERSION_NOT_HELD = 16
+    ROW_FAILED = 17
+    SESSION_LOST = 18
 
 
 class Error(Exception):
@@ -102,6 +106,48 @@ class ModelFailed(Error):
     code = Code.MODEL_FAILED
 
 
+class RowFailed(Error):
+    """Single rows of a request failed; the others were answered.
+
+    Attributes:
+        errors: why, by the number of the row in the request.
+        index, reason: of the first that failed.
+        outputs: as the call would have given them; what stands in failed rows means nothing.
+        version: of the weights.
+    """
+
+    code = Code.ROW_FAILED
+
+    def __init__(
+        self,
+        message: str,
+        code: Code | None = None,
+        errors: Mapping[int, str] | None = None,
+        outputs: Any = None,
+        version: int = 0,
+    ) -> None:
+        super().__init__(message, code)
+        self.errors = dict(errors or {})
+        self.index = min(self.errors, default=-1)
+        self.reason = self.errors.get(self.index, message)
+        self.outputs = outputs
+        self.version = version
+
+
+class SessionLost(Error):
+    """The state of sessions is gone: their engine ended, or a request was lost. Begin their episodes anew, with reset.
+
+    Attributes:
+        sessions: which, by their numbers; of a request that was refused for them as a whole.
+    """
+
+    code = Code.SESSION_LOST
+
+    def __init__(self, message: str, code: Code | None = None, sessions: Sequence[int] = ()) -> None:
+        super().__init__(message, code)
+        self.sessions = list(sessions)
+
+
 class SharedMemoryError(Error, OSError):
     """Shared memory could not be made or attached; the message names size, place and remedy."""
 
@@ -144,6 +190,8 @@ TABLE: dict[Code, Row] = {
     Code.STALE_LEASE: Row(Refused, 403, _FAILED_PRECONDITION),
     Code.UNSUPPORTED: Row(Refused, 501, _UNIMPLEMENTED),
     Code.VERSION_NOT_HELD: Row(VersionNotHeld, 409, _FAILED_PRECONDITION),
+    Code.ROW_FAILED: Row(RowFailed, 422, _INVALID_ARGUMENT),
+    Code.SESSION_LOST: Row(SessionLost, 409, _FAILED_PRECONDITION),
 }
 
 

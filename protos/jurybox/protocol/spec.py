@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from jurybox.protocol.errors import plain
 
 _MOST_ELEMENTS = 1 << 31
 _LONGEST_NAME = 200  # characters of a tensor's name
+VARIABLE = -1  # in a shape: any size
+BYTES = "bytes"
 
-# The Open Inference Protocol's names for NumPy's dtypes; what is absent here cannot cross a transport.
+# The Open Inference Protocol's names for dtypes; what is absent here cannot cross a transport.
 # BF16 has no NumPy dtype: a model may compute in it, its rows are float32.
 OIP_NAMES: dict[str, str] = {
     "bool": "BOOL",
@@ -29,20 +31,37 @@ OIP_NAMES: dict[str, str] = {
     "float16": "FP16",
     "float32": "FP32",
     "float64": "FP64",
+    BYTES: "BYTES",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One named tensor of a model: its dtype (NumPy's name) and the shape of ONE row, the batch dimension left out.
+    """One named tensor of a model: its dtype and the shape of ONE row, the batch dimension left out.
+
+    A size of -1 is any size, from row to row; `capacity` then bounds the elements of one row, and shared memory holds
+    so much for each. A row of dtype "bytes" is a byte string of at most `capacity` bytes; text is UTF-8 in it.
+
+    Example:
+        TensorSpec("float32", (52,))                                # 52 numbers
+        TensorSpec("uint8", (-1, -1, 3), capacity=3 * 1024 * 1024)  # an RGB image of up to a megapixel
+        TensorSpec("bytes", capacity=4096)                          # a prompt
+
+    Args:
+        dtype: NumPy's name, or "bytes".
+        shape: sizes of one row; () for one number, and for "bytes".
+        capacity: most elements of one row, bytes of a byte string; for rows of variable size only.
+        finite: of an output of floating-point numbers: a row with a NaN or an infinity in it fails (RowFailed).
 
     Raises:
-        ValueError: for a dtype that no transport can carry, or a shape that is no tuple, has a size below one, or more
-            than 2^31 elements.
+        ValueError: for a dtype that no transport can carry, a shape that is no tuple or has a size of 0, more than 2^31
+            elements, or a capacity that is missing, useless or too small.
     """
 
     dtype: str
     shape: tuple[int, ...] = ()
+    capacity: int = 0
+    finite: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in OIP_NAMES:
@@ -53,61 +72,129 @@ class TensorSpec:
             raise ValueError(
                 f"shape {self.shape!r} of one row is no tuple: expected its sizes, such as (4,), or () for one number"
             ) from None
-        if any(size < 1 for size in shape):
-            raise ValueError(f"shape {shape} of one row has a size below 1: rows have a fixed, positive size")
-        if math.prod(shape) > _MOST_ELEMENTS:
-            raise ValueError(
-                f"shape {shape} of one row has {math.prod(shape)} elements, expected at most {_MOST_ELEMENTS}"
-            )
+        if any(size < 1 and size != VARIABLE for size in shape):
+            raise ValueError(f"shape {shape} of one row has a size below 1: sizes are positive, -1 stands for any size")
+        if self.dtype == BYTES and shape:
+            raise ValueError(f'shape {shape} of dtype "bytes": a row is one byte string, of shape ()')
         object.__setattr__(self, "shape", shape)
+        self._check_capacity()
+        if self.finite and not self.dtype.startswith("float"):
+            raise ValueError(f"finite is for floating-point numbers, not for {self.dtype}")
+
+    def _check_capacity(self) -> None:
+        least = math.prod(size for size in self.shape if size != VARIABLE)
+        if not self.variable:
+            if self.capacity:
+                raise ValueError(f"capacity = {self.capacity} of shape {self.shape}: a fixed shape needs none")
+        elif self.capacity < least or self.capacity < 1:
+            what = "bytes of the longest row" if self.dtype == BYTES else "elements of the largest row"
+            raise ValueError(
+                f"capacity = {self.capacity} of {self.dtype} {list(self.shape)}: expected the {what}, at least {least}"
+            )
+        if self.elements > _MOST_ELEMENTS:
+            raise ValueError(
+                f"shape {self.shape} of one row has {self.elements} elements, expected at most {_MOST_ELEMENTS}"
+            )
+
+    @property
+    def variable(self) -> bool:
+        """Whether rows differ in size."""
+        return self.dtype == BYTES or VARIABLE in self.shape
+
+    @property
+    def extents(self) -> int:
+        """How many numbers say a row's size: one for each -1, one for a byte string's length, 0 of a fixed shape."""
+        return 1 if self.dtype == BYTES else self.shape.count(VARIABLE)
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.dtype)
+        """Of the elements as they lie in memory; bytes are uint8."""
+        return np.dtype(np.uint8 if self.dtype == BYTES else self.dtype)
 
     @property
     def elements(self) -> int:
-        """Number of elements of one row."""
-        return math.prod(self.shape)
+        """Number of elements of one row, the most where rows differ."""
+        return self.capacity if self.variable else math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of one row as it lies in an arena: flat, `capacity` long, where rows differ in size."""
+        return (self.capacity,) if self.variable else self.shape
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row in bytes."""
+        """Size of one row in an arena, in bytes."""
         return self.elements * self.numpy_dtype.itemsize
 
+    def measured(self, extents: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a row whose variable sizes are these; a byte string's is its length."""
+        if self.dtype == BYTES:
+            return (int(extents[0]),)
+        sizes = iter(extents)
+        return tuple(int(next(sizes)) if size == VARIABLE else size for size in self.shape)
+
+    def extents_of(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The variable sizes of a row of this shape; None where the shape does not fit, or holds too much."""
+        if self.dtype == BYTES:
+            return (shape[0],) if len(shape) == 1 and shape[0] <= self.capacity else None
+        if len(shape) != len(self.shape) or any(
+            want not in (VARIABLE, size) for want, size in zip(self.shape, shape, strict=True)
+        ):
+            return None
+        if self.variable and math.prod(shape) > self.capacity:
+            return None
+        return tuple(size for want, size in zip(self.shape, shape, strict=True) if want == VARIABLE)
+
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        if not self.variable:
+            return f"{self.dtype}{list(self.shape)}"
+        return f"{self.dtype}{list(self.shape) if self.shape else ''} up to {self.capacity}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The contract of a served model: its name, inputs and outputs, each by name and in order."""
+    """The contract of a served model: its name, inputs and outputs, each by name and in order.
+
+    `state` is what the model keeps for each session between requests, by name; it never leaves the server by itself.
+    """
 
     name: str
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
+    state: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.inputs or not self.outputs:
             raise ValueError(f"model {self.name!r} needs at least one input and one output")
-        for name in (*self.inputs, *self.outputs):
+        for name in (*self.inputs, *self.outputs, *self.state):
             if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or plain(name) != name:
                 raise ValueError(
                     f"model {self.name!r} names a tensor {plain(name)[:80]!r}: expected text of 1 to {_LONGEST_NAME} "
                     "characters that UTF-8 can carry"
                 )
+        for name, tensor in self.state.items():
+            if tensor.variable:
+                raise ValueError(f"state {name!r} of model {self.name!r} is {tensor}: state has a fixed shape")
+            if name in self.inputs:
+                raise ValueError(f"model {self.name!r} has an input and a state {name!r}: expected different names")
+
+    @property
+    def open(self) -> bool:
+        """Whether rows are more than fixed shapes: their sizes differ, or state belongs to them."""
+        return bool(self.state) or any(t.variable for t in (*self.inputs.values(), *self.outputs.values()))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, inputs and outputs together."""
-        return sum(spec.row_bytes for spec in (*self.inputs.values(), *self.outputs.values()))
+        """Bytes of one row, inputs and outputs together, and its state where there is some."""
+        tensors = (*self.inputs.values(), *self.outputs.values(), *self.state.values(), *self.state.values())
+        return sum(spec.row_bytes for spec in tensors)
 
 
 def plain_specs(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
-    """The same in plain lists, [name, dtype, shape] each, for JSON."""
-    return [[name, spec.dtype, list(spec.shape)] for name, spec in specs.items()]
+    """The same in plain lists, [name, dtype, shape, capacity, finite] each, for JSON."""
+    return [[name, spec.dtype, list(spec.shape), spec.capacity, spec.finite] for name, spec in specs.items()]
 
 
 def specs_from_plain(plain: list[list[Any]]) -> dict[str, TensorSpec]:
     """What `plain_specs` was given."""
-    return {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in plain}
+    return {name: TensorSpec(dtype, tuple(shape), *rest) for name, dtype, shape, *rest in plain}

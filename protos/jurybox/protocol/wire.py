@@ -13,7 +13,7 @@ import numpy as np
 
 from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PREFIX = b"J" + bytes([PROTOCOL_VERSION])
 MAX_CONTROL = 1 << 20  # bytes of a control request's body: libzmq drops the whole connection of who sends more
 MAX_NAME = 128  # characters of a model's name

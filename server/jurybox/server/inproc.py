@@ -26,6 +26,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.open_served import OpenServed
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
 from jurybox.server.supervisor.leases import Leases
@@ -121,9 +122,13 @@ class InprocServer:
             self._scoreboard, 0, [], pause=None, interruptible=True
         )  # its clients are its caller: nobody comes meanwhile
         for name, model in models.items():
-            spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
+            spec = model.spec(name)
             arena = Arena.create(segment_name(server_id, "arena", self._index[name]), ArenaLayout(spec, rows))
-            served = Served(name, model, arena.inputs, arena.outputs, max_batch)
+            served: Served = (
+                OpenServed(name, model, arena.columns, max_batch, lanes=self._scoreboard.lanes)
+                if spec.open
+                else Served(name, model, arena.inputs, arena.outputs, max_batch, columns=arena.columns)
+            )
             self.engine.install(self._index[name], served)
             self._arenas[name] = arena
         record = self._scoreboard.engines[0:1]

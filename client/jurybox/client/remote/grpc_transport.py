@@ -68,7 +68,7 @@ class GrpcTransport:
             model_name=self._spec.name, model_version=str(ticket.version) if ticket.version else ""
         )
         for name, tensor in self._spec.inputs.items():
-            rows = self._rows.inputs[name][ticket.first : ticket.first + ticket.rows]
+            rows = self._rows.columns.inputs[name][ticket.first : ticket.first + ticket.rows]
             request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
             request.raw_input_contents.append(rows.tobytes())
         seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
@@ -153,7 +153,7 @@ class GrpcTransport:
     def _take(self, response: pb.ModelInferResponse, first: int, rows: int) -> str | None:
         """Copy the outputs to their rows; gives what is wrong with them."""
         came = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=False))
-        for name, array in self._rows.outputs.items():
+        for name, array in self._rows.columns.outputs.items():
             target = array[first : first + rows]
             if name not in came or len(came[name]) != target.nbytes:
                 what = f"{len(came[name])} bytes" if name in came else "nothing"

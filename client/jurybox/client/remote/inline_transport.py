@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import zmq
 from numpy.typing import NDArray
 
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.transports.transport import Answer, InFlight, Watching, read_reply
-from jurybox.protocol.errors import Code, ProtocolMismatch
+from jurybox.protocol import row_frames
+from jurybox.protocol.errors import Code, Error, ProtocolMismatch
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class InlineTransport:
             ticket.sequence, self._lease, left, 0, 0, first, rows, 0, ticket.version, ticket.incarnation
         )
         parts: list[Any] = [PREFIX + record]
-        parts += [np.ascontiguousarray(array[first : first + rows]) for array in self._rows.inputs.values()]
+        parts += row_frames.packed(self._rows.columns, "inputs", first, rows)
         self._connection.torn = True
         try:
             self._connection.socket.send_multipart(parts, zmq.NOBLOCK)
@@ -153,16 +153,10 @@ class InlineTransport:
             or (place := self._in_flight.pop(answer.sequence, None)) is None
         ):
             return None
-        if answer.code == Code.OK:
-            self._take(frames[1:], *place)
+        if answer.code in (Code.OK, Code.ROW_FAILED):
+            bodies = [frame.buffer for frame in frames[1:]]
+            try:
+                row_frames.unpack(self._rows.columns, "outputs", *place, bodies, failed=answer.code != Code.OK)
+            except Error as error:
+                raise ProtocolMismatch(str(error)) from None
         return answer
-
-    def _take(self, frames: Sequence[zmq.Frame], first: int, rows: int) -> None:
-        outputs = self._rows.outputs
-        if len(frames) != len(outputs):
-            raise ProtocolMismatch(f"{len(frames)} outputs came, {len(outputs)} were expected: {', '.join(outputs)}")
-        for (name, array), frame in zip(outputs.items(), frames, strict=True):
-            target = array[first : first + rows]
-            if len(frame) != target.nbytes:
-                raise ProtocolMismatch(f"output {name!r} came with {len(frame)} bytes, {target.nbytes} were expected")
-            target[...] = np.frombuffer(frame.buffer, array.dtype).reshape(target.shape)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
+from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Refused
-from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.spec import ModelSpec
 
 
 class RowsHere:
-    """What Lane asks of an arena: arrays of shape (rows, *row shape) by name.
+    """What Lane asks of an arena.
 
     What is written to them is copied into a message when a ticket is sent, and answers are copied to them.
     """
 
     def __init__(self, spec: ModelSpec, rows: int) -> None:
         self.rows = rows
-        self.inputs = _arrays(spec.inputs, rows)
-        self.outputs = _arrays(spec.outputs, rows)
+        self.columns = Columns.here(spec, rows)
 
     def close(self) -> None:
         """Forget them; who still holds one of the arrays keeps it."""
-        self.inputs, self.outputs = {}, {}
-
-
-def _arrays(specs: Mapping[str, TensorSpec], rows: int) -> dict[str, NDArray[Any]]:
-    return {name: np.zeros((rows, *tensor.shape), tensor.numpy_dtype) for name, tensor in specs.items()}
+        self.columns = self.columns.nothing()
 
 
 def out_of_reach(model: str) -> Refused:

@@ -16,7 +16,7 @@ from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, sa
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.server.engine.batcher import BatchCost, Queue
 from jurybox.server.engine.device import Batch, DeviceServed
-from jurybox.server.engine.served import Served
+from jurybox.server.engine.served import Outcome, Served
 from jurybox.server.logs import traced
 
 if TYPE_CHECKING:
@@ -185,14 +185,15 @@ class Batches:
             return True
         self._flights.popleft()
         try:
-            flight.batch.finish()
+            outcome = flight.batch.finish()
         except BaseException as error:  # a model may raise anything; its callers are told, others go on
             self._recover(flight.slot, flight.tickets, flight.rows, flight.asked, error)
             if isinstance(error, self._mine):
                 raise
         else:
             # It counts from when the device was free for it.
-            self._computed(flight.slot, flight.tickets, flight.rows, flight.used, max(flight.began, self._landed))
+            began = max(flight.began, self._landed)
+            self._computed(flight.slot, flight.tickets, flight.rows, flight.used, began, outcome)
         self._landed = self._clock()
         return True
 
@@ -204,13 +205,13 @@ class Batches:
     def _compute(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
         began = self._clock()
         try:
-            slot.served.run(tickets, rows, version)
+            outcome = slot.served.run(tickets, rows, version)
         except BaseException as error:
             self._recover(slot, tickets, rows, version, error)
             if isinstance(error, self._mine):
                 raise
             return
-        self._computed(slot, tickets, rows, version, began)
+        self._computed(slot, tickets, rows, version, began, outcome)
 
     def _begin(self, slot: Slot, served: DeviceServed, tickets: NDArray[Any], rows: int, version: int) -> None:
         began = self._clock()
@@ -226,14 +227,39 @@ class Batches:
         if len(self._flights) == _ON_THEIR_WAY:
             self.land(wait=True)
 
-    def _computed(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int) -> None:
+    def _computed(
+        self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int, outcome: Outcome | None
+    ) -> None:
+        computed = rows
+        if outcome is not None:
+            tickets = self._not_computed(slot, tickets, version, outcome)
+            rows = int(tickets["rows"].sum())
         for answered, used in slot.answers(tickets, version):
             self._answer(answered, Code.OK, used, "")
         ended = self._clock()
         self._tracker.answered(tickets, ended)
         slot.counters.batch(tickets, rows, began, ended)
         self.mean_ns += _SMOOTHING * (ended - began - self.mean_ns)
-        slot.cost.observe(rows, ended - began)
+        slot.cost.observe(computed, ended - began)
+
+    def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: Outcome) -> NDArray[Any]:
+        """Answer those of a batch's tickets that failed by themselves; gives the others."""
+        others = np.ones(len(tickets), np.bool_)
+        for numbers, error in outcome.errors:
+            left = [number for number in numbers if others[number] and number not in outcome.refused]
+            others[left] = False
+            if left:
+                self._fail(slot, tickets[left].copy(), error)
+        for number, (code, message) in outcome.refused.items():
+            if others[number]:
+                others[number] = False
+                one = tickets[number : number + 1].copy()
+                if code == Code.ROW_FAILED:
+                    slot.counters.failed(one)
+                else:
+                    slot.counters.refused(1)
+                self._answer(one, code, version or slot.served.version, message)
+        return tickets[others].copy()
 
     def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
         """A batch was not computed. One that was too large for the memory is halved, and so is every later one."""

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
+from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import ModelFailed
-from jurybox.server.engine.served import Served, dtype_of
+from jurybox.server.engine.served import Outcome, Served, dtype_of
 from jurybox.server.models import ServedModel
 
 _ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -214,9 +215,10 @@ class DeviceServed(Served):
         compute: torch.dtype | None = None,
         *,
         graphs: bool = True,
+        columns: Columns | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
-        super().__init__(name, model, inputs, outputs, max_batch, device, compute)
+        super().__init__(name, model, inputs, outputs, max_batch, device, compute, columns)
         self._report = report
         self._wants_graphs = graphs and self.device.type == "cuda"
         self.arena_inputs, self.arena_outputs = dict(inputs), dict(outputs)
@@ -243,11 +245,11 @@ class DeviceServed(Served):
         berth.copies.after(self.forwards.mark())
         with berth.copies.running():
             berth.copy_out(results, rows)
-        return Batch(self, berth, tickets, rows, berth.copies.mark())
+        return Batch(self, berth, tickets, rows, berth.copies.mark(), self._take_row_errors())
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`: begin and finish."""
-        self.begin(tickets, rows, version).finish()
+        return self.begin(tickets, rows, version).finish()
 
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
         """As `Served.warm_up`; then captures graphs."""
@@ -274,23 +276,31 @@ class Batch:
     """A batch on its way."""
 
     def __init__(
-        self, served: DeviceServed, berth: _StagingBuffer, tickets: NDArray[Any], rows: int, end: Mark
+        self,
+        served: DeviceServed,
+        berth: _StagingBuffer,
+        tickets: NDArray[Any],
+        rows: int,
+        end: Mark,
+        row_errors: Mapping[int, str],
     ) -> None:
         self._served = served
         self._berth = berth
         self._tickets = tickets
         self._rows = rows
         self._end = end
+        self._row_errors = row_errors
 
     def done(self) -> bool:
         """Whether `finish` would not wait."""
         return self._end.done()
 
-    def finish(self) -> None:
-        """Wait for the outputs and write them to the tickets' rows."""
+    def finish(self) -> Outcome | None:
+        """Wait for the outputs and write them to the tickets' rows; gives what of them failed."""
         self._end.wait()
         for name, array in self._served.arena_outputs.items():
             native.scatter(array, self._tickets, self._berth.results[name][: self._rows].numpy())
+        return self._served.refused(self._tickets, self._berth.results, self._rows, self._row_errors)
 
 
 class _StagingBuffer:

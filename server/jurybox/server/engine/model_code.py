@@ -277,7 +277,7 @@ class _ByName(torch.nn.Module):
 
 
 def _given(specs: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
-    return {key: TensorSpec(spec.dtype, tuple(spec.shape)) for key, spec in (specs or {}).items()}
+    return {key: spec.spec() for key, spec in (specs or {}).items()}
 
 
 def _spec_of(where: str, name: str, value: object) -> TensorSpec:

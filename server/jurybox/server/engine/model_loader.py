@@ -19,12 +19,13 @@ import torch
 
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import said
-from jurybox.protocol.spec import ModelSpec, plain_specs
+from jurybox.protocol.spec import plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device import DeviceServed
 from jurybox.server.engine.model_code import LoadError
 from jurybox.server.engine.model_code import load as load_model
+from jurybox.server.engine.open_served import OpenServed
 from jurybox.server.engine.served import Served
 from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.groups.group import Member
@@ -32,6 +33,11 @@ from jurybox.server.groups.groups import Groups
 from jurybox.server.logs import traced
 from jurybox.server.models import ServedModel
 from jurybox.server.settings.config import ModelSettings
+
+
+def _ladder(max_batch: int) -> list[int]:
+    """The numbers of rows that forward of a deterministic model is called with."""
+    return [max_batch]
 
 
 @dataclass(slots=True)
@@ -124,7 +130,7 @@ class ModelLoader:
 
     def _load(self, model: int, load: int, name: str, settings: ModelSettings) -> None:
         loaded = load_model(name, settings, self._device, self._factories)
-        spec = ModelSpec(name, dict(loaded.model.inputs), dict(loaded.model.outputs))
+        spec = loaded.model.spec(name)
         if self._wanted.get(model) != load:
             return
         self._halves[model] = _Half(load, name, settings, loaded.model)
@@ -134,6 +140,7 @@ class ModelLoader:
             load=load,
             inputs=plain_specs(spec.inputs),
             outputs=plain_specs(spec.outputs),
+            state=plain_specs(spec.state),
             digest=loaded.digest,
             weights=json.loads(loaded.layout.to_json()) if loaded.layout else [],
         )
@@ -144,7 +151,7 @@ class ModelLoader:
             raise LoadError("an arena came for a model that is not loaded: load it again")
         settings = half.settings
         with contextlib.ExitStack() as undo:
-            spec = ModelSpec(half.name, dict(half.model.inputs), dict(half.model.outputs))
+            spec = half.model.spec(half.name)
             arena = Arena.attach(segment, ArenaLayout(spec, rows))
             undo.callback(arena.close)
             compute = getattr(torch, settings.dtype) if settings.dtype else None
@@ -197,9 +204,18 @@ class ModelLoader:
 
     def _served(self, half: _Half, arena: Arena, compute: torch.dtype | None) -> Served:
         name, model, settings = half.name, half.model, half.settings
+        spec, columns = arena.layout.spec, arena.columns
+        shapes = _ladder(settings.max_batch) if settings.deterministic else ()
+        if spec.open:
+            if settings.group:
+                raise LoadError(f"model {name!r} has rows that differ in size, or state: it cannot be in a group")
+            lanes = self._engine.scoreboard.lanes
+            return OpenServed(name, model, columns, settings.max_batch, self._device, compute, lanes, shapes)
         # A group stacks its members' batches itself.
-        if self._device.type == "cpu" or settings.group:
-            return Served(name, model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute)
+        if self._device.type == "cpu" or settings.group or shapes:
+            return Served(
+                name, model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute, columns, shapes
+            )
         return DeviceServed(
             name,
             model,
@@ -210,6 +226,7 @@ class ModelLoader:
             self._device,
             compute,
             graphs=settings.cuda_graphs,
+            columns=columns,
             report=self._report,
         )
 

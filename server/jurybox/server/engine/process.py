@@ -24,6 +24,7 @@ from jurybox.server.engine.batches import Batches, Slot
 from jurybox.server.engine.core import Engine, Transport
 from jurybox.server.engine.device import show_device_memory
 from jurybox.server.engine.model_loader import ModelLoader
+from jurybox.server.engine.served import Outcome
 from jurybox.server.logs import Seldom, configure, traced
 from jurybox.server.transports import ShmTransport, ZmqTransport
 
@@ -117,7 +118,9 @@ class TracedBatches(Batches):
         self._timings = timings
         self._engine = engine
 
-    def _computed(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int) -> None:
+    def _computed(
+        self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int, outcome: Outcome | None
+    ) -> None:
         self._timings.write(
             tickets,
             began=began,
@@ -126,7 +129,7 @@ class TracedBatches(Batches):
             batch_rows=rows,
             batch_tickets=len(tickets),
         )
-        super()._computed(slot, tickets, rows, version, began)
+        super()._computed(slot, tickets, rows, version, began, outcome)
 
 
 class TracedEngine(Engine):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.errors import ModelFailed, VersionNotHeld
+from jurybox.protocol.arena import Columns
+from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.models import ServedModel
+from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
 _LARGE_ROW = 4096
@@ -35,8 +38,21 @@ class WeightsSource(Protocol):
         """Wait for the end of the thread that was told to stop."""
 
 
+@dataclass(slots=True)
+class Outcome:
+    """What became of a batch that was not simply answered.
+
+    Attributes:
+        refused: tickets by their number in the batch, each with a code and a message; the others were answered.
+        errors: tickets that failed with an exception of the model, together.
+    """
+
+    refused: dict[int, tuple[Code, str]] = field(default_factory=dict)
+    errors: list[tuple[list[int], BaseException]] = field(default_factory=list)
+
+
 class Served:
-    """One model with its arena's arrays, computing batch by batch; device_served.py has the one that overlaps them.
+    """One model with its arena's arrays, computing batch by batch; device.py has the one that overlaps them.
 
     Args:
         name: the served name.
@@ -44,6 +60,8 @@ class Served:
         inputs, outputs: the arena's arrays, (rows, *row shape) by name.
         max_batch: rows of the largest batch.
         compute: the dtype that floating-point inputs are cast to before forward; None leaves them.
+        columns: of the arena, for the reasons of rows that fail.
+        shapes: numbers of rows that forward is called with, each batch being padded to the next; empty: any.
     """
 
     def __init__(
@@ -55,15 +73,25 @@ class Served:
         max_batch: int,
         device: torch.device | str = "cpu",
         compute: torch.dtype | None = None,
+        columns: Columns | None = None,
+        shapes: Sequence[int] = (),
     ) -> None:
-        self.spec = ModelSpec(name, dict(model.inputs), dict(model.outputs))
+        self.spec: ModelSpec = model.spec(name)
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.module = model.module.to(self.device).eval()
         self.weights_updater: WeightsSource | None = None
+        self.columns = columns
+        self.shapes = tuple(shapes)
         self._compute = compute
-        self._inputs = [_Input(key, inputs[key], max_batch) for key in self.spec.inputs]
-        self._outputs = [_Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items()]
+        self._by_name = takes_names(self.module, [*self.spec.inputs, *self.spec.state])
+        self._row_errors: Mapping[int, str] = {}
+        self._finite = [key for key, tensor in self.spec.outputs.items() if tensor.finite]
+        fixed = {key: tensor for key, tensor in self.spec.inputs.items() if not tensor.variable}
+        self._inputs = [_Input(key, inputs[key], max_batch) for key in fixed]
+        self._outputs = [
+            _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
+        ]
         self._large = any(tensor.row_bytes >= _LARGE_ROW for tensor in self.spec.inputs.values())
 
     @property
@@ -71,12 +99,15 @@ class Served:
         """Of the weights it computes with; 0 for those it was loaded with."""
         return self.weights_updater.version if self.weights_updater is not None else 0
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """Answer a batch: read the tickets' rows from the arena, write their outputs to it.
 
         Args:
             tickets: records of wire.TICKET, checked against their lanes, `rows` rows together.
             version: of the weights to compute with; 0: the newest.
+
+        Returns:
+            None where every row was computed.
 
         The caller is in torch's inference mode: entering it anew for every batch would cost more than some models.
 
@@ -86,21 +117,31 @@ class Served:
             Exception: whatever the model raises.
         """
         self._use(version)
-        contiguous = len(tickets) == 1 or (self._large and _is_one_run(tickets))
+        contiguous = not self.shapes and (len(tickets) == 1 or (self._large and _is_one_run(tickets)))
         if contiguous:
             first = tickets["first"].item(0)
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
-            staged = {item.name: item.gather(tickets, rows) for item in self._inputs}
+            shape = self.shaped(rows)
+            staged = {item.name: item.gather(tickets, shape) for item in self._inputs}
         if self.device.type != "cpu":
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
         results = self.forward(staged)
+        if self.shapes:
+            results = {key: value[:rows] for key, value in results.items()}
         for item in self._outputs:
             values = item.checked(results, rows)
             if contiguous:
                 item.array[first : first + rows] = values
             else:
                 native.scatter(item.array, tickets, values)
+        if self._row_errors or self._finite:
+            return self.refused(tickets, results, rows, self._take_row_errors())
+        return None
+
+    def shaped(self, rows: int) -> int:
+        """The number of rows that forward is called with for so many."""
+        return next((shape for shape in self.shapes if shape >= rows), rows)
 
     def close(self) -> None:
         """It is served no longer."""
@@ -122,7 +163,7 @@ class Served:
             ModelFailed: outputs that differ from the spec.
             Exception: whatever the model raises.
         """
-        for rows in sorted({1, self.max_batch}):
+        for rows in self.shapes or sorted({1, self.max_batch}):
             given = example(rows) if example else {}
             staged = {
                 key: torch.as_tensor(given[key])
@@ -134,6 +175,7 @@ class Served:
                 results = self.forward({key: value.to(self.device) for key, value in staged.items()})
                 for item in self._outputs:
                     item.checked(results, rows)
+            self._row_errors = {}
 
     def _use(self, version: int) -> None:
         if self.weights_updater is not None:
@@ -143,25 +185,85 @@ class Served:
                 f"model {self.spec.name!r} takes no publications (models.{self.spec.name}.publish), so no version"
             )
 
-    def forward(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def forward(self, staged: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         """The outputs by name of inputs on the device, (n, *row shape) each."""
         if self._compute is not None:
-            staged = {
-                key: value.to(self._compute) if value.is_floating_point() else value for key, value in staged.items()
-            }
-        return self._named(self.module(**staged))
+            staged = {key: self._cast(value) for key, value in staged.items()}
+        return self._named(self.module(**staged) if self._by_name else self.module(*staged.values()))
 
-    def _named(self, results: Any) -> Mapping[str, torch.Tensor]:
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(self._compute) if value.is_floating_point() else value
+        return [self._cast(each) for each in value] if isinstance(value, list) else value
+
+    def _named(self, results: Any) -> Mapping[str, Any]:
         if isinstance(results, torch.Tensor):
             results = (results,)
+        if isinstance(results, RowErrors):
+            self._row_errors = results.errors
+            return self._named(results.outputs)
         if isinstance(results, Mapping):
             return results
-        if len(results) != len(self._outputs):
+        names = [*self.spec.outputs, *self.spec.state]
+        if len(names) == 1 and isinstance(results, list):
+            return {names[0]: results}  # of rows that differ in size
+        if not isinstance(results, Sequence) or len(results) != len(names):
+            count = len(results) if isinstance(results, Sequence) else type(results).__name__
             raise ModelFailed(
-                f"model {self.spec.name!r} gave {len(results)} outputs, its spec promises {len(self._outputs)}: "
-                f"{', '.join(self.spec.outputs)}"
+                f"model {self.spec.name!r} gave {count} outputs, its spec promises {len(names)}: {', '.join(names)}"
             )
-        return dict(zip(self.spec.outputs, results, strict=True))
+        return dict(zip(names, results, strict=True))
+
+    def failures(self, results: Mapping[str, Any], rows: int, told: Mapping[int, str]) -> dict[int, str]:
+        """The reasons of rows that failed: as the model told, or with numbers that are none."""
+        failed = {int(row): plain(reason) for row, reason in told.items() if 0 <= int(row) < rows}
+        for name in self._finite:
+            wrong = ~torch.isfinite(results[name][:rows].reshape(rows, -1)).all(dim=1)
+            for row in torch.nonzero(wrong).flatten().tolist():
+                failed.setdefault(row, f"output {name!r} is not finite")
+        return failed
+
+    def refused(
+        self, tickets: NDArray[Any], results: Mapping[str, Any], rows: int, told: Mapping[int, str]
+    ) -> Outcome | None:
+        """Say which tickets have rows that failed; None where none has."""
+        if not told and not self._finite:
+            return None
+        failed = self.failures(results, rows, told)
+        return refuse_rows(self.columns, tickets, failed) if failed else None
+
+    def _take_row_errors(self) -> Mapping[int, str]:
+        told, self._row_errors = self._row_errors, {}
+        return told
+
+
+def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[int, str]) -> Outcome:
+    """Write the reasons why rows of a batch failed to their tickets' rows, and say which tickets are concerned."""
+    outcome = Outcome()
+    ends = np.cumsum(tickets["rows"].astype(np.int64))
+    for number in sorted({int(np.searchsorted(ends, row, side="right")) for row in failed}):
+        count, first = tickets["rows"].item(number), tickets["first"].item(number)
+        start = int(ends[number]) - count
+        mine = {row - start: failed[row] for row in range(start, start + count) if row in failed}
+        if columns is not None:
+            columns.reasons[first : first + count] = 0
+            for row, reason in mine.items():
+                columns.fail(first + row, reason)
+        index, reason = next(iter(mine.items()))
+        outcome.refused[number] = Code.ROW_FAILED, f"{len(mine)} of {count} rows failed; row {index}: {reason}"
+    return outcome
+
+
+def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
+    """Whether a module's forward is called with these names; otherwise by position."""
+    module = getattr(module, "_orig_mod", module)  # behind torch.compile's wrapper
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return True
+    return set(names) <= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 class _Input:
@@ -181,6 +283,7 @@ class _Input:
         return self._arena[first : first + rows]
 
     def gather(self, tickets: NDArray[Any], rows: int) -> torch.Tensor:
+        """The tickets' rows, and behind them so much of what was gathered before that there are `rows`."""
         native.gather(self._rows, tickets, self._staging_rows)
         view = self._views.get(rows)
         if view is None:
@@ -214,8 +317,8 @@ class _Output:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Torch's dtype of a spec."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    """Torch's dtype of a spec; bytes are uint8."""
+    dtype: torch.dtype = getattr(torch, spec.numpy_dtype.name)
     return dtype
 
 

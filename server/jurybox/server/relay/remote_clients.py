@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 from zmq.auth.thread import ThreadAuthenticator
 
 from jurybox.client.lane import Lane
 from jurybox.client.transports.transport import InFlight
+from jurybox.protocol import row_frames
 from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 from jurybox.server.security.access import public_keys, read_pair
@@ -189,7 +189,6 @@ class HeldLane:
         self._rows = rows
         self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
         self._busy = np.zeros(rows, np.bool_)
-        self._row_bytes = sum(array[:1].nbytes for array in lane.outputs.values())
 
     @property
     def waits(self) -> bool:
@@ -217,19 +216,8 @@ class HeldLane:
             return
         if self._busy[first:end].any():
             raise Error("some of these rows belong to a ticket that is not answered yet", Code.BUSY)
-        inputs = self.lane.inputs
-        if len(frames) != len(inputs):
-            raise Error(f"{len(frames)} tensors came, the model takes {len(inputs)}", Code.SPEC_MISMATCH)
         start = self._first + first
-        for (name, array), frame in zip(inputs.items(), frames, strict=True):
-            target = array[start : start + ticket.rows]
-            if len(frame) != target.nbytes:
-                raise Error(
-                    f"input {name!r}: {len(frame)} bytes came, {ticket.rows} rows of {array.dtype}"
-                    f"{list(array.shape[1:])} have {target.nbytes}",
-                    Code.SPEC_MISMATCH,
-                )
-            target[...] = np.frombuffer(frame.buffer, array.dtype).reshape(target.shape)
+        row_frames.unpack(self.lane.columns, "inputs", start, ticket.rows, [frame.buffer for frame in frames])
         deadline = time.monotonic_ns() + min(max(ticket.left, 1), _LONGEST_NS)
         self._busy[first:end] = True
         self._in_flight[ticket.sequence] = (
@@ -245,7 +233,7 @@ class HeldLane:
         self.lane.receive_now()
         answered = [(came, sent) for came, sent in self._in_flight.values() if sent.answer is not None]
         for came, sent in answered:
-            if has_room(came.sender, sent.rows * self._row_bytes):
+            if has_room(came.sender, row_frames.size(self.lane.columns, "outputs", sent.first, sent.rows)):
                 yield self._reply(came, sent)
 
     @property
@@ -268,16 +256,14 @@ class HeldLane:
         answer = sent.answer
         assert answer is not None
         frames: list[Any] = [came.sender, head(came, answer.code, answer.message, answer.version)]
-        if answer.code == Code.OK:
-            frames += [_bytes(array[sent.first : sent.first + sent.rows]) for array in self.lane.outputs.values()]
+        if answer.code in (Code.OK, Code.ROW_FAILED):
+            failed = answer.code != Code.OK
+            rows = row_frames.packed(self.lane.columns, "outputs", sent.first, sent.rows, failed=failed)
+            # Copies: the client may write the next ticket to these rows before the message is gone.
+            frames += [part if type(part) is bytes else part.tobytes() for part in rows]
         return frames
 
 
 def head(ticket: InlineTicket, code: int, message: str, version: int = 0) -> bytes:
     """The first frame of an answer."""
     return PREFIX + PACK_REPLY.pack(ticket.sequence, version, ticket.incarnation, code) + cut(message, MOST_TEXT)
-
-
-def _bytes(rows: NDArray[Any]) -> bytes:
-    """A copy: the client may write the next ticket to these rows before the message is gone."""
-    return rows.tobytes()

@@ -192,10 +192,17 @@ class TensorSettings(_Strict):
     """One tensor of an exported model: dtype, and the shape of ONE row."""
 
     dtype: Annotated[str, AfterValidator(_check_dtype)]
-    shape: list[Annotated[int, Field(ge=1)]] = []
+    shape: list[Annotated[int, Field(ge=-1)]] = []
+    capacity: int = Field(default=0, ge=0)
+    finite: bool = False
 
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.dtype, tuple(self.shape))
+        return TensorSpec(self.dtype, tuple(self.shape), self.capacity, self.finite)
+
+    @model_validator(mode="after")
+    def _is_a_spec(self) -> TensorSettings:
+        self.spec()
+        return self
 
 
 class ModelSettings(_Strict):
@@ -221,6 +228,7 @@ class ModelSettings(_Strict):
     channels_last: bool = False
     compile: bool = False
     cuda_graphs: bool = True
+    deterministic: bool = False
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
 
@@ -252,6 +260,7 @@ class ModelSettings(_Strict):
             "exported": self.exported is not None,
             "compile": self.compile,
             "keep_versions": self.keep_versions > 0,
+            "deterministic": self.deterministic,
             "min_batch": self.min_batch > 1,
         }
         return next((name for name, there in given.items() if there), "")

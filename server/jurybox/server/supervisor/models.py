@@ -167,9 +167,16 @@ class HeldModel:
             settled=self.settled,
         )
         if self.spec is not None:
-            for target, specs in ((message.inputs, self.spec.inputs), (message.outputs, self.spec.outputs)):
+            for target, specs in (
+                (message.inputs, self.spec.inputs),
+                (message.outputs, self.spec.outputs),
+                (message.session_state, self.spec.state),
+            ):
                 target.extend(
-                    TensorSpecMessage(name=name, dtype=spec.dtype, shape=spec.shape) for name, spec in specs.items()
+                    TensorSpecMessage(
+                        name=name, dtype=spec.dtype, shape=spec.shape, capacity=spec.capacity, finite=spec.finite
+                    )
+                    for name, spec in specs.items()
                 )
         if self.arena is not None:
             message.arena = self.arena.segment.name

@@ -351,7 +351,7 @@ class Supervisor:
         if held is None:
             return
         try:
-            spec = ModelSpec(held.name, specs_from_plain(message["inputs"]), specs_from_plain(message["outputs"]))
+            spec = ModelSpec(held.name, *(specs_from_plain(message[kind]) for kind in ("inputs", "outputs", "state")))
             replaces = self._models.adopt_spec(held, spec, plain(message["digest"], 100))
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             self._adopt_layout(held, WeightsLayout(weights) if weights else None)

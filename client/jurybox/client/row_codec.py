@@ -1,0 +1,243 @@
+"""What a caller gives becomes rows of a lane, and rows become what a caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.arena import Columns
+from jurybox.protocol.errors import Refused, SpecMismatch, plain
+from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
+
+SESSIONS = ""  # among checked inputs, the records of arena.SESSION; no tensor has this name
+
+Checked = dict[str, Any]  # inputs by name, each as its codec keeps it
+
+
+class PlainRows:
+    """Rows of fixed shapes: arrays with a first dimension of n."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def checked(self, inputs: Any) -> tuple[Checked, int]:
+        """The inputs by name, each fitting the spec, and the number of rows. Raises SpecMismatch."""
+        named = self._named(inputs)
+        given = {name: np.asarray(named[name]) for name in self.spec.inputs}
+        first = next(iter(given.values()))
+        n = len(first) if first.ndim else 0
+        for name, spec in self.spec.inputs.items():
+            self._check(name, spec, given[name], n)
+        return given, n
+
+    def one(self, row: Any) -> tuple[Checked, int]:
+        """As `checked`, of a single row. Raises SpecMismatch in the words of who passed it."""
+        named = self._named(row)
+        given = {name: np.asarray(named[name]) for name in self.spec.inputs}
+        for name, spec in self.spec.inputs.items():
+            self._check_row(name, spec, given[name])
+        return {name: value[None] for name, value in given.items()}, 1
+
+    def put(self, columns: Columns, given: Checked, at: int, n: int, first: int) -> None:
+        """Write rows `at` to `at + n` of what was given to the rows from `first` on."""
+        for name, array in given.items():
+            columns.inputs[name][first : first + n] = array[at : at + n]
+
+    def take(self, columns: Columns, first: int, n: int) -> dict[str, Any]:
+        """Copies of the outputs of n rows, by name."""
+        return {name: array[first : first + n].copy() for name, array in columns.outputs.items()}
+
+    def room(self, n: int) -> dict[str, Any]:
+        """Where the outputs of n rows are collected."""
+        return {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in self.spec.outputs.items()}
+
+    def take_into(self, columns: Columns, first: int, n: int, outputs: dict[str, Any], at: int) -> None:
+        """Copy the outputs of n rows to rows `at` and after of a `room`."""
+        for name, array in outputs.items():
+            array[at : at + n] = columns.outputs[name][first : first + n]
+
+    def place(self, outputs: dict[str, Any], at: int, n: int, given: Any) -> None:
+        """Write outputs as a caller gets them to rows `at` to `at + n` of a `room`."""
+        for name, rows in outputs.items():
+            rows[at : at + n] = given[name] if len(outputs) > 1 else given
+
+    def words(self) -> str:
+        """The spec in words."""
+        return words(self.spec)
+
+    def _named(self, inputs: Any) -> Mapping[str, Any]:
+        specs = self.spec.inputs
+        if not isinstance(inputs, Mapping):
+            if len(specs) != 1:
+                raise SpecMismatch(f"{self.spec.name!r} takes {self.words()}: give a dict with an array for each")
+            return {next(iter(specs)): inputs}
+        if inputs.keys() != specs.keys():
+            raise SpecMismatch(f"{self.spec.name!r} takes inputs {sorted(specs)}, {sorted(map(plain, inputs))} came")
+        return inputs
+
+    def _check(self, name: str, spec: TensorSpec, array: NDArray[Any], n: int) -> None:
+        if array.dtype != spec.numpy_dtype or array.shape != (n, *spec.shape):
+            expected = "n, " + ", ".join(map(str, spec.shape)) if spec.shape else "n"
+            raise SpecMismatch(
+                f"input {name!r} of {self.spec.name!r}: expected {spec.dtype} of shape ({expected}), came "
+                f"{array.dtype} of shape {array.shape}{_hint(array, spec.numpy_dtype, spec.shape)}"
+            )
+
+    def _check_row(self, name: str, spec: TensorSpec, row: NDArray[Any]) -> None:
+        if row.shape == spec.shape and row.dtype == spec.numpy_dtype:
+            return
+        hint = f"; for several rows call infer(): here {len(row)}" if row.shape[1:] == spec.shape != row.shape else ""
+        if row.dtype != spec.numpy_dtype:
+            hint += f"; convert it on purpose: array.astype({spec.numpy_dtype.name!r})"
+        raise SpecMismatch(
+            f"input {name!r} of {self.spec.name!r}: a call takes one row, {spec.dtype} of shape {spec.shape}, came "
+            f"{row.dtype} of shape {row.shape}{hint}"
+        )
+
+
+class OpenRows(PlainRows):
+    """As PlainRows, where rows differ in size or are of sessions.
+
+    Of a tensor whose rows differ in size a sequence of n arrays goes in (or one array, where they happen to be equal),
+    and a list of n arrays comes out; of dtype "bytes" a sequence of n bytes or str, and a list of bytes.
+    """
+
+    def checked(self, inputs: Any) -> tuple[Checked, int]:
+        """As PlainRows.checked; a tensor of variable size is kept as a list of (flat array, extents)."""
+        named = self._named(inputs)
+        given: Checked = {}
+        counts = {}
+        for name, spec in self.spec.inputs.items():
+            value = named[name]
+            if spec.variable:
+                given[name] = self._rows(name, spec, value)
+            else:
+                array = given[name] = np.asarray(value)
+                self._check(name, spec, array, len(array) if array.ndim else 0)
+            counts[name] = len(given[name])
+        if len(set(counts.values())) != 1:
+            told = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise SpecMismatch(f"inputs of {self.spec.name!r} differ in their numbers of rows: {told}")
+        return given, next(iter(counts.values()))
+
+    def one(self, row: Any) -> tuple[Checked, int]:
+        """As PlainRows.one."""
+        named = self._named(row)
+        given: Checked = {}
+        for name, spec in self.spec.inputs.items():
+            if spec.variable:
+                given[name] = [self._row(name, spec, named[name], 0)]
+            else:
+                array = np.asarray(named[name])
+                self._check_row(name, spec, array)
+                given[name] = array[None]
+        return given, 1
+
+    def put(self, columns: Columns, given: Checked, at: int, n: int, first: int) -> None:
+        """As PlainRows.put."""
+        for name, rows in given.items():
+            if name == SESSIONS:
+                assert columns.sessions is not None
+                columns.sessions[first : first + n] = rows[at : at + n]
+            elif type(rows) is list:
+                slots, extents = columns.inputs[name], columns.input_extents[name]
+                for i in range(n):
+                    flat, sizes = rows[at + i]
+                    slots[first + i, : flat.size] = flat
+                    extents[first + i] = sizes
+            else:
+                columns.inputs[name][first : first + n] = rows[at : at + n]
+
+    def take(self, columns: Columns, first: int, n: int) -> dict[str, Any]:
+        """As PlainRows.take."""
+        return {
+            name: self._taken(columns, name, spec, first, n)
+            if spec.variable
+            else columns.outputs[name][first : first + n].copy()
+            for name, spec in self.spec.outputs.items()
+        }
+
+    def room(self, n: int) -> dict[str, Any]:
+        """As PlainRows.room."""
+        return {
+            name: [None] * n if spec.variable else np.empty((n, *spec.shape), spec.numpy_dtype)
+            for name, spec in self.spec.outputs.items()
+        }
+
+    def take_into(self, columns: Columns, first: int, n: int, outputs: dict[str, Any], at: int) -> None:
+        """As PlainRows.take_into."""
+        for name, rows in self.take(columns, first, n).items():
+            outputs[name][at : at + n] = rows
+
+    def _rows(self, name: str, spec: TensorSpec, values: Any) -> list[tuple[NDArray[Any], tuple[int, ...]]]:
+        if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, (Sequence, np.ndarray)):
+            what = "bytes or str" if spec.dtype == BYTES else "arrays"
+            raise SpecMismatch(
+                f"input {name!r} of {self.spec.name!r}: expected a list of {what}, one for each row, came "
+                f"{type(values).__name__}; for a single row call the model itself"
+            )
+        return [self._row(name, spec, value, i) for i, value in enumerate(values)]
+
+    def _row(self, name: str, spec: TensorSpec, value: Any, i: int) -> tuple[NDArray[Any], tuple[int, ...]]:
+        if spec.dtype == BYTES:
+            if isinstance(value, str):
+                value = value.encode()
+            if not isinstance(value, (bytes, bytearray, memoryview)):
+                raise SpecMismatch(
+                    f"input {name!r} of {self.spec.name!r}, row {i}: expected bytes or str, came {type(value).__name__}"
+                )
+            array = np.frombuffer(value, np.uint8)
+        else:
+            array = np.ascontiguousarray(value)
+            if array.dtype != spec.numpy_dtype:
+                raise SpecMismatch(
+                    f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec.dtype}, came {array.dtype}; "
+                    f"convert it on purpose: array.astype({spec.dtype!r})"
+                )
+        extents = spec.extents_of(array.shape)
+        if extents is None:
+            raise SpecMismatch(
+                f"input {name!r} of {self.spec.name!r}, row {i}: expected {spec}, came shape {array.shape} "
+                f"({array.size} elements)"
+            )
+        return array.reshape(-1), extents
+
+    def _taken(self, columns: Columns, name: str, spec: TensorSpec, first: int, n: int) -> list[Any]:
+        slots = columns.outputs[name]
+        rows: list[Any] = []
+        for i, sizes in enumerate(columns.output_extents[name][first : first + n].tolist(), first):
+            shape = spec.measured(sizes)
+            count = int(np.prod(shape, dtype=np.int64))
+            if not 0 <= count <= spec.capacity or min(sizes) < 0:
+                raise Refused(f"output {name!r} of {self.spec.name!r} came with sizes {sizes}: {spec} was expected")
+            flat = slots[i, :count]
+            rows.append(flat.tobytes() if spec.dtype == BYTES else flat.reshape(shape).copy())
+        return rows
+
+
+def codec_of(spec: ModelSpec) -> PlainRows:
+    """The codec of a model's rows."""
+    return OpenRows(spec) if spec.open else PlainRows(spec)
+
+
+def shaped(outputs: dict[str, Any]) -> Any:
+    """Outputs as a caller gets them: the only one by itself, several by name."""
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def words(spec: ModelSpec) -> str:
+    """A spec in words."""
+    inputs = ", ".join(f"{name} {tensor}" for name, tensor in spec.inputs.items())
+    outputs = ", ".join(f"{name} {tensor}" for name, tensor in spec.outputs.items())
+    return f"{inputs} -> {outputs}"
+
+
+def _hint(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    if array.shape == shape:
+        return "; for a single row call the model itself, or add an axis: array[None]"
+    if array.shape[1:] == shape and array.dtype != dtype:
+        return f"; convert it on purpose: array.astype({dtype.name!r})"
+    return ""

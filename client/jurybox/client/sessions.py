@@ -1,0 +1,305 @@
+"""Sessions: state that a model keeps on the server, for each environment or conversation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.client.link import seconds
+from jurybox.client.row_codec import SESSIONS, Checked, shaped
+from jurybox.client.ticket import Reply, Ticket
+from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
+from jurybox.protocol.errors import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, VersionNotHeld
+
+if TYPE_CHECKING:
+    from jurybox.client.model import Model
+
+Numbers = Sequence[int] | NDArray[np.integer[Any]]
+Mask = Sequence[bool] | NDArray[np.bool_]
+
+# After these a request was not computed, so that the state is what it was.
+_NOT_COMPUTED = (Busy, ModelFailed, SpecMismatch, VersionNotHeld)
+
+
+class Sessions:
+    """n sessions of a model with state, from `Model.sessions`. A session begins with the model's initial state.
+
+    A request takes each session one step further. Who does not learn what became of a request (a time-out, Ctrl-C) has
+    lost the sessions in it: SessionLost is raised until they are reset. So nothing is ever answered from a state that
+    the caller does not expect. Thread-safe as `Model` is.
+
+    Attributes:
+        version: of the weights that answered last.
+    """
+
+    def __init__(self, model: Model, n: int, *, pin_version: bool = False) -> None:
+        self._model = model
+        self._n = n
+        self._next = np.zeros(n, np.uint32)  # step of each session's next request; 0: it begins
+        self._lost = np.zeros(n, np.bool_)
+        self._pinned = np.zeros(n, np.uint64) if pin_version else None
+        self.version = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def infer(
+        self,
+        inputs: Any,
+        session: Numbers | None = None,
+        reset: Mask | None = None,
+        *,
+        timeout: float | None = None,
+        version: int = 0,
+    ) -> Any:
+        """Answer one row of each session, and take its state one step further.
+
+        Args:
+            inputs: as `Model.infer`, a row for each session.
+            session: numbers of the sessions that the rows are of; without it row i is of session i. None twice.
+            reset: which rows begin anew, from the initial state; without it none but those that never began.
+            timeout, version: as `Model.infer`.
+
+        Returns:
+            As `Model.infer`.
+
+        Raises:
+            SessionLost: `sessions` of the error have lost their state; nothing was computed. Reset them.
+            RowFailed: as `Model.infer`; the state of rows that failed is what it was.
+            SpecMismatch, Timeout, Busy, ModelFailed, Refused, ServerGone.
+        """
+        model = self._model
+        deadline = model.deadline(timeout)
+        with model.lock:
+            given, ids, steps = self._prepared(inputs, session, reset)
+            replies = []
+            for part, wanted in self._by_version(ids, steps, version):
+                with self._stepping(ids[part], steps[part]):
+                    replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
+            return self._joined(len(ids), ids, replies)
+
+    async def infer_async(
+        self,
+        inputs: Any,
+        session: Numbers | None = None,
+        reset: Mask | None = None,
+        *,
+        timeout: float | None = None,
+        version: int = 0,
+    ) -> Any:
+        """As `infer`, in an event loop."""
+        model = self._model
+        deadline = model.deadline(timeout)
+        given, ids, steps = self._prepared(inputs, session, reset)
+        replies = []
+        for part, wanted in self._by_version(ids, steps, version):
+            with self._stepping(ids[part], steps[part]):
+                replies.append((part, await model._answered_async(_of(given, part), len(part), deadline, wanted)))
+        return self._joined(len(ids), ids, replies)
+
+    def submit(
+        self,
+        inputs: Any,
+        session: Numbers | None = None,
+        reset: Mask | None = None,
+        *,
+        timeout: float | None = None,
+        version: int = 0,
+    ) -> Ticket:
+        """As `Model.submit`; several requests of one session may be in flight, and are computed in their order.
+
+        Where one of them fails, the later ones of its sessions, and requests after them, raise SessionLost.
+        """
+        model = self._model
+        deadline = model.deadline(timeout)
+        with model.lock:
+            given, ids, steps = self._prepared(inputs, session, reset)
+            n = len(ids)
+            if n > model.max_batch:
+                raise SpecMismatch(f"a ticket holds 1 to {model.max_batch} rows, {n} came; infer() cuts")
+            lane = model._usable()
+            ticket = model._sent(lane, given, 0, n, model._found(lane, n), deadline, version)
+            self._next[ids] = steps + 1
+            self._lost[ids] = False
+            return ticket
+
+    def get_state(self, session: Numbers | None = None, *, timeout: float | None = None) -> dict[str, NDArray[Any]]:
+        """Copies of the state, (n, *shape) by name; the initial one of sessions that never began.
+
+        For replays of sequences that begin with the state at their first step (Kapturowski et al. 2019, "R2D2").
+
+        Raises:
+            SessionLost, Timeout, ServerGone, Refused.
+        """
+        return self._state(self._ids(session), STORE, {}, timeout)
+
+    def set_state(
+        self, state: Mapping[str, NDArray[Any]], session: Numbers | None = None, *, timeout: float | None = None
+    ) -> None:
+        """Give sessions a state, lost ones too.
+
+        Args:
+            state: (n, *shape) of every name of the model's state.
+
+        Raises:
+            SpecMismatch: a name, dtype or shape that is not the model's.
+            Timeout, ServerGone, Refused.
+        """
+        ids, specs = self._ids(session), self._model.spec.state
+        if state.keys() != specs.keys():
+            raise SpecMismatch(f"state of {self._model.name!r} is {sorted(specs)}, {sorted(state)} came")
+        given = {name: np.asarray(value) for name, value in state.items()}
+        for name, spec in specs.items():
+            if given[name].shape != (len(ids), *spec.shape) or given[name].dtype != spec.numpy_dtype:
+                raise SpecMismatch(
+                    f"state {name!r}: expected {spec.dtype} of shape {(len(ids), *spec.shape)}, came "
+                    f"{given[name].dtype} of shape {given[name].shape}"
+                )
+        self._state(ids, LOAD, given, timeout)
+
+    def close(self) -> None:
+        """End the sessions; the server gives their rows to others."""
+        self._model.close()
+
+    def __enter__(self) -> Sessions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _ids(self, session: Numbers | None) -> NDArray[np.intp]:
+        if session is None:
+            return np.arange(self._n)
+        ids = np.asarray(session)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise SpecMismatch(f"session is {ids.dtype} of shape {ids.shape}: expected whole numbers, one for each row")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._n:
+            raise SpecMismatch(f"session {int(ids.min())}..{int(ids.max())}: these are sessions 0..{self._n - 1}")
+        if len(np.unique(ids)) != len(ids):
+            raise SpecMismatch("a session stands in one request twice: its second step needs the first one's answer")
+        return ids.astype(np.intp)
+
+    def _prepared(
+        self, inputs: Any, session: Numbers | None, reset: Mask | None
+    ) -> tuple[Checked, NDArray[np.intp], NDArray[np.uint32]]:
+        """The inputs with their session records, the sessions, and the step that each is asked for."""
+        given, n = self._model._codec.checked(inputs)
+        ids = self._ids(session)
+        if len(ids) != n:
+            raise SpecMismatch(f"{n} rows came for {len(ids)} sessions: expected one row for each")
+        begin = np.zeros(n, np.bool_) if reset is None else np.asarray(reset, np.bool_)
+        if begin.shape != (n,):
+            raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
+        self._require(ids[~begin])
+        steps = np.where(begin, 0, self._next[ids]).astype(np.uint32)
+        records = np.zeros(n, SESSION)
+        records["slot"], records["step"] = ids, steps
+        return given | {SESSIONS: records}, ids, steps
+
+    def _require(self, ids: NDArray[np.intp]) -> None:
+        if len(lost := ids[self._lost[ids]]):
+            raise SessionLost(
+                f"sessions {lost.tolist()} of {self._model.name!r} have lost their state: begin them anew with reset",
+                sessions=lost.tolist(),
+            )
+
+    def _by_version(
+        self, ids: NDArray[np.intp], steps: NDArray[np.uint32], version: int
+    ) -> list[tuple[NDArray[np.intp], int]]:
+        """Which rows go together, and the weights version that they ask for."""
+        everything = np.arange(len(ids))
+        if self._pinned is None or version:
+            return [(everything, version)]
+        wanted = np.where(steps == 0, 0, self._pinned[ids])
+        return [(everything[wanted == each], int(each)) for each in np.unique(wanted)]
+
+    @contextlib.contextmanager
+    def _stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> Iterator[None]:
+        """Whatever becomes of a request: sessions have taken the step, have not, or are lost."""
+        one_ticket = len(ids) <= self._model.max_batch  # of several, some may have been computed
+        before = self._lost[ids]
+        self._lost[ids] = True
+        try:
+            yield
+        except RowFailed as error:
+            failed = np.zeros(len(ids), np.bool_)
+            failed[list(error.errors)] = True
+            self._next[ids[~failed]] = steps[~failed] + 1
+            self._lost[ids] = before & failed
+            raise
+        except SessionLost as error:
+            gone = np.asarray(error.sessions, np.intp)
+            if one_ticket:
+                self._lost[ids] = before
+                self._lost[ids[gone]] = True
+            raise SessionLost(str(error), sessions=ids[gone].tolist()) from None
+        except _NOT_COMPUTED:
+            if one_ticket:
+                self._lost[ids] = before
+            raise
+        self._next[ids] = steps + 1
+        self._lost[ids] = False
+
+    def _joined(self, n: int, ids: NDArray[np.intp], replies: list[tuple[NDArray[np.intp], Reply]]) -> Any:
+        if self._pinned is not None:
+            for part, reply in replies:
+                self._pinned[ids[part]] = reply.version
+        self.version = min(reply.version for _, reply in replies)
+        if len(replies) == 1:
+            return replies[0][1].outputs
+        whole = self._model._codec.room(n)
+        for part, reply in replies:
+            for name, rows in whole.items():
+                came = reply.outputs[name] if len(whole) > 1 else reply.outputs
+                for at, row in zip(part, came, strict=True):
+                    rows[at] = row
+        return shaped(whole)
+
+    def _state(
+        self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
+    ) -> dict[str, NDArray[Any]]:
+        model = self._model
+        left = model.seconds(timeout) if timeout is None else seconds(timeout)
+        found = {
+            name: np.empty((len(ids), *spec.shape), spec.numpy_dtype)
+            for name, spec in (model.spec.state.items() if flag == STORE else ())
+        }
+        with model.lock:
+            if flag == STORE:
+                self._require(ids)
+            lane = model._usable()
+            most = min(model.max_batch, lane.rows)
+            for at in range(0, len(ids), most):
+                part = ids[at : at + most]
+                steps = (self._next[part] if flag == STORE else np.zeros(len(part))).astype(np.uint32)
+                first = model._found(lane, len(part))
+                rows = slice(first, first + len(part))
+                columns = lane.columns
+                if columns.sessions is None:
+                    raise Refused(f"model {model.name!r} keeps no state any more")
+                columns.sessions["slot"][rows], columns.sessions["step"][rows] = part, steps
+                columns.sessions["flags"][rows] = flag | NO_FORWARD
+                for extents in columns.input_extents.values():
+                    extents[rows] = 0
+                for name, array in state.items():
+                    columns.state_in[name][rows] = array[at : at + most]
+                with self._stepping(part, steps):
+                    answer = lane.ask(first, len(part), left)
+                    if answer.code:
+                        raise lane.failure(answer, first, len(part))
+                for name, array in found.items():
+                    array[at : at + most] = columns.state_out[name][rows]
+        return found
+
+
+def _of(given: Checked, part: NDArray[np.intp]) -> Checked:
+    """Some rows of checked inputs."""
+    if len(part) == len(given[SESSIONS]):
+        return given
+    return {name: [rows[i] for i in part] if type(rows) is list else rows[part] for name, rows in given.items()}

@@ -1,0 +1,241 @@
+"""Rows that differ in size, rows that fail alone, and state that stays with its session: all in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jurybox.client import ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.protocol import TensorSpec
+from jurybox.server.inproc import InprocServer
+from jurybox.server.models import RowErrors, ServedModel
+from tests import open_models
+
+
+@pytest.fixture
+def served():
+    servers = []
+
+    def serve(model, rows=32, **settings):
+        server = InprocServer({"m": model}, rows=128, **settings)
+        servers.append(server)
+        return server.model("m", rows=rows)
+
+    yield serve
+    for server in servers:
+        server.close()
+
+
+def images(rng, *sides):
+    return [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w in sides]
+
+
+@pytest.mark.parametrize("collate", ["list", "pad"])
+def test_images_of_any_size_are_answered_as_if_they_were_alone(served, collate):
+    model = served(open_models.brightness(collate))
+    pictures = images(np.random.default_rng(0), (4, 5), (9, 2), (1, 1), (4, 5), (16, 16))
+    expected = [picture.mean() / 255 for picture in pictures]
+    np.testing.assert_allclose(model.infer(pictures), expected, rtol=1e-5)
+    np.testing.assert_allclose(model(pictures[1]), expected[1], rtol=1e-5)
+    np.testing.assert_allclose(model.submit(pictures[:2]).result().outputs, expected[:2], rtol=1e-5)
+    assert model.infer(np.stack([pictures[0]] * 3)).shape == (3,)
+
+
+def test_text_goes_in_as_str_or_bytes_and_comes_out_as_bytes(served):
+    model = served(open_models.shout())
+    assert model.infer(["größer", b"abc", ""]) == ["GRÖSSER".encode(), b"ABC", b""]
+    assert model("one") == b"ONE"
+
+
+def test_a_prompt_stands_beside_a_picture(served):
+    model = served(open_models.prompted())
+    pictures = images(np.random.default_rng(1), (3, 3), (5, 4))
+    answers = model.infer({"image": pictures, "prompt": ["a", "four"]})
+    np.testing.assert_array_equal(answers["size"], [9, 20])
+    np.testing.assert_array_equal(answers["words"], [1, 4])
+    assert model({"image": pictures[0], "prompt": "xy"})["words"] == 2
+
+
+def test_masks_of_their_pictures_sizes_come_back(served):
+    model = served(open_models.threshold())
+    pictures = images(np.random.default_rng(2), (3, 7), (2, 2), (8, 1))
+    masks = model.infer(pictures)
+    assert [mask.shape for mask in masks] == [(3, 7), (2, 2), (8, 1)]
+    for mask, picture in zip(masks, pictures, strict=True):
+        np.testing.assert_array_equal(mask, picture.mean(axis=2) > 127)
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(served):
+    model = served(open_models.brightness("list"))
+    with pytest.raises(SpecMismatch, match=r"row 1: expected uint8\[-1, -1, 3\] up to 3072, came shape \(40, 40, 3\)"):
+        model.infer([np.zeros((2, 2, 3), np.uint8), np.zeros((40, 40, 3), np.uint8)])
+    with pytest.raises(SpecMismatch, match="expected uint8, came float64"):
+        model(np.zeros((2, 2, 3)))
+    with pytest.raises(SpecMismatch, match="for a single row call the model itself"):
+        served(open_models.shout()).infer("abc")
+    with pytest.raises(SpecMismatch, match="differ in their numbers of rows: image 1, prompt 2"):
+        served(open_models.prompted()).infer({"image": [np.zeros((2, 2, 3), np.uint8)], "prompt": ["a", "b"]})
+
+
+def test_extents_that_lie_fail_their_own_row_and_no_other(served):
+    model = served(open_models.brightness("pad"))
+    with model.rows(3) as rows:
+        for i in range(3):
+            rows.place("image", i, (2, 2, 3))[:] = 51
+        for lie in [(-1, 2), (1 << 40, 1 << 40), (33, 32), (np.iinfo(np.int64).min, -1)]:
+            model._lane.columns.input_extents["image"][rows.first + 1] = lie
+            with pytest.raises(RowFailed) as failed:
+                rows.infer()
+            assert list(failed.value.errors) == [1] and "came with sizes" in failed.value.reason
+            np.testing.assert_allclose(rows.outputs["score"][[0, 2]], 0.2, rtol=1e-5)
+
+
+def test_a_row_that_fails_does_not_take_its_neighbours_with_it(served):
+    model = served(open_models.picky())
+    x = np.arange(8, dtype=np.float32).reshape(8, 1)
+    with pytest.raises(RowFailed, match="2 of 8 rows of 'm' failed: row 3: three; row 6: six") as failed:
+        model.infer(x)
+    assert failed.value.errors == {3: "three", 6: "six"} and (failed.value.index, failed.value.reason) == (3, "three")
+    np.testing.assert_array_equal(failed.value.outputs[[0, 1, 2, 4, 5, 7]], 2 * x[[0, 1, 2, 4, 5, 7], 0])
+    tickets = [model.submit(x[i : i + 2]) for i in (0, 2, 4)]
+    np.testing.assert_array_equal(tickets[0].result().outputs, [0, 2])
+    with pytest.raises(RowFailed) as failed:
+        tickets[1].result()
+    assert failed.value.errors == {1: "three"}
+    np.testing.assert_array_equal(tickets[2].result().outputs, [8, 10])
+    with pytest.raises(RowFailed, match="three"):
+        model(x[3])
+    assert model(x[4]) == 8
+
+
+def test_rows_that_fail_in_pieces_keep_their_numbers(served):
+    model = served(open_models.picky(), max_batch=4)
+    with pytest.raises(RowFailed) as failed:
+        model.infer(np.array([[1], [3], [2], [2], [2], [6], [3]], np.float32))
+    assert failed.value.errors == {1: "three", 5: "six", 6: "three"}
+    assert failed.value.outputs[2] == 4
+
+
+def test_a_number_that_is_none_is_an_error_where_numbers_are_promised(served):
+    model = served(open_models.reciprocal())
+    with pytest.raises(RowFailed) as failed:
+        model.infer(np.array([[1], [0], [2]], np.float32))
+    assert failed.value.errors == {1: "output 'y' is not finite"}
+    np.testing.assert_array_equal(failed.value.outputs[[0, 2]], [1, 0.5])
+
+
+def test_a_module_is_called_by_position_where_its_parameters_have_other_names(served):
+    net = nn.Sequential(nn.Linear(3, 2))
+    model = served(ServedModel(net, {"observation": TensorSpec("float32", (3,))}, {"y": TensorSpec("float32", (2,))}))
+    x = np.ones((2, 3), np.float32)
+    with torch.inference_mode():
+        np.testing.assert_allclose(model.infer(x), net(torch.ones(2, 3)), rtol=1e-6)
+
+
+def test_long_rows_are_computed_apart_so_that_a_batch_stays_within_its_bound(served):
+    seen = []
+    model = served(open_models.recorded(seen, max_elements=100))
+    model.infer(["x" * n for n in (10, 90, 5, 60, 8, 90)])
+    assert all(rows * longest <= 100 for rows, longest in seen), seen
+    assert sum(rows for rows, _ in seen) == 6
+
+
+def test_padding_stays_below_its_share(served):
+    seen = []
+    model = served(open_models.recorded(seen, max_padding=0.25))
+    lengths = [1, 2, 3, 50, 55, 60, 400, 390]
+    model.infer(["x" * n for n in lengths])
+    assert 1 < len(seen) < len(lengths)
+
+
+# ---- sessions
+
+
+def test_sessions_keep_their_state_apart(served):
+    model = served(open_models.running_sum())
+    with model.sessions(3) as sessions:
+        x = np.array([[1], [10], [100]], np.float32)
+        np.testing.assert_array_equal(sessions.infer(x), [1, 10, 100])
+        np.testing.assert_array_equal(sessions.infer(x), [2, 20, 200])
+        np.testing.assert_array_equal(sessions.infer(x[:2], session=[2, 0]), [201, 12])
+        np.testing.assert_array_equal(sessions.infer(x, reset=[False, True, False]), [13, 10, 301])
+        state = sessions.get_state()
+        np.testing.assert_array_equal(state["total"], [13, 10, 301])
+        sessions.set_state({"total": np.array([7.0], np.float32)}, session=[1])
+        np.testing.assert_array_equal(sessions.infer(x[:1], session=[1]), [8])
+
+
+def test_a_model_with_state_wants_sessions(served):
+    model = served(open_models.running_sum())
+    with pytest.raises(Refused, match=r"keeps state \(total\): open sessions"):
+        model.infer(np.zeros((1, 1), np.float32))
+    with pytest.raises(Refused, match="keeps no state"):
+        served(open_models.shout()).sessions(1)
+
+
+def test_requests_of_a_session_in_flight_are_computed_in_order(served):
+    model = served(open_models.running_sum())
+    x = np.ones((2, 1), np.float32)
+    with model.sessions(8) as sessions:
+        tickets = [sessions.submit(x, session=[3, 5]) for _ in range(4)]
+        assert [ticket.result().outputs.tolist() for ticket in tickets] == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_a_request_that_fails_leaves_the_state_and_a_later_one_in_flight_is_not_computed(served):
+    model = served(open_models.running_sum())
+    one = np.ones((1, 1), np.float32)
+    with model.sessions(4) as sessions:
+        sessions.infer(np.ones((4, 1), np.float32))
+        with pytest.raises(ModelFailed):
+            sessions.infer(-one, session=[2])
+        np.testing.assert_array_equal(sessions.infer(one, session=[2]), [2])
+        first, second = sessions.submit(-one, session=[1]), sessions.submit(one, session=[1])
+        with pytest.raises(ModelFailed):
+            first.result()
+        with pytest.raises(SessionLost):
+            second.result()
+        with pytest.raises(SessionLost) as lost:
+            sessions.infer(np.ones((2, 1), np.float32), session=[0, 1])
+        assert lost.value.sessions == [1]
+        np.testing.assert_array_equal(
+            sessions.infer(np.ones((2, 1), np.float32), session=[0, 1], reset=[False, True]), [2, 1]
+        )
+
+
+def test_nobody_gets_the_state_of_who_had_the_rows_before(served):
+    model = served(open_models.running_sum())
+    with model.sessions(4) as sessions:
+        sessions.infer(np.full((4, 1), 5, np.float32))
+    with model.sessions(4) as sessions:
+        np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [1, 1, 1, 1])
+        records = sessions._model._lane.columns.sessions
+        sessions._next[:] = 7  # a client that claims steps it never took
+        with pytest.raises(SessionLost):
+            sessions.infer(np.ones((4, 1), np.float32))
+        assert records is not None
+
+
+def test_the_same_session_twice_in_a_request_is_refused(served):
+    with served(open_models.running_sum()).sessions(2) as sessions, pytest.raises(SpecMismatch, match="twice"):
+        sessions.infer(np.zeros((2, 1), np.float32), session=[1, 1])
+
+
+def test_an_lstm_answers_as_a_local_one_does_through_resets(served):
+    policy = open_models.lstm()
+    model = served(policy)
+    rng = np.random.default_rng(3)
+    hidden, cell = torch.zeros(6, 16), torch.zeros(6, 16)
+    with model.sessions(6) as sessions, torch.inference_mode():
+        for _ in range(50):
+            x = rng.standard_normal((6, 4)).astype(np.float32)
+            reset = rng.random(6) < 0.1
+            answers = sessions.infer(x, reset=reset)
+            hidden[torch.from_numpy(reset)], cell[torch.from_numpy(reset)] = 0, 0
+            logits, hidden, cell = policy.module(torch.from_numpy(x), hidden, cell)
+            np.testing.assert_allclose(answers, logits, atol=1e-6)
+
+
+def test_row_errors_may_be_given_by_any_model():
+    assert RowErrors({1: "x"}, ()).errors == {1: "x"}
