@@ -124,3 +124,11 @@ def lstm(inputs=4, hidden=16, outputs=3, seed=0):
         {"logits": TensorSpec("float32", (outputs,))},
         state=state,
     )
+
+
+def mlp(inputs=52, hidden=256, outputs=145, seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+    return ServedModel(
+        net, {"observation": TensorSpec("float32", (inputs,))}, {"logits": TensorSpec("float32", (outputs,))}
+    )

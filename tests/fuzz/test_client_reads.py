@@ -66,7 +66,7 @@ def test_any_answer_of_a_relay(context, examples):
         transport._in_flight[5] = (1, 2)
         with contextlib.suppress(Error):
             transport._read([zmq.Frame(frame) for frame in (message[0], *message[1])])
-        assert not np.any(rows.outputs["y"][[0, 3]])  # never beyond the ticket's rows
+        assert not np.any(rows.columns.outputs["y"][[0, 3]])  # never beyond the ticket's rows
 
     fuzz()
     transport.close()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import jurybox.client
 from jurybox.protocol.errors import ProtocolMismatch, ServerGone
-from jurybox.protocol.wire import build_version
+from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.cli import main
 from jurybox.server.commands import app as commands
 from jurybox.server.commands.app import app
@@ -241,7 +241,7 @@ def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level
 def test_version_names_build_and_protocol(run):
     result = run("--version")
     assert result.exit_code == 0
-    assert result.output.startswith(f"jurybox {build_version()} (protocol 1")
+    assert result.output.startswith(f"jurybox {build_version()} (protocol {PROTOCOL_VERSION}")
 
 
 def test_no_command_shows_the_help(run):

@@ -7,7 +7,9 @@ import pytest
 import zmq
 
 from jurybox.client.transports.transport import Answer
+from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.relay.remote_clients import HeldLane, InlineTicket, head
 
 
@@ -20,8 +22,8 @@ class Lane:
     """Takes tickets and keeps them."""
 
     def __init__(self):
-        self.inputs = {"x": np.zeros((8, 1), np.float32)}
-        self.outputs = {"y": np.zeros((8, 1), np.float32)}
+        one = TensorSpec("float32", (1,))
+        self.columns = Columns.here(ModelSpec("m", {"x": one}, {"y": one}), 8)
         self.sent = []
 
     def submit(self, first, rows, deadline, version, owner=None):

@@ -36,8 +36,8 @@ from jurybox.server.settings.config import ModelSettings
 
 
 def _ladder(max_batch: int) -> list[int]:
-    """The numbers of rows that forward of a deterministic model is called with."""
-    return [max_batch]
+    """The numbers of rows that forward of a deterministic model may be called with."""
+    return [*(1 << power for power in range(max_batch.bit_length()) if 1 << power < max_batch), max_batch]
 
 
 @dataclass(slots=True)

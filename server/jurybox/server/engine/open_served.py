@@ -103,6 +103,9 @@ class OpenServed(Served):
                 if self._states is not None:
                     self._states.checked(results, rows)
             self._row_errors = {}
+        if self.shapes:
+            # With sizes that differ there are more shapes than can be compared: all batches are padded to the largest.
+            self.shapes = self.shapes[-1:] if self._variable else self._agreeing(example)
 
     # ---- which rows go together
 

@@ -1,0 +1,140 @@
+"""Open rows through every way in: rows of any size, rows that fail alone, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+from jurybox.client import Busy, ModelFailed, RowFailed, SessionLost, connect
+
+MODELS = {
+    name: {"factory": f"tests.open_models:{name}", "max_batch": 8, "rows": 32, "lane_rows": 8}
+    for name in ("brightness", "shout", "prompted", "threshold", "picky", "running_sum")
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture(params=["shm", "zmq", "tcp"])
+def client(request, server):
+    local = request.param in ("shm", "zmq")
+    where = server.address if local else f"tcp://{server.listening('tcp')}"
+    with connect(where, transport=request.param if local else "auto", timeout=60) as connection:
+        yield connection
+
+
+def images(*sides):
+    rng = np.random.default_rng(len(sides))
+    return [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w in sides]
+
+
+def test_rows_of_any_size_go_there_and_back(client):
+    pictures = images((4, 5), (9, 2), (1, 1), (30, 30), (2, 2), (3, 4), (5, 5), (6, 6), (7, 7), (8, 8), (9, 9))
+    model = client.model("brightness", rows=6)  # fewer than rows: pieces
+    np.testing.assert_allclose(model.infer(pictures), [p.mean() / 255 for p in pictures], rtol=1e-5)
+    masks = client.model("threshold").infer(pictures)
+    for mask, picture in zip(masks, pictures, strict=True):
+        np.testing.assert_array_equal(mask, picture.mean(axis=2) > 127)
+
+
+def test_text_and_pictures_together(client):
+    assert client.model("shout").infer(["größer", b"", "x" * 400]) == ["GRÖSSER".encode(), b"", b"X" * 400]
+    answers = client.model("prompted").infer({"image": images((3, 3), (5, 4)), "prompt": ["a", "four"]})
+    np.testing.assert_array_equal(answers["words"], [1, 4])
+
+
+def test_rows_fail_alone_on_every_path(client):
+    model = client.model("picky", rows=8)
+    x = np.arange(8, dtype=np.float32).reshape(8, 1)
+    with pytest.raises(RowFailed) as failed:
+        model.infer(x)
+    assert failed.value.errors == {3: "three", 6: "six"}
+    np.testing.assert_array_equal(failed.value.outputs[[0, 1, 2, 4, 5, 7]], [0, 2, 4, 8, 10, 14])
+    with pytest.raises(RowFailed, match="three"):
+        model(x[3])
+    with pytest.raises(RowFailed) as failed:
+        model.submit(x[2:4]).result()
+    assert failed.value.errors == {1: "three"}
+    with model.rows(4) as rows:
+        rows.inputs["x"][:] = x[:4]
+        with pytest.raises(RowFailed) as failed:
+            rows.infer()
+        assert failed.value.errors == {3: "three"} and rows.outputs["y"][1] == 2
+    with pytest.raises(RowFailed):
+        asyncio.run(model.infer_async(x))
+    assert model(x[4]) == 8
+
+
+def test_zero_copy_rows_take_pictures_where_they_lie(client):
+    picture = images((6, 7))[0]
+    with client.model("threshold").rows(2) as rows:
+        for i in range(2):
+            rows.place("image", i, picture.shape)[:] = picture
+        rows.infer()
+        np.testing.assert_array_equal(rows.row("mask", 1), picture.mean(axis=2) > 127)
+
+
+def test_sessions_on_every_path(client):
+    x = np.ones((4, 1), np.float32)
+    with client.model("running_sum").sessions(4) as sessions:
+        np.testing.assert_array_equal(sessions.infer(x), [1] * 4)
+        np.testing.assert_array_equal(asyncio.run(sessions.infer_async(x[:2], session=[3, 1])), [2, 2])
+        tickets = [sessions.submit(x[:1], session=[0]) for _ in range(3)]
+        assert [ticket.result().outputs.item() for ticket in tickets] == [2, 3, 4]
+        np.testing.assert_array_equal(sessions.get_state()["total"], [4, 2, 1, 2])
+        sessions.set_state({"total": np.array([40, 20], np.float32)}, session=[0, 1])
+        np.testing.assert_array_equal(sessions.infer(x), [41, 21, 2, 3])
+        with pytest.raises(ModelFailed):
+            sessions.infer(-x[:1], session=[2])
+        np.testing.assert_array_equal(sessions.infer(x, reset=[True, False, False, True]), [1, 22, 3, 1])
+
+
+def test_as_many_sessions_as_rows_and_then_busy(server):
+    with server.connect() as client:
+        model = client.model("running_sum", rows=1)
+        with model.sessions(16), model.sessions(8), pytest.raises(Busy):
+            with connect(server.address, timeout=1) as other:
+                other.model("running_sum", rows=1).sessions(16)
+
+
+def test_an_engine_that_dies_takes_its_sessions_with_it_and_says_so(server):
+    x = np.ones((3, 1), np.float32)
+    with server.connect() as client, client.model("running_sum").sessions(3) as sessions:
+        sessions.infer(x)
+        sessions.infer(x)
+        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+        with pytest.raises(SessionLost) as lost:
+            sessions.infer(x, timeout=60)
+        assert lost.value.sessions == [0, 1, 2]
+        np.testing.assert_array_equal(sessions.infer(x, reset=[True] * 3, timeout=60), [1, 1, 1])
+        np.testing.assert_array_equal(sessions.infer(x), [2, 2, 2])
+
+
+def test_a_killed_clients_sessions_are_nobodys(server):
+    code = (
+        "import sys, time\nimport numpy as np\nfrom jurybox.client import connect\n"
+        f"sessions = connect({server.address!r}).model('running_sum', rows=1).sessions(12)\n"
+        "sessions.infer(np.full((12, 1), 5, np.float32))\nprint('there', flush=True)\ntime.sleep(60)\n"
+    )
+    import subprocess
+    import sys
+
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "there\n"
+    finally:
+        process.kill()
+        process.communicate()
+    with server.connect() as client:
+        wait_until(lambda: client.status()["lanes"]["rows"] < 12, 30, "the killed client's rows")
+        with client.model("running_sum", rows=1).sessions(24) as sessions:
+            np.testing.assert_array_equal(sessions.infer(np.ones((24, 1), np.float32)), np.ones(24))
