@@ -113,7 +113,7 @@ void bind_tickets(nb::module_& m) {
             },
             nb::arg("tickets"), "Tickets leave, answered; returns the transport all of them came through, -1 for several.");
 
-    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/batcher.py says what for.")
+    nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/batches.py says what for.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
         .def_prop_ro("away", &ArrivalTracker::away, "Quick clients that have been answered and not asked again yet.")
         .def(

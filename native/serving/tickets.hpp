@@ -215,7 +215,7 @@ inline void count_batch(Counters& counters, const Ticket* tickets, std::size_t n
 
 // ---- arrivals
 
-// Which clients are about to come back; engine/batcher.py says what for.
+// Which clients are about to come back; engine/batches.py says what for.
 class ArrivalTracker {
   public:
     explicit ArrivalTracker(std::size_t lanes) : lanes_(lanes) {}

@@ -16,10 +16,10 @@ from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
-from jurybox.protocol.descriptors import require, try_lock, unlock
+from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError, TooManyFiles
 from jurybox.protocol.scoreboard import LANE_LOCK, EngineState, Scoreboard
-from jurybox.protocol.segment import directory
+from jurybox.protocol.segment import directory, try_lock, unlock
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher

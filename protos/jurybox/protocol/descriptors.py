@@ -1,12 +1,20 @@
-"""File descriptors: whether enough are left, what to say where they are not, and leases as locks on open files."""
+"""File descriptors: whether enough are left, what to say where they are not, and receiving some from a server."""
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
 import struct
+import time
+from pathlib import Path
 
 from jurybox.protocol.errors import TooManyFiles
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SUN_PATH = 107  # bytes of a socket's path, unix(7)
+_MOST_FDS = 4  # descriptors in a reply
+_SHORTEST = 0.005  # seconds to wait for a reply, even where no time is left
 
 
 def exhausted(error: OSError) -> bool:
@@ -58,46 +66,56 @@ def raise_limit() -> int:
     return hard
 
 
-# ----
-# Leases as kernel file locks: a lock lives exactly as long as its holder, whatever kills it.
-#
-# Open-file-description locks (`fcntl(2)`, F_OFD_SETLK) belong to an open file, not to a process id: they vanish with
-# the last descriptor, work across PID namespaces that share the file, and two of them in one process conflict as two
-# processes would.
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end of a connected Unix socket, as the kernel says (SO_PEERCRED)."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # on Windows: a client there connects over networks, and locks nothing
-    fcntl = None  # type: ignore[assignment]
+class SocketPath:
+    """A path for bind and connect: as it is, or through /proc where a socket's name has no room for it."""
 
-# struct flock of 64-bit Linux: l_type, l_whence, (pad) l_start, l_len, l_pid, (pad to 32 bytes).
-_FLOCK = struct.Struct("hhqqi4x")
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+    def __init__(self, path: Path) -> None:
+        self._folder = -1
+        self._path = path
+
+    def __enter__(self) -> str:
+        if len(os.fsencode(self._path)) <= _SUN_PATH:
+            return str(self._path)
+        self._folder = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._folder}/{self._path.name}"
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
 
 
-def _call(fd: int, command: int, kind: int, start: int, length: int) -> int:
-    """Run one lock command; gives the lock type the kernel wrote back."""
-    request = _FLOCK.pack(kind, 0, start, length, 0)
-    return int(_FLOCK.unpack(fcntl.fcntl(fd, command, request))[0])
+def ask_for_descriptors(
+    connection: socket.socket, path: Path, owner: int, request: bytes, until: float
+) -> tuple[bytes, list[int]] | None:
+    """Ask the process of user `owner` that listens at `path`, once, until `until` of the monotonic clock.
 
+    Returns:
+        The reply's first byte and the descriptors that came with it; no byte where it should be tried again; None where
+        nobody listens.
 
-def try_lock(fd: int, start: int, length: int = 1, *, shared: bool = False) -> bool:
-    """Lock bytes [start, start + length) of the open file `fd`, without waiting; False when another has them."""
+    Raises:
+        PermissionError: another user's process listens there; OSError: this process may open no more.
+    """
+    connection.settimeout(max(_SHORTEST, until - time.monotonic()))
     try:
-        _call(fd, _F_OFD_SETLK, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, start, length)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def unlock(fd: int, start: int, length: int = 1) -> None:
-    """Give up the lock on [start, start + length)."""
-    _call(fd, _F_OFD_SETLK, fcntl.F_UNLCK, start, length)
-
-
-def is_locked(fd: int, start: int, length: int = 1) -> bool:
-    """Whether any other open file holds a lock, shared or not, on a byte of [start, start + length)."""
-    return _call(fd, _F_OFD_GETLK, fcntl.F_WRLCK, start, length) != fcntl.F_UNLCK
+        with SocketPath(path) as short:
+            connection.connect(short)
+        if (user := peer_user(connection)) != owner:
+            raise PermissionError(errno.EACCES, f"{path} is of user {user}")
+        connection.send(request)
+        status, fds, flags, _ = socket.recv_fds(connection, 1, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except (BlockingIOError, TimeoutError, ConnectionResetError, BrokenPipeError):
+        return b"", []  # its queue is full, or it had no time for us
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return status, fds

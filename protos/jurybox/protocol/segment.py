@@ -29,8 +29,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.protocol.descriptors import exhausted, is_locked, remedy, try_lock
+from jurybox.protocol.descriptors import SocketPath, ask_for_descriptors, exhausted, remedy
 from jurybox.protocol.errors import Error, SharedMemoryError, TooManyFiles
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows: a client there connects over networks, and locks nothing
+    fcntl = None  # type: ignore[assignment]
 
 # Locks sit far behind any content, so that they never meet a data offset.
 OWNER_LOCK = 1 << 60
@@ -45,9 +50,7 @@ _PATIENCE = 2.0  # seconds a server may take to hand a segment over
 _RETRY = 0.005
 # Of a reply's first byte: what follows are descriptors, or there is nothing of that name, or no descriptor was left.
 HANDED, UNKNOWN, EXHAUSTED = b"\0", b"\1", b"\2"
-MOST_NAME, _MOST_FDS = 256, 4  # bytes of a request, descriptors in a reply
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_SUN_PATH = 107  # bytes of a socket's path, unix(7)
+MOST_NAME = 256  # bytes of a request
 
 
 def directory() -> Path:
@@ -339,30 +342,6 @@ def _user_of(name: str) -> int | None:
     return int(parts[1]) if len(parts) == 3 and parts[0] == _PREFIX and parts[1].isdecimal() else None
 
 
-def peer_user(connection: socket.socket) -> int:
-    """The user of the process at the other end of a connected Unix socket, as the kernel says (SO_PEERCRED)."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
-
-
-class SocketPath:
-    """A path for bind and connect: as it is, or through /proc where a socket's name has no room for it."""
-
-    def __init__(self, path: Path) -> None:
-        self._folder = -1
-        self._path = path
-
-    def __enter__(self) -> str:
-        if len(os.fsencode(self._path)) <= _SUN_PATH:
-            return str(self._path)
-        self._folder = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._folder}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder >= 0:
-            os.close(self._folder)
-
-
 def _handed(name: str, *, writable: bool) -> list[int] | None:
     """Ask the server that owns `name`; None where there is no such server (any more).
 
@@ -380,7 +359,9 @@ def _handed(name: str, *, writable: bool) -> list[int] | None:
     try:
         while True:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                reply = _ask(connection, path, owner, (b"w" if writable else b"r") + os.fsencode(name), until)
+                reply = ask_for_descriptors(
+                    connection, path, owner, (b"w" if writable else b"r") + os.fsencode(name), until
+                )
             if reply is None:
                 return None
             status, fds = reply
@@ -399,29 +380,6 @@ def _handed(name: str, *, writable: bool) -> list[int] | None:
         raise
     except OSError as error:
         raise _not_opened(name, error) from error
-
-
-def _ask(
-    connection: socket.socket, path: Path, owner: int, request: bytes, until: float
-) -> tuple[bytes, list[int]] | None:
-    """One try: a status and descriptors, an empty status where it should be tried again, None where nobody is there."""
-    connection.settimeout(max(_RETRY, until - time.monotonic()))
-    try:
-        with SocketPath(path) as short:
-            connection.connect(short)
-        if (user := peer_user(connection)) != owner:
-            raise PermissionError(errno.EACCES, f"{path} is of user {user}")
-        connection.send(request)
-        status, fds, flags, _ = socket.recv_fds(connection, 1, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return None
-    except (BlockingIOError, TimeoutError, ConnectionResetError, BrokenPipeError):
-        return b"", []  # its queue is full, or it had no time for us
-    if flags & socket.MSG_CTRUNC:
-        for fd in fds:
-            os.close(fd)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return status, fds
 
 
 def _open_file(name: str, *, writable: bool) -> int:
@@ -509,3 +467,43 @@ def _no_room(folder: Path, name: str, size: int) -> SharedMemoryError:
         f"{total.f_blocks * total.f_frsize / 2**20:.1f} MiB are free; enlarge it (docker run --shm-size=1g, "
         "mount -o remount,size=4g /dev/shm), ask for fewer rows, or remove what is stale with 'jurybox doctor'"
     )
+
+
+# ----
+# Leases as kernel file locks: a lock lives exactly as long as its holder, whatever kills it.
+#
+# Open-file-description locks (`fcntl(2)`, F_OFD_SETLK) belong to an open file, not to a process id: they vanish with
+# the last descriptor, work across PID namespaces that share the file, and two of them in one process conflict as two
+# processes would.
+
+
+# struct flock of 64-bit Linux: l_type, l_whence, (pad) l_start, l_len, l_pid, (pad to 32 bytes).
+_FLOCK = struct.Struct("hhqqi4x")
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+
+
+def _call(fd: int, command: int, kind: int, start: int, length: int) -> int:
+    """Run one lock command; gives the lock type the kernel wrote back."""
+    request = _FLOCK.pack(kind, 0, start, length, 0)
+    return int(_FLOCK.unpack(fcntl.fcntl(fd, command, request))[0])
+
+
+def try_lock(fd: int, start: int, length: int = 1, *, shared: bool = False) -> bool:
+    """Lock bytes [start, start + length) of the open file `fd`, without waiting; False when another has them."""
+    try:
+        _call(fd, _F_OFD_SETLK, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, start, length)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def unlock(fd: int, start: int, length: int = 1) -> None:
+    """Give up the lock on [start, start + length)."""
+    _call(fd, _F_OFD_SETLK, fcntl.F_UNLCK, start, length)
+
+
+def is_locked(fd: int, start: int, length: int = 1) -> bool:
+    """Whether any other open file holds a lock, shared or not, on a byte of [start, start + length)."""
+    return _call(fd, _F_OFD_GETLK, fcntl.F_WRLCK, start, length) != fcntl.F_UNLCK

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from tests.serving import segments, wait_until
 
-from jurybox.protocol.descriptors import is_locked, try_lock
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
-from jurybox.protocol.segment import Segment, directory, segment_name, socket_of, sweep
+from jurybox.protocol.segment import Segment, directory, is_locked, segment_name, socket_of, sweep, try_lock
 from jurybox.protocol.shm_rings import ShmRings
 from jurybox.server.supervisor import segment_server
 from jurybox.server.supervisor.segment_server import SegmentServer, available_memory

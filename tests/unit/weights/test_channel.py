@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError, SpecMismatch
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout, widen
-from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import DTYPES
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
@@ -67,12 +67,12 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.text().filter(lambda key: key != "__array__"), json_values))
 def test_any_json_comes_back_from_the_extra(extra):
-    assert decode(encode(extra)) == extra
+    assert decode_extra(encode_extra(extra)) == extra
 
 
 def test_arrays_come_back_from_the_extra_wherever_they_are():
     extra = {"a": np.arange(3, dtype=np.int8), "deep": [{"b": np.eye(2)}, (1, np.float32(0.5))], "n": np.int64(4)}
-    got = decode(encode(extra))
+    got = decode_extra(encode_extra(extra))
     np.testing.assert_array_equal(got["a"], extra["a"])
     assert got["a"].dtype == np.int8 and got["a"].flags.writeable
     np.testing.assert_array_equal(got["deep"][0]["b"], np.eye(2))
@@ -82,13 +82,13 @@ def test_arrays_come_back_from_the_extra_wherever_they_are():
 @pytest.mark.parametrize("bad", [{"x": {1: 2}}, {"x": {"__array__": 1}}, {"x": object()}, {"x": np.array([object()])}])
 def test_what_json_cannot_say_is_refused_with_its_place(bad):
     with pytest.raises(SpecMismatch, match=r"extra\['x'\]"):
-        encode(bad)
+        encode_extra(bad)
 
 
 @given(st.binary(min_size=1, max_size=64))
 def test_bytes_that_are_no_extra_give_an_error_and_no_crash(data):
     with contextlib.suppress(ProtocolMismatch):
-        decode(data)
+        decode_extra(data)
 
 
 def raw_extra(text: str, tail: bytes = b"") -> bytes:
@@ -113,7 +113,7 @@ def in_itself() -> dict:
 )
 def test_an_extra_that_no_reader_could_unpack_is_refused_to_its_publisher(bad):
     with pytest.raises(SpecMismatch, match=r"extra"):
-        encode({"x": bad})
+        encode_extra({"x": bad})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_an_extra_that_no_reader_could_unpack_is_refused_to_its_publisher(bad):
 )
 def test_bytes_made_to_harm_whoever_unpacks_them_give_the_one_error(data):
     with pytest.raises(ProtocolMismatch, match="expected an extra"):
-        decode(data)
+        decode_extra(data)
 
 
 @pytest.mark.parametrize(

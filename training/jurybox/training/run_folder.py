@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.channel import decode_extra, encode_extra
 
 
 class RunLogError(RuntimeError):
@@ -223,7 +223,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     Raises:
         SpecMismatch: something in it is neither; the message says where.
     """
-    content = encode(state)
+    content = encode_extra(state)
     write_atomically(path, _MAGIC + hashlib.sha256(content).digest() + content)
 
 
@@ -241,6 +241,6 @@ def read_state(path: Path) -> dict[str, Any]:
     if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(content).digest() != data[len(_MAGIC) : len(_MAGIC) + 32]:
         raise StateDamaged(f"{path} is damaged: take an earlier checkpoint")
     try:
-        return decode(content)
+        return decode_extra(content)
     except ProtocolMismatch as error:
         raise StateDamaged(f"{path} is damaged: {error}") from error

@@ -26,7 +26,7 @@ from jurybox.protocol.remote_weights_pb2 import (
     ReadRequest,
 )
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
 from jurybox.protocol.weights.publisher import layout_mismatch, tensors_of
 from jurybox.protocol.weights.reader import State, Weights
@@ -100,7 +100,7 @@ class RemotePublisher:
         Raises:
             As `Publisher.publish`; ServerGone, Timeout: the stream broke, or the gateway is too slow.
         """
-        tensors, packed = tensors_of(source), encode(extra)
+        tensors, packed = tensors_of(source), encode_extra(extra)
         if version is not None and not 0 < version < 2**63:
             raise Refused(f"version {version} was to be published: expected 1 to 2**63 - 1")
         with self._turn:
@@ -326,7 +326,7 @@ class RemoteWeightsReader:
             assembly.put(stream.receive(until).chunk)
         self.age_seconds = float(head.age)
         state: State = self.layout.views(flat)
-        return Weights(state, int(head.version), decode(head.extra))
+        return Weights(state, int(head.version), decode_extra(head.extra))
 
     def _head(self, stream: RemoteStream, until: float | None, *, look: bool = False) -> Any:
         stream.send(ReadRequest(model=self._model, look=look), until)

@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol import forks
-from jurybox.protocol.descriptors import try_lock
 from jurybox.protocol.errors import Refused, ServerGone, SpecMismatch
+from jurybox.protocol.segment import try_lock
 from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
-from jurybox.protocol.weights.channel import PUBLISHER_LOCK
-from jurybox.protocol.weights.extra import all_finite, encode
+from jurybox.protocol.weights.channel import PUBLISHER_LOCK, all_finite, encode_extra
 from jurybox.protocol.weights.layout import DTYPES, dtype_name
 
 _LARGEST = 2**63 - 1  # a version shares its word with the number of its slot
@@ -105,7 +104,7 @@ class Publisher:
             ServerGone: who owns the channel is gone, and nobody would read this.
         """
         tensors = tensors_of(source)
-        packed = encode(extra)
+        packed = encode_extra(extra)
         if len(packed) > self.channel.extra_bytes:
             raise SpecMismatch(
                 f"extra takes {len(packed)} bytes, weights channel {self.channel.name} has room for "

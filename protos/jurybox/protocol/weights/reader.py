@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from jurybox.protocol.errors import ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
-from jurybox.protocol.weights.extra import decode
+from jurybox.protocol.weights.channel import decode_extra
 
 # Native waits are cut into slices, so that Ctrl-C is heard.
 _SLICE_SECONDS = 0.1
@@ -176,7 +176,7 @@ class WeightsReader:
             state, parts = out, own.parts
             parts[:, 0] = self._addresses(out)
         version, extra = self._read_parts(parts, timeout)
-        return Weights(state, version, decode(extra))
+        return Weights(state, version, decode_extra(extra))
 
     def read_flat(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, dict[str, Any]]:
         """As `read`, into ``layout.nbytes`` bytes laid out as the slot is (`layout.views` gives the arrays).
@@ -185,7 +185,7 @@ class WeightsReader:
             As `read`.
         """
         version, extra = self.read_bytes(out, timeout=timeout)
-        return version, decode(extra)
+        return version, decode_extra(extra)
 
     def read_bytes(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, bytes]:
         """As `read_flat`, with the extra as it lies there, for who hands it on: `extra.decode` may refuse it.

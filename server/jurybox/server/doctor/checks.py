@@ -17,9 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jurybox.protocol.address import default_address, ipc_path
-from jurybox.protocol.descriptors import is_locked, try_lock
 from jurybox.protocol.errors import Error
-from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, segment_name, sweep
+from jurybox.protocol.segment import OWNER_LOCK, Segment, dead, directory, is_locked, segment_name, sweep, try_lock
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.doctor import host
 from jurybox.server.doctor.host import Finding, Level

@@ -13,8 +13,7 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batcher import QUICK, Queue
-from jurybox.server.engine.batches import Batches, Counters, Slot
+from jurybox.server.engine.batches import QUICK, Batches, Counters, Queue, Slot
 from jurybox.server.engine.served import Served
 
 
@@ -228,7 +227,7 @@ class Engine:
         return True
 
     def _wait_for_more(self, slot: Slot, began: int) -> None:
-        """Wait for half of the quick clients, as long as that pays (batcher.py says why and when)."""
+        """Wait for half of the quick clients, as long as that pays (batches.py says why and when)."""
         assert self._pause is not None
         queue = slot.queue
         while self._tracker.away > len(queue) and queue.rows < queue.max_batch:

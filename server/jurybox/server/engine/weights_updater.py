@@ -41,7 +41,7 @@ class Copy:
 
     def fill(self, timeout: float) -> float:
         """Take the newest publication; gives its age in seconds. Raises Timeout."""
-        version, _ = self._reader.read_flat(self._flat, timeout=timeout)
+        version, _ = self._reader.read_bytes(self._flat, timeout=timeout)
         self._stream.after(self.used)
         with self._stream.running():
             for name, tensor in self.tensors.items():

@@ -33,7 +33,7 @@ from jurybox.protocol.remote_weights_pb2 import (
     WeightsHead,
     WeightsRefusal,
 )
-from jurybox.protocol.weights.extra import decode
+from jurybox.protocol.weights.channel import decode_extra
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.protocol.weights.transfer import (
@@ -345,7 +345,7 @@ class _Publisher:
         travelled = transfer_layout(self._layout, bfloat16=begin.bfloat16)
         return self._publisher.publish(
             restored(self._layout, travelled, assembly.flat),
-            decode(begin.extra),
+            decode_extra(begin.extra),
             check_finite=begin.check_finite,
             version=begin.version or None,
         )

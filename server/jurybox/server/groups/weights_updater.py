@@ -188,7 +188,7 @@ class _Reader:
         """Put the newest publication into a stack's row; gives its age in seconds. Raises Timeout."""
         flat = np.empty(self.reader.layout.nbytes, np.uint8) if self._flat is None else self._flat
         self._flat = flat
-        version, _ = self.reader.read_flat(flat, timeout=timeout)
+        version, _ = self.reader.read_bytes(flat, timeout=timeout)
         fill(place, _tensors(self.reader.layout, flat), version)
         return self.reader.age_seconds
 

@@ -24,7 +24,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from jurybox.protocol.descriptors import exhausted, remedy, try_lock
+from jurybox.protocol.descriptors import SocketPath, exhausted, peer_user, remedy
 from jurybox.protocol.errors import SharedMemoryError, TooManyFiles
 from jurybox.protocol.segment import (
     EXHAUSTED,
@@ -34,10 +34,9 @@ from jurybox.protocol.segment import (
     UNBORN,
     UNKNOWN,
     Segment,
-    SocketPath,
-    peer_user,
     segment_name,
     socket_of,
+    try_lock,
 )
 from jurybox.protocol.shm_rings import ShmRings
 

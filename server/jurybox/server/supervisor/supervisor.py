@@ -12,10 +12,9 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox.protocol.address import ipc_path
-from jurybox.protocol.descriptors import is_locked
 from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
-from jurybox.protocol.segment import segment_name, sweep
+from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.logs import Log, Seldom, traced

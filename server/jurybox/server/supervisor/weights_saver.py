@@ -24,7 +24,7 @@ import numpy as np
 
 from jurybox.protocol.errors import Error, Refused, SpecMismatch, Timeout, said
 from jurybox.protocol.weights import WeightsChannel
-from jurybox.protocol.weights.extra import decode, encode
+from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server import safetensors_file
@@ -116,7 +116,7 @@ class WeightsFiles:
         metadata = {
             "jurybox.version": str(version),
             "jurybox.layout": layout.to_json().decode(),
-            "jurybox.extra": base64.b64encode(encode(extra)).decode(),
+            "jurybox.extra": base64.b64encode(encode_extra(extra)).decode(),
         }
         name = f"weights-{version:012d}.safetensors"
         sha256 = _write_whole(self.folder / name, lambda file: safetensors_file.write(file, layout, flat, metadata))
@@ -145,7 +145,7 @@ class WeightsFiles:
             path = self.folder / saved.file
             try:
                 layout, state, metadata = safetensors_file.read(path, saved.sha256)
-                extra = decode(base64.b64decode(metadata.get("jurybox.extra", "")))
+                extra = decode_extra(base64.b64decode(metadata.get("jurybox.extra", "")))
             except (OSError, Error, ValueError) as error:
                 log.warning("weights file %s is passed over: %s", path, error)
                 damaged.append(path)

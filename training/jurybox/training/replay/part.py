@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol.descriptors import try_lock
+from jurybox.protocol.segment import try_lock
 from jurybox.protocol.errors import SharedMemoryError, Timeout
 from jurybox.protocol.segment import OWNER_LOCK, Segment, directory, segment_name
 from jurybox.training.replay.layout import Layout, PartLayout
