@@ -50,7 +50,7 @@ _WIDTH = 100
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the generated modules for every .proto under `out`; gives their paths relative to it."""
+    """Write the generated modules for every .proto under `out`; returns their paths relative to it."""
     (out / PACKAGE).mkdir(parents=True, exist_ok=True)
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
     with tempfile.NamedTemporaryFile() as descriptors:

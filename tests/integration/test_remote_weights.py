@@ -477,7 +477,7 @@ def test_a_version_or_an_extra_that_nobody_could_use_is_refused(remote, client):
                 publisher.publish(affine(1), version=version)
         for extra in hostile:
             with pytest.raises(Error) as caught, pytest.MonkeyPatch.context() as patch:
-                patch.setattr("jurybox.client.remote.weights.encode", lambda _: extra)  # noqa: B023
+                patch.setattr("jurybox.client.remote.weights.encode_extra", lambda _: extra)  # noqa: B023
                 publisher.publish(affine(2))
             assert isinstance(caught.value, ProtocolMismatch), caught.value
         assert newest_of(client) == before

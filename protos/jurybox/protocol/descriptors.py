@@ -57,7 +57,7 @@ def require(count: int, purpose: str) -> None:
 
 
 def raise_limit() -> int:
-    """Let this process, and those it starts, have as many files open as the hard limit allows; gives how many."""
+    """Let this process, and those it starts, have as many files open as the hard limit allows; returns how many."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

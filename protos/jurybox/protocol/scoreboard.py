@@ -177,7 +177,7 @@ class Scoreboard:
         self.engines["restarts"][engine] = self._engines["restarts"][engine]
 
     def restore(self) -> bool:
-        """Write the supervisor's part anew where somebody else has overwritten it; gives whether it was."""
+        """Write the supervisor's part anew where somebody else has overwritten it; returns whether it was."""
         damaged = self.header.tobytes() != self._header.tobytes()
         if damaged:
             self.header[:] = self._header

@@ -483,7 +483,7 @@ _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 
 
 def _call(fd: int, command: int, kind: int, start: int, length: int) -> int:
-    """Run one lock command; gives the lock type the kernel wrote back."""
+    """Run one lock command; returns the lock type the kernel wrote back."""
     request = _FLOCK.pack(kind, 0, start, length, 0)
     return int(_FLOCK.unpack(fcntl.fcntl(fd, command, request))[0])
 

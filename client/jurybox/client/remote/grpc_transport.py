@@ -151,7 +151,7 @@ class GrpcTransport:
         return answer(Code.OK, "", int(version) if version.isdigit() else 0)
 
     def _take(self, response: pb.ModelInferResponse, first: int, rows: int) -> str | None:
-        """Copy the outputs to their rows; gives what is wrong with them."""
+        """Copy the outputs to their rows; returns what is wrong with them."""
         came = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=False))
         for name, array in self._rows.columns.outputs.items():
             target = array[first : first + rows]

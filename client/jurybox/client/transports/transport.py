@@ -76,7 +76,7 @@ class Answer(NamedTuple):
 # A future that is waited for, and its loop.
 Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 
-# What a Caller gives where there is no answer's code; the native core has the same.
+# What a Caller returns where there is no answer's code; the native core has the same.
 NOT_SENT = -1
 NOT_ANSWERED = -2
 
@@ -135,7 +135,7 @@ class Caller(Protocol):
     """Copies a row in, sends its ticket and waits LOOK_AFTER at most, while nothing else is in flight on the lane."""
 
     def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
-        """Gives a copy of the outputs, an array or a dict of them, or as an int why there are none: a failure's code,
+        """Return a copy of the outputs, an array or a dict of them, or as an int why there are none: a failure's code,
         NOT_SENT where the engine serves no more, NOT_ANSWERED where no answer came in time.
         """
 

@@ -53,13 +53,13 @@ class WeightsChannel:
 
     A forked child may go on reading from its parent's; it owns nothing of it, and does not keep its owner alive.
 
-    It is what `Publisher` and `WeightsReader` stand on, and what an engine copies from in its own way:
+    `Publisher` and `WeightsReader` are built on it. Whoever copies in another way does so:
 
         claim = channel.claim()
         if claim.version > adopted:
             source = channel.slot(claim)          # uint8 view of layout.nbytes bytes: copy from it as you like
             ...
-            whole = channel.holds(claim)          # False: the writer came round, begin again
+            whole = channel.holds(claim)          # False: the publisher overwrote the slot, begin again
 
     Attributes:
         name: the segment's name.
@@ -181,7 +181,7 @@ class WeightsChannel:
         return slots, layout_bytes, weights_bytes, extra, first, stride, digest
 
     def restore(self) -> bool:
-        """For the owner, several times a second: write anew what another process has overwritten; gives whether it was.
+        """Restore what another process has overwritten, several times a second; for the owner. Returns whether any was.
 
         Head and layout are as they were. Where the words that publisher and readers agree by cannot be theirs, nothing
         can be read until the next publication, whose version is larger than any before: the slots may be spoiled.

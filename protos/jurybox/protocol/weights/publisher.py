@@ -42,9 +42,9 @@ def tensors_of(source: Any) -> Mapping[str, Any]:
 class Publisher:
     """Publishes weights, one version after another; there is one publisher to a channel at a time.
 
-    The place is a file lock that the kernel drops when this process ends, however it ends, and that goes when the
-    publisher is closed or dropped; the next publisher goes on after the newest whole version. Threads of one process
-    may share a publisher. A forked child has no part in its parent's place: it refuses.
+    A file lock holds the place. It goes when the publisher is closed or collected, and the kernel drops it when this
+    process ends, however it ends; the next publisher continues after the newest whole version. Threads of one process
+    may share a publisher. In a forked child the parent's publisher refuses.
 
     Args:
         channel: to publish on. It stays the caller's to close, unless the publisher `owns` it.
@@ -85,7 +85,7 @@ class Publisher:
         check_finite: bool = False,
         version: int | None = None,
     ) -> int:
-        """Publish weights and what goes with them, at once for every reader; gives their version.
+        """Publish weights and what goes with them, at once for every reader; returns their version.
 
         From the CPU every tensor is copied straight into the slot. From a device the tensors are gathered into one flat
         buffer there and come over in one transfer. Never waits for readers.

@@ -37,8 +37,8 @@ class WeightsReader:
     Args:
         channel: to read from. It stays the caller's to close, unless the reader `owns` it.
         max_lag: versions that answers may be behind, as the model's settings say; 0: any number.
-        in_use: gives the version that the engine answers with which is furthest behind; None for a bare channel.
-        owner_lives: whether anybody can still publish; where not, whoever asks or waits for weights is told by
+        in_use: returns the oldest version that engines answer with; None for a bare channel.
+        owner_lives: returns whether anybody can still publish; where not, who asks or waits for weights gets
             `ServerGone`. None for a bare channel, which its reader may outlive.
         owns: the channel is this reader's to close.
 
@@ -188,7 +188,7 @@ class WeightsReader:
         return version, decode_extra(extra)
 
     def read_bytes(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, bytes]:
-        """As `read_flat`, with the extra as it lies there, for who hands it on: `extra.decode` may refuse it.
+        """As `read_flat`, with the extra as it lies there, for who hands it on: `decode_extra` may refuse it.
 
         Raises:
             As `read`.
