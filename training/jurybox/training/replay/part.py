@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol.segment import try_lock
 from jurybox.protocol.errors import SharedMemoryError, Timeout
-from jurybox.protocol.segment import OWNER_LOCK, Segment, directory, segment_name
+from jurybox.protocol.segment import OWNER_LOCK, Segment, directory, segment_name, try_lock
 from jurybox.training.replay.layout import Layout, PartLayout
 from jurybox.training.replay.options import FULL_MODES, NotEnoughRows
 
