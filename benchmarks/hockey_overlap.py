@@ -26,8 +26,7 @@ from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_served import policy_server
 from jurybox.training.recipes.hockey_settings import HockeyTraining
-from jurybox.training.report import page
-from jurybox.training.report.timeline import timeline
+from jurybox.training.report import charts, page
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
@@ -170,9 +169,11 @@ def main() -> None:
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
         if args.out and drawn is not None:
-            picture = page.section("Who worked when", timeline(drawn, "when each process worked", seconds=1.0))
+            lanes = charts.timeline(drawn, "when each process worked", seconds=1.0)
             name = f"{args.out.stem}-{ratio.numerator}-{ratio.denominator}.html"
-            args.out.with_name(name).write_text(page.page(f"Hockey, {ratio} learner steps a step", [picture]))
+            sections = [page.Section("Who worked when", [lanes])]
+            heading = f"Hockey, {ratio} learner steps a step"
+            args.out.with_name(name).write_text(page.render("Hockey", heading, sections))
     if args.out:
         title = f"# {args.out.stem}\n\n{time.strftime('%Y-%m-%d')}, {description()}"
         told = f"{args.workers} collector(s) of {args.envs} games, {args.rounds} rounds of {args.seconds:g} s each"

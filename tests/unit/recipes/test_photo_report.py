@@ -1,5 +1,9 @@
 import re
+import subprocess
+import sys
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -7,6 +11,7 @@ from jurybox.training.recipes.photo import PhotoTraining
 from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation
 from jurybox.training.recipes.photo_report import PhotoRun, render
 from jurybox.training.report import charts
+from jurybox.training.runtime.progress import Lane, Timeline
 
 RNG = np.random.default_rng(5)
 STATUS = {
@@ -37,6 +42,17 @@ def evaluation_of(gain):
     return PhotoEvaluation(tuple(cases))
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Without the charts, for whom they do not matter."""
+    monkeypatch.setattr(charts, "chart", lambda *_, **__: charts.Chart("", ""))
+
+
+@pytest.fixture(scope="module")
+def html():
+    return report()
+
+
 def report(gain=0.1, status=STATUS, metrics=METRICS):
     settings = PhotoTraining().as_dict()
     return render(
@@ -44,20 +60,18 @@ def report(gain=0.1, status=STATUS, metrics=METRICS):
     )
 
 
-def test_the_report_needs_nothing_from_elsewhere():
-    html = report()
-    assert not re.search(r"https?:|@import|url\(|<script|<link[^>]*stylesheet", html)
+def test_the_report_needs_nothing_from_elsewhere(html):
+    assert not re.search(r"https?:|@import|url\((?!#)|<script|<link[^>]*stylesheet", html)
     sources = re.findall(r'(?:src|href)="([^"]{0,30})', html)
-    assert sources and all(source.startswith("data:") for source in sources)
+    assert sources and all(source.startswith(("data:", "#")) for source in sources)
 
 
 @pytest.mark.parametrize(("gain", "word"), [(0.1, "Yes:"), (-0.2, "No:"), (-0.0025, "Not shown:")])
-def test_the_report_says_in_words_whether_it_learned(gain, word):
+def test_the_report_says_in_words_whether_it_learned(undrawn, gain, word):
     assert f'<p class="headline">{word}' in report(gain)
 
 
-def test_pictures_scores_curve_criteria_server_and_settings_are_there():
-    html = report()
+def test_pictures_scores_curve_criteria_server_and_settings_are_there(html):
     for heading in (
         "Before and after",
         "Scores on held-out",
@@ -72,32 +86,84 @@ def test_pictures_scores_curve_criteria_server_and_settings_are_there():
     assert "12.0" in html and "learning_rate" in html
 
 
-def test_names_of_photos_are_text_and_not_markup():
-    html = report()
+def test_names_of_photos_are_text_and_not_markup(html):
     assert "temple &lt;b&gt;.jpg" in html and "temple <b>" not in html
 
 
-def test_what_is_missing_is_left_out():
+def test_what_is_missing_is_left_out(undrawn):
     html = report(status=None, metrics=[])
     assert "The server" not in html and "Learning curve" not in html
     assert "The server" not in report(status={"models": []})
     assert "The server" in report(status={"models": [{"name": "photo", "rows": 1, "batches": 1}]})
 
 
+def drawings(html, width):
+    """Of each drawing of that width its texts, each with its begin and end, in units, as wide as text is on average."""
+    for drawing in re.findall(rf'<svg class="\w+" viewBox="0 0 {width} \d+".*?</svg>', html, re.S):
+        texts = []
+        for element in ElementTree.fromstring(drawing).iter("text"):
+            place = {"start": 0.0, "middle": 0.5, "end": 1.0}
+            anchor = re.search(r"text-anchor: (\w+)", element.get("style"))
+            size = float(re.search(r"([\d.]+)px", element.get("style"))[1])
+            wide = len(element.text) * size * 0.5
+            x = element.get("x") or re.search(r"translate\(([\d.]+)", element.get("transform"))[1]
+            begins = float(x) - place[anchor[1] if anchor else "start"] * wide
+            texts.append((begins, begins + wide, element.text))
+        yield texts
+
+
 @pytest.mark.parametrize("width", [640, 344])
-def test_no_label_of_a_chart_leaves_its_drawing(width):
-    drawings = re.findall(rf'<svg class="\w+" viewBox="0 0 {width} \d+".*?</svg>', report(), re.S)
-    assert len(drawings) == 4, "scores, learning, criteria, batches; each for a wide screen and for a phone's"
-    for drawing in drawings:
-        for x, anchor, style, text in re.findall(
-            r'<text x="([\d.]+)" [^>]*text-anchor="(\w+)" class="([^"]*)">([^<]*)<', drawing
-        ):
-            wide = len(text) * (6.5 if style == "axis" else 7.0)  # of a 12 and a 13 pixel font, on average
-            begins = float(x) - {"start": 0, "middle": wide / 2, "end": wide}[anchor]
-            assert begins >= -4 and begins + wide <= width + 4, f"{text!r} at {x} of {width}"
+def test_no_label_of_a_chart_leaves_its_drawing(html, width):
+    found = list(drawings(html, width))
+    assert len(found) == 4, "scores, learning, criteria, batches; each for a wide screen and for a phone's"
+    for begins, ends, text in (each for texts in found for each in texts):
+        assert begins >= -4 and ends <= width + 4, f"{text!r} from {begins} to {ends} of {width}"
 
 
-def test_a_loss_is_not_shown_as_a_gain():
+@pytest.mark.parametrize("width", [640, 344])
+def test_a_long_name_leaves_room_for_what_it_names(width):
+    lanes = tuple(Lane(f"learner-agent_{n}+agent_{n + 1}+agent_{n + 2}", 0.5, [(0.0, 1.0, "")]) for n in range(3))
+    drawn = charts.timeline(Timeline(lanes), "who worked when")
+    (texts,) = drawings(drawn.wide + drawn.narrow, width)
+    assert all(begins >= -4 and ends <= width + 4 for begins, ends, _ in texts), texts
+    assert max(ends for _, ends, text in texts if "agent" in text) < width * 0.6
+
+
+def test_a_chart_has_the_pages_colours_in_light_and_dark(html):
+    svg = "".join(re.findall(r"<svg.*?</svg>", html, re.S))
+    assert "var(--learned)" in svg and "var(--rule)" in svg and not re.findall(r"#[0-9a-f]{6}\b(?!\d)", svg)
+    named = set(re.findall(r"var\((--\w+)\)", svg))
+    for scheme in re.findall(r":root \{(.*?)\}", html, re.S):
+        assert all(f"{name}:" in scheme for name in named)
+
+
+def test_text_in_a_chart_is_text():
+    name = "<b>$x^2$ & co"
+    drawn = charts.curves([charts.Curve(name, [0, 1], [0, 1], "learned")], name, name, name)
+    for svg in (drawn.wide, drawn.narrow):
+        root = ElementTree.fromstring(svg)
+        assert [each.text for each in root.iter("text")].count(name) == 3 and root.get("aria-label") == name
+
+
+def test_the_same_run_gives_the_same_report(monkeypatch):
+    first = charts.curves([charts.Curve("a", [0, 1], [0, 1], "learned")], "title", "across", "up")
+    matplotlib.rcParams["lines.linewidth"] = 17.0  # somebody's own taste
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 31.0)
+    try:
+        assert charts.curves([charts.Curve("a", [0, 1], [0, 1], "learned")], "title", "across", "up") == first
+        assert matplotlib.rcParams["lines.linewidth"] == 17.0
+    finally:
+        matplotlib.rcdefaults()
+
+
+def test_a_training_does_not_wait_for_what_only_its_report_needs():
+    told = "import sys\nfrom jurybox.training.report import charts, page\n"
+    told += "print({'matplotlib', 'jinja2', 'scipy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_loss_is_not_shown_as_a_gain(undrawn):
     def captions(gain):
         learned = re.findall(r'<figure class="learned">.*?</figure>', report(gain), re.S)
         return {re.search(r'<b class="(\w*)">([+-])', caption).groups() for caption in learned}
@@ -107,8 +173,20 @@ def test_a_loss_is_not_shown_as_a_gain():
 
 
 def test_marks_that_are_the_same_hide_nothing():
-    html = charts.dots_by_row({"size": [(name, 0.5, "plain") for name in "abcd"]}, "title", "axis")
-    wide = re.search(r'<svg class="wide".*?</svg>', html, re.S)[0]
-    circles = re.findall(r'<circle [^>]*r="([\d.]+)" class="(\w+)', wide)
-    assert [kind for _, kind in circles] == ["mean", "mean", "ring", "ring"]
-    assert float(circles[0][0]) < float(circles[2][0]) < float(circles[3][0])
+    drawn = charts.dots_by_row({"size": [(name, 0.5, "plain") for name in "abcd"]}, "title", "axis")
+    root = ElementTree.fromstring(drawn.wide)
+    shapes = {path.get("id"): path.get("d") for path in root.iter("path")}
+    marks = {each.find("title").text: each.find(".//use") for each in root.iter("g") if each.find("title") is not None}
+    assert sorted(marks) == ["a: 0.500", "b: 0.500", "c: 0.500", "d: 0.500"]
+    rings = ["fill: none" in marks[name].get("style") for name in sorted(marks)]
+    assert rings == [False, False, True, True]
+    drawn_as = [shapes[marks[name].get("href").removeprefix("#")] for name in sorted(marks)]
+    wide = [max(map(float, re.findall(r"-?[\d.]+", shape))) for shape in drawn_as]
+    assert wide[0] < wide[2] < wide[3]
+
+
+def test_a_curve_of_many_rows_is_their_means_up_to_the_last_row():
+    curve = charts.stretches("return", np.arange(1, 1001), np.arange(1000.0), points=10)
+    assert len(curve.xs) == 10 and curve.xs[-1] == 1000 and curve.ys[0] == 49.5
+    assert curve.errors[0] == pytest.approx(np.arange(100).std())
+    assert charts.stretches("return", [1, 2], [3.0, 4.0]).errors is None, "no deviation of one value"

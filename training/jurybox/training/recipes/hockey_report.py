@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from jurybox.protocol.wire import build_version
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
 from jurybox.training.environments.hockey.factory import make_game
@@ -24,13 +20,10 @@ from jurybox.training.recipes.hockey_opponents import PastSelf, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
-from jurybox.training.report.matrix import matrix
-from jurybox.training.report.timeline import timeline
+from jurybox.training.report.page import Part, Picture, Section, Table
 from jurybox.training.run_folder import read_state
 from jurybox.training.runtime.plan import Outcome
-from jurybox.training.runtime.progress import Timeline
 
-_POINTS = 80  # of a curve, at most
 _SNAPSHOTS = 4  # past selves in the win matrix
 _SEED = 2_000_003  # games of the matrix are none of those that were trained or evaluated on
 _STYLES = {"weak": "learned", "strong": "reference"}
@@ -46,50 +39,35 @@ def report(
 ) -> str:
     """The report as one HTML document; also writes game.gif."""
     actor = learned(folder)
-    sections = [
-        "<h1>Jurybox: hockey</h1>",
-        page.section("How it ended", page.paragraph(_headline(outcome)), _standings(settings, outcome)),
-        *_curves(settings, rows),
+    sections: list[Section | None] = [
+        Section("How it ended", [_headline(outcome), *_standings(settings, outcome)]),
+        *_games(settings, rows),
+        page.return_curve(rows, "Return", "env steps", "return while exploring, 100 games"),
     ]
     if actor is not None and settings.matrix_games:
         names, opponents, points = win_matrix(settings, actor, Pool(folder / "pool"))
-        drawn = matrix(names, opponents, points, "points of each row's player against each column's")
+        drawn = charts.matrix(names, opponents, points, "points of each row's player against each column's")
         note = (
             f"Won minus lost, of {settings.matrix_games} games each without noise. The learned policy is the best "
             "evaluated one; the others are its past selves, after so many learner steps."
         )
-        sections.append(page.section("Who beats whom", drawn, note=note))
+        sections.append(Section("Who beats whom", [drawn], note))
     if not outcome.serial:
-        drawn = timeline(Timeline.read(folder / "timeline.json"), "when each process worked, in the last seconds")
-        note = "Filled: at work. Line: waiting. Percentages are of the whole run."
-        sections.append(page.section("Who worked when", drawn, note=note))
+        sections.append(page.worked_when(folder / "timeline.json"))
     if actor is not None and settings.film_games and settings.environment is None:
-        sections.append(
-            page.section(
-                "A game", _film(actor, settings.film_games, folder / "game.gif"), note="Left: the learned policy."
-            )
-        )
-    sections.append(
-        page.section(
-            "The run",
-            page.facts(
-                {
-                    "Command": command,
-                    "Seed": settings.seed,
-                    "Env steps": f"{outcome.env_steps:,}",
-                    "Learner steps": f"{outcome.learner_steps:,}",
-                    "Games": f"{outcome.episodes:,} ({outcome.episodes / max(outcome.seconds, 1e-9):.1f}/s)",
-                    "Time": f"{outcome.seconds:.0f} s",
-                    "Restarts": outcome.restarts,
-                    "Forced syncs": outcome.forced_syncs,
-                    "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
-                    "Version": build_version(),
-                }
-            ),
-            page.details("Settings", page.facts(settings.as_dict())),
-        )
-    )
-    return page.page("Jurybox hockey report", sections)
+        film = _film(actor, settings.film_games, folder / "game.gif")
+        sections.append(Section("A game", [film], "Left: the learned policy."))
+    facts = {
+        "Seed": settings.seed,
+        "Env steps": f"{outcome.env_steps:,}",
+        "Learner steps": f"{outcome.learner_steps:,}",
+        "Games": f"{outcome.episodes:,} ({outcome.episodes / max(outcome.seconds, 1e-9):.1f}/s)",
+        "Time": f"{outcome.seconds:.0f} s",
+        "Restarts": outcome.restarts,
+        "Forced syncs": outcome.forced_syncs,
+    }
+    sections.append(page.the_run(facts, settings.as_dict(), command, packages=("torch", "numpy", "box2d")))
+    return page.render("Jurybox hockey report", "Jurybox: hockey", sections)
 
 
 def learned(folder: Path) -> NumpyActor | None:
@@ -143,7 +121,7 @@ def _headline(outcome: Outcome) -> str:
     )
 
 
-def _standings(settings: HockeyTraining, outcome: Outcome) -> str:
+def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:
     """The newest evaluation."""
     rows = []
     for who in settings.league.anchors:
@@ -151,11 +129,12 @@ def _standings(settings: HockeyTraining, outcome: Outcome) -> str:
         if None not in numbers:
             rows.append([f"the {who} bot", *(f"{share:.1%}" for share in numbers)])
     heading = f"Against ({settings.evaluation_games} games without noise)"
-    return page.table([heading, "Won", "Tied", "Lost"], rows) if rows else ""
+    return [Table([heading, "Won", "Tied", "Lost"], rows)] if rows else []
 
 
-def _curves(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> list[str]:
-    sections = []
+def _games(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> list[Section | None]:
+    """Games won and lost in evaluations."""
+    sections: list[Section | None] = []
     for what, told in (("wins", "won"), ("losses", "lost")):
         lines = []
         for who in settings.league.anchors:
@@ -167,19 +146,11 @@ def _curves(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> li
         if lines:
             title = f"share of games {told} against each bot over env steps"
             drawn = charts.curves(lines, title, "env steps", f"% of games {told}, without noise")
-            sections.append(page.section(f"Games {told}", drawn))
-    points = [row for row in rows if "return_mean" in row]
-    if len(points) > 1:
-        thinned = points[:: max(1, len(points) // _POINTS)]
-        curve = Curve(
-            "return", [row["env_steps"] for row in thinned], [row["return_mean"] for row in thinned], "learned"
-        )
-        drawn = charts.curves([curve], "mean return over env steps", "env steps", "return while exploring, 100 games")
-        sections.append(page.section("Return", drawn))
+            sections.append(Section(f"Games {told}", [drawn]))
     return sections
 
 
-def _film(actor: NumpyActor, games: int, path: Path) -> str:
+def _film(actor: NumpyActor, games: int, path: Path) -> Picture:
     frames = film(
         actor,
         make_opponent("strong"),
@@ -190,8 +161,4 @@ def _film(actor: NumpyActor, games: int, path: Path) -> str:
     )
     save_film(frames, path, FPS / _FILM_EVERY)
     height, width = frames[0].shape[:2]
-    source = base64.b64encode(path.read_bytes()).decode()
-    return (
-        f'<img class="film" src="data:image/gif;base64,{source}" width="{width}" height="{height}" '
-        'alt="games of the learned policy against the strong bot">'
-    )
+    return Picture.gif(path, width, height, "games of the learned policy against the strong bot")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,22 +10,18 @@ from typing import Any
 
 from rich.console import Console
 
-from jurybox.protocol.wire import build_version
 from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.launchers import check_gpus, launcher_named
 from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.recipes.progress import require, trackers
 from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.recipes.run_command import changes_of, conclude
-from jurybox.training.report import charts, page
-from jurybox.training.report.charts import Curve
-from jurybox.training.report.timeline import timeline
+from jurybox.training.report import page
+from jurybox.training.report.page import Part, Section, Table
 from jurybox.training.run_folder import Tracker
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Kind, Outcome, Plan, refuse_unused
-from jurybox.training.runtime.progress import COLUMNS, Timeline
-
-_POINTS = 60  # of the learning curve, at most
+from jurybox.training.runtime.progress import COLUMNS
 
 
 def train(
@@ -95,41 +88,21 @@ def report(
     command: str,
 ) -> str:
     """The report as one HTML document."""
+    facts = {
+        "Seed": settings.seed,
+        "Turns": f"{outcome.env_steps:,}",
+        "Learner steps": f"{outcome.learner_steps:,}",
+        "Time": f"{outcome.seconds:.0f} s",
+        "Restarts": outcome.restarts,
+    }
     sections = [
-        f"<h1>Jurybox: {len(planned.of_kind(Kind.LEARNER))} learners, one world</h1>",
-        page.section("How it ended", page.paragraph(_headline(outcome)), _against_random(outcome)),
+        Section("How it ended", [_headline(outcome), *_against_random(outcome)]),
+        page.return_curve(rows, "Learning", "turns", "return, last 100 episodes"),
+        None if outcome.serial else page.worked_when(folder / "timeline.json"),
+        page.the_run(facts, settings.model_dump(mode="json"), command, packages=("torch", "numpy")),
     ]
-    points = [row for row in rows if "return_mean" in row]
-    if len(points) > 1:
-        thinned = points[:: max(1, len(points) // _POINTS)]
-        curve = Curve(
-            "return", [row["env_steps"] for row in thinned], [row["return_mean"] for row in thinned], "learned"
-        )
-        drawn = charts.curves([curve], "mean return of an agent over turns", "turns", "return, last 100 episodes")
-        sections.append(page.section("Learning", drawn))
-    if not outcome.serial:
-        drawn = timeline(Timeline.read(folder / "timeline.json"), "when each process worked, in the last seconds")
-        note = "Filled: at work. Line: waiting. Percentages are of the whole run."
-        sections.append(page.section("Who worked when", drawn, note=note))
-    sections.append(
-        page.section(
-            "The run",
-            page.facts(
-                {
-                    "Command": command,
-                    "Seed": settings.seed,
-                    "Turns": f"{outcome.env_steps:,}",
-                    "Learner steps": f"{outcome.learner_steps:,}",
-                    "Time": f"{outcome.seconds:.0f} s",
-                    "Restarts": outcome.restarts,
-                    "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
-                    "Version": build_version(),
-                }
-            ),
-            page.details("Settings", page.facts(json.loads(settings.model_dump_json()))),
-        )
-    )
-    return page.page("Jurybox multi-agent report", sections)
+    heading = f"Jurybox: {len(planned.of_kind(Kind.LEARNER))} learners, one world"
+    return page.render("Jurybox multi-agent report", heading, sections)
 
 
 def _headline(outcome: Outcome) -> str:
@@ -137,7 +110,7 @@ def _headline(outcome: Outcome) -> str:
     return f"After {outcome.env_steps:,} turns {outcome.text}; {mean} over the last episodes."
 
 
-def _against_random(outcome: Outcome) -> str:
+def _against_random(outcome: Outcome) -> list[Part]:
     learned = {
         name.removeprefix("eval_return_"): value
         for name, value in outcome.evaluation.items()
@@ -147,7 +120,8 @@ def _against_random(outcome: Outcome) -> str:
     for agent, value in learned.items():
         baseline = outcome.evaluation.get(f"eval_random_{agent}", float("nan"))
         rows.append([agent, f"{value:.1f}", f"{baseline:.1f}", f"{value / baseline:.1f}" if baseline else "-"])
-    return page.table(["Agent", "Learned policies", "Random play", "Ratio"], rows) if rows else ""
+    return [Table(["Agent", "Learned policies", "Random play", "Ratio"], rows)] if rows else []
+
 
 
 # ----

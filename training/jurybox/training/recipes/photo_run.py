@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jurybox.client import Error, connect
-from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
 from jurybox.training import run_folder as runlog
 from jurybox.training.environments.photo import PhotoConfig
@@ -129,18 +125,12 @@ def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
 
 
 def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> dict[str, str]:
-    packages = ("torch", "stable_baselines3", "gymnasium", "numpy", "opencv-python-headless")
     place = "in this process" if settings.single_process else where
     return {
         "Seed": str(settings.seed),
         "Steps": f"{settings.steps:,} edit steps, {settings.rollout} between two updates",
         "Workers": f"{settings.workers} {place}",
         "Time": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took.items()),
-        "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
-        "Versions": ", ".join(
-            [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
-            + [f"{name} {version(name)}" for name in packages]
-        ),
     }
 
 

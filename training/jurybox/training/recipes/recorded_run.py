@@ -188,14 +188,12 @@ def failed_report(
     folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any], command: str = ""
 ) -> None:
     """The report of a training whose end failed: what there is, and why there is no more."""
-    sections = [
-        "<h1>Jurybox: a training whose end failed</h1>",
-        page.section(
-            "How it ended",
-            page.paragraph(headline),
-            page.paragraph(f"What should follow here could not be made: {type(error).__name__}: {error}"),
-            page.paragraph("metrics.csv, summary.json and the checkpoints are whole; --resume tries the end again."),
-        ),
-        page.section("The run", page.facts({"Command": command} if command else {}), page.facts(settings)),
+    said = [
+        headline,
+        f"What should follow here could not be made: {type(error).__name__}: {error}",
+        "metrics.csv, summary.json and the checkpoints are whole; --resume tries the end again.",
     ]
-    write_atomically(folder / "report.html", page.page("Jurybox report", sections))
+    sections = [page.Section("How it ended", said), page.the_run({}, settings, command)]
+    write_atomically(
+        folder / "report.html", page.render("Jurybox report", "Jurybox: a training whose end failed", sections)
+    )

@@ -6,12 +6,10 @@ import csv
 import io
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -339,16 +337,10 @@ def _more(trainer: WorkflowTrainer) -> dict[str, Any]:
 
 
 def _facts(settings: WorkflowTraining, seconds: float) -> dict[str, str]:
-    packages = ("torch", "gymnasium", "numpy", "scikit-learn")
     return {
         "Seed": str(settings.seed),
         "Budget": f"{settings.total_episodes:,} episodes of {settings.episode_length} steps, {settings.n_envs} at once",
         "Attacker": f"{settings.red}, {'CybORG' if settings.env == 'cyborg' else 'our simulator'}",
         "Policy": "served" if settings.served else "in this process",
         "Time": f"{seconds:.0f} s",
-        "Machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
-        "Versions": ", ".join(
-            [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
-            + [f"{name} {version(name)}" for name in packages]
-        ),
     }

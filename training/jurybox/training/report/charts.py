@@ -1,12 +1,78 @@
-"""The charts of a report: intervals on a scale, a curve, dots by row, a histogram."""
+"""The charts of a report, drawn by Matplotlib as SVG that takes its colours from the page.
+
+A chart is drawn in the light colours of page.css, and each of them is then written as its CSS variable, so that one
+drawing serves light and dark. Text stays text: it can be read aloud, searched and copied. A chart is drawn twice, for a
+wide screen and for a phone's, since what is scaled to fit a phone cannot be read there; the page shows one of them.
+
+Matplotlib takes most of a second to import, so it is imported when a chart is drawn and not before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from xml.etree import ElementTree
 
-from jurybox.training.report import svg
+import numpy as np
+import numpy.typing as npt
+
 from jurybox.training.report.verdict import Interval
+from jurybox.training.runtime.progress import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, NARROW = 640.0, 344.0  # units of a drawing, which are pixels where it is not scaled
+_POINTS = 72.0  # units in one of Matplotlib's inches, in SVG
+# The light colours of page.css, by the names of its variables.
+COLOURS = {
+    "learned": "#0b7a53", "plain": "#6b7280", "random": "#c2570c", "reference": "#3556b8",
+    "ink": "#1c1d21", "soft": "#5f636d", "rule": "#e2e0da", "card": "#fffffe",
+}  # fmt: skip
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a name is one
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans"],  # Matplotlib brings it; wider than what browsers show, so labels have room
+    "font.size": 12,
+    "text.color": COLOURS["ink"],
+    "axes.labelpad": 8,
+    "axes.labelcolor": COLOURS["soft"],
+    "axes.edgecolor": COLOURS["soft"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+    "grid.color": COLOURS["rule"],
+    "grid.linewidth": 1,
+    **{f"{axis}tick.{what}": value for axis in "xy" for what, value in (("color", COLOURS["soft"]), ("major.size", 0))},
+    "lines.linewidth": 2.5,
+    "lines.solid_joinstyle": "round",
+    "lines.solid_capstyle": "round",
+}
+# A text beside a row or the end of a line.
+_BESIDE: Any = {
+    "xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "size": 13, "weight": 700
+}  # fmt: skip
+_LETTER = 7.4  # units that a letter takes on average, generously
+_TOLD = "told:"  # before the text that a mark shows to the pointer
+_BINS_OF_LANE = 400  # stretches of work in a lane; more would be narrower than a pixel
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing as SVG, for wide screens and for narrow ones; where `narrow` is empty, a phone scrolls."""
+
+    kind: ClassVar[str] = "chart"
+    wide: str
+    narrow: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +96,100 @@ class Curve:
     errors: Sequence[float] | None = None
 
 
-def intervals(bars: Sequence[Bar], title: str, axis: str) -> str:
+class Shares(Protocol):
+    """Shares of wins, ties and losses, which are 1 together."""
+
+    @property
+    def wins(self) -> float: ...
+    @property
+    def ties(self) -> float: ...
+    @property
+    def losses(self) -> float: ...
+
+
+def chart(draw: Callable[[Axes, float], None], title: str, height: float, *, narrow: bool = True) -> Chart:
+    """Draw a chart.
+
+    Args:
+        draw: draws on axes; is given the width too, in units.
+        title: what it shows, for whoever cannot see it.
+        height: in units.
+        narrow: also for a phone's screen.
+    """
+    if not narrow:
+        return Chart(_drawing(draw, title, "", WIDTH, height), "")
+    return Chart(_drawing(draw, title, "wide", WIDTH, height), _drawing(draw, title, "narrow", NARROW, height))
+
+
+def _drawing(draw: Callable[[Axes, float], None], title: str, style: str, width: float, height: float) -> str:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context():
+        mpl.rcdefaults()  # what a user's own matplotlibrc says is not meant for this page
+        mpl.rcParams.update(_STYLE)
+        mpl.rcParams["svg.hashsalt"] = f"{title} {width}"  # ids of their own, and the same ones every time
+        figure = Figure((width / _POINTS, height / _POINTS), layout="constrained")
+        draw(figure.subplots(), width)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(drawn.getvalue(), title, style, f"0 0 {width:.0f} {height:.0f}")
+
+
+def _inline(drawn: bytes, title: str, style: str, box: str) -> str:
+    """Matplotlib's SVG file as an element of the page: without namespaces, colours and fonts of its own."""
+    root = ElementTree.fromstring(drawn)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):  # a style here would be one of the whole page
+                parent.remove(child)
+    wanted = set(re.findall(rb'(?:href="#|url\(#)([^")]+)', drawn))
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        name = element.get("id", "")
+        if name.startswith(_TOLD):
+            told = ElementTree.Element("title")
+            told.text = name.removeprefix(_TOLD)
+            element.insert(0, told)
+        if name.encode() not in wanted:
+            element.attrib.pop("id", None)
+        if "style" in element.attrib:
+            # What lies inside a ring shows its own text to the pointer, so the ring must have no inside.
+            look = element.get("style", "").replace("fill-opacity: 0;", "fill: none;")
+            element.set("style", look.replace("'DejaVu Sans'", "system-ui"))
+    root.attrib = {"class": style, "viewBox": box, "role": "img", "aria-label": title}
+    text = ElementTree.tostring(root, encoding="unicode")
+    for name, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    return text
+
+
+def told(mark: Artist, text: str) -> None:
+    """Let a mark show a text to the pointer."""
+    mark.set_gid(_TOLD + text)
+
+
+def intervals(bars: Sequence[Bar], title: str, axis: str) -> Chart:
     """Means with their intervals, one row each, over the single cases as faint dots."""
     everything = [value for bar in bars for value in (bar.value.low, bar.value.high, *bar.dots)]
-    low, high = _padded(min(everything), max(everything))
-    left = svg.margin(bar.label for bar in bars)
-    row, top = 54.0, 8.0
-    bottom = top + row * len(bars)
 
-    def draw(width: float) -> tuple[float, list[str]]:
-        x = svg.Scale(low, high, left, width - 70)
-        marks = _grid_across(x, top, bottom, axis)
-        for index, bar in enumerate(bars):
-            y = top + row * (index + 0.5)
-            marks.append(svg.text(left - 12, y + 4, bar.label, anchor="end", style="label"))
-            for order, value in enumerate(bar.dots):
-                # Spread by the golden ratio: neighbours land far apart, and the picture is the same every time.
-                spread = ((order * 0.618034) % 1.0 - 0.5) * row * 0.62
-                marks.append(svg.dot(x(value), y + spread, 2.4, f"case {bar.style}"))
-            told = f"{bar.label}: {bar.value.mean:.3f}, 95 % interval {bar.value.low:.3f} to {bar.value.high:.3f}"
-            marks.append(svg.line(x(bar.value.low), y, x(bar.value.high), y, f"whisker {bar.style}", told))
-            marks.append(svg.dot(x(bar.value.mean), y, 6, f"mean {bar.style}", told))
-            marks.append(svg.text(width - 4, y + 5, f"{bar.value.mean:.3f}", anchor="end", style="value"))
-        return bottom + 44, marks
+    def draw(axes: Axes, width: float) -> None:
+        _rows(axes, width, [bar.label for bar in bars], [f"{bar.value.mean:.3f}" for bar in bars])
+        _across(axes, width, _padded(min(everything), max(everything)), axis)
+        for y, bar in enumerate(bars):
+            colour = COLOURS[bar.style]
+            # Spread by the golden ratio: neighbours land far apart, and the picture is the same every time.
+            spread = (np.arange(len(bar.dots)) * 0.618034 % 1.0 - 0.5) * 0.62
+            axes.scatter(bar.dots, y + spread, s=18, color=colour, alpha=0.45, linewidths=0, zorder=2)
+            text = f"{bar.label}: {bar.value.mean:.3f}, 95 % interval {bar.value.low:.3f} to {bar.value.high:.3f}"
+            told(axes.plot([bar.value.low, bar.value.high], [y, y], color=colour, linewidth=3)[0], text)
+            told(dot(axes, bar.value.mean, y, 12, bar.style), text)
 
-    return svg.figure(draw, title)
+    return chart(draw, title, 52 + 54.0 * len(bars))
 
 
-def curves(lines: Sequence[Curve], title: str, across: str, up: str, *, zero: str = "") -> str:
+def curves(lines: Sequence[Curve], title: str, across: str, up: str, *, zero: str = "") -> Chart:
     """Lines over a common axis, each named at its end; `zero` names a line at 0."""
     xs = [value for line in lines for value in line.xs]
     ys = [
@@ -67,40 +199,58 @@ def curves(lines: Sequence[Curve], title: str, across: str, up: str, *, zero: st
         for sign in (-1, 1)
     ]
     low, high = _padded(*((min(0.0, *ys), max(0.0, *ys)) if zero else (min(ys), max(ys))))
-    left, top, bottom = 60.0, 24.0, 240.0
-    y = svg.Scale(low, high, bottom, top)
 
-    def draw(width: float) -> tuple[float, list[str]]:
-        right = width - svg.margin([zero, *(line.label for line in lines)])
-        x = svg.Scale(min(0.0, *xs), max(xs), left, right)
-        marks = [svg.text(0, 12, up, style="axis")]
-        for value in svg.ticks(low, high):
-            marks.append(svg.line(left, y(value), right, y(value), "grid"))
-            marks.append(svg.text(left - 8, y(value) + 4, svg.number(value), anchor="end", style="axis"))
-        for value in svg.ticks(x.low, x.high, _ticks(right - left)):
-            marks.append(svg.text(x(value), bottom + 18, svg.number(value), anchor="middle", style="axis"))
-        marks.append(svg.text((left + right) / 2, bottom + 38, across, anchor="middle", style="axis"))
-        ends: list[float] = []
+    def draw(axes: Axes, width: float) -> None:
+        upright(axes, up, (low, high))
+        _across(axes, width, (min(0.0, *xs), max(xs)), across, grid=False)
+        ends = [(0.0, zero, COLOURS["plain"])] if zero else []
         if zero:
-            marks.append(svg.line(left, y(0.0), right, y(0.0), "base"))
-            marks.append(svg.text(right + 8, y(0.0) + 4, zero, style="label plain"))
-        for line in sorted(lines, key=lambda each: -each.ys[-1]):
-            positions = [x(value) for value in line.xs]
+            axes.axhline(0.0, color=COLOURS["soft"], linewidth=1)
+        for line in lines:
+            colour = COLOURS[line.style]
             if line.errors is not None:
-                lows = [y(value - error) for value, error in zip(line.ys, line.errors, strict=True)]
-                highs = [y(value + error) for value, error in zip(line.ys, line.errors, strict=True)]
-                marks.append(svg.band(positions, lows, highs, f"band {line.style}"))
-            points = [(px, y(v)) for px, v in zip(positions, line.ys, strict=True)]
-            marks.append(svg.path(points, f"curve {line.style}"))
-            at = max(y(line.ys[-1]) + 4, ends[-1] + 16 if ends else 0.0)  # names must not lie on each other
-            ends.append(at)
-            marks.append(svg.text(right + 8, at, line.label, style=f"label {line.style}"))
-        return bottom + 46, marks
+                values, errors = np.asarray(line.ys), np.asarray(line.errors)
+                axes.fill_between(line.xs, values - errors, values + errors, color=colour, alpha=0.16, linewidth=0)
+            axes.plot(line.xs, line.ys, color=colour)
+            ends.append((line.ys[-1], line.label, colour))
+        # The axes get their height here, so that names can keep clear of each other.
+        cast("Figure", axes.figure).draw_without_rendering()
+        least = -math.inf
+        for value, label, colour in sorted(ends):
+            y = axes.transData.transform((0.0, value))[1]
+            least = max(y, least + 16)
+            axes.annotate(label, (1.0, value), (8, least - y), color=colour, **_BESIDE)
 
-    return svg.figure(draw, title)
+    return chart(draw, title, 286)
 
 
-def dots_by_row(rows: Mapping[str, Sequence[tuple[str, float, str]]], title: str, axis: str) -> str:
+def stretches(
+    label: str,
+    xs: npt.ArrayLike,
+    ys: npt.ArrayLike,
+    *,
+    errors: npt.ArrayLike | None = None,
+    points: int = 60,
+) -> Curve:
+    """A curve of at most `points` points: means of as many stretches, each where its stretch ends.
+
+    Args:
+        xs, ys: (n,).
+        errors: standard error of each value, (n,): the band is then the mean's 95 % interval. Without, it is the
+            deviation of the values within a stretch, and there is none where no stretch has two.
+    """
+    across, values = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
+    groups = np.array_split(np.arange(len(values)), min(points, len(values)))
+    if errors is not None:
+        squares = np.asarray(errors, np.float64) ** 2
+        band = [float(1.96 * np.sqrt(squares[group].sum()) / len(group)) for group in groups]
+    else:
+        band = [float(values[group].std()) for group in groups]
+    ends, means = [float(across[group[-1]]) for group in groups], [float(values[group].mean()) for group in groups]
+    return Curve(label, ends, means, "learned", band if any(band) else None)
+
+
+def dots_by_row(rows: Mapping[str, Sequence[tuple[str, float, str]]], title: str, axis: str) -> Chart:
     """For each row some named values on one scale; the first two are dots, joined by a line, all others rings around
     them, each wider than the last: values that are the same are all seen.
 
@@ -108,76 +258,169 @@ def dots_by_row(rows: Mapping[str, Sequence[tuple[str, float, str]]], title: str
         rows: by label, a list of (name, value, style).
     """
     everything = [value for marks in rows.values() for _, value, _ in marks]
-    low, high = _padded(min(everything), max(everything))
-    left = svg.margin(rows)
-    row, top = 44.0, 8.0
-    bottom = top + row * len(rows)
 
-    def draw(width: float) -> tuple[float, list[str]]:
-        x = svg.Scale(low, high, left, width - 24)
-        marks = _grid_across(x, top, bottom, axis)
-        for index, (label, values) in enumerate(rows.items()):
-            y = top + row * (index + 0.5)
-            marks.append(svg.text(left - 12, y + 4, label, anchor="end", style="label"))
+    def draw(axes: Axes, width: float) -> None:
+        _rows(axes, width, list(rows), [""] * len(rows))
+        _across(axes, width, _padded(min(everything), max(everything)), axis)
+        for y, values in enumerate(rows.values()):
             (_, start, _), (_, end, style) = values[0], values[1]
-            marks.append(svg.line(x(start), y, x(end), y, f"arrow {style}"))
+            axes.plot([start, end], [y, y], color=COLOURS[style], linewidth=2, alpha=0.55)
             for order, (name, value, style) in enumerate(values):
-                told = f"{name}: {value:.3f}"
                 if order < 2:
-                    marks.append(svg.dot(x(value), y, 5, f"mean {style}", told))
+                    mark = dot(axes, value, y, 10, style)
                 else:
-                    marks.append(svg.ring(x(value), y, 8 + 3.5 * (order - 2), style, told))
-        return bottom + 44, marks
+                    wide = 16 + 7 * (order - 2)
+                    (mark,) = axes.plot(value, y, "o", ms=wide, mfc="none", mec=COLOURS[style], mew=2.5, clip_on=False)
+                told(mark, f"{name}: {value:.3f}")
 
-    return svg.figure(draw, title)
+    return chart(draw, title, 52 + 44.0 * len(rows))
 
 
-def histogram(counts: Sequence[tuple[str, int]], title: str, across: str, up: str) -> str:
+def histogram(counts: Sequence[tuple[str, int]], title: str, across: str, up: str) -> Chart:
     """Bars over named bins, each with its share."""
     total = sum(count for _, count in counts) or 1
-    top, bottom = 44.0, 190.0
-    tallest = max((count for _, count in counts), default=1) or 1
 
-    def draw(width: float) -> tuple[float, list[str]]:
-        left, right = 16.0, width - 16.0
-        step = (right - left) / max(len(counts), 1)
-        named = svg.every([label for label, _ in counts], step)
-        marks = [svg.text(0, 12, up, style="axis"), svg.line(left, bottom, right, bottom, "base")]
-        for index, (label, count) in enumerate(counts):
-            middle = left + step * (index + 0.5)
-            height = (bottom - top) * count / tallest
-            wide = min(step * 0.7, 90.0)
-            marks.append(svg.box(middle - wide / 2, bottom - height, wide, height, "fill learned", f"{label}: {count}"))
-            marks.append(svg.text(middle, bottom - height - 6, _share(count / total), anchor="middle", style="value"))
-            if index % named == 0:
-                marks.append(svg.text(middle, bottom + 18, label, anchor="middle", style="axis"))
-        marks.append(svg.text((left + right) / 2, bottom + 38, across, anchor="middle", style="axis"))
-        return bottom + 46, marks
+    def draw(axes: Axes, width: float) -> None:
+        upright(axes, up)
+        axes.grid(visible=False)
+        axes.spines["bottom"].set_visible(True)
+        axes.set_yticks([])
+        axes.set_xlabel(across)
+        step = width / max(len(counts), 1)
+        bars = axes.bar(range(len(counts)), [n for _, n in counts], min(0.7, 90 / step), color=COLOURS["learned"])
+        axes.bar_label(bars, [_share(n / total) for _, n in counts], padding=3, size=12, weight=700)
+        axes.set_xlim(-0.5, max(len(counts), 1) - 0.5)
+        every = math.ceil(max((_LETTER * len(label) for label, _ in counts), default=0.0) / step) or 1
+        axes.set_xticks(range(0, len(counts), every), [label for label, _ in counts[::every]])
+        for bar, (label, count) in zip(bars, counts, strict=True):
+            told(bar, f"{label}: {count}")
 
-    return svg.figure(draw, title)
+    return chart(draw, title, 236)
+
+
+def matrix(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Shares | None]], title: str) -> Chart:
+    """Who beats whom, one row a player: won minus lost in percent, the more of either, the deeper the colour; None:
+    not played.
+    """
+
+    def draw(axes: Axes, width: float) -> None:
+        _rows(axes, width, rows, [""] * len(rows))
+        axes.grid(visible=False)
+        axes.xaxis.tick_top()
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+        for y, (name, row) in enumerate(zip(rows, cells, strict=True)):
+            for x, cell in enumerate(row):
+                if cell is None:
+                    continue
+                points = cell.wins - cell.losses
+                tone = COLOURS["learned" if points >= 0 else "random"]
+                bar = axes.barh(y, 0.97, 0.94, x - 0.485, color=tone, alpha=0.05 + 0.53 * abs(points))
+                shares = f"{cell.wins:.0%} won, {cell.ties:.0%} tied, {cell.losses:.0%} lost"
+                told(bar[0], f"{name} against {columns[x]}: {shares}")
+                shown = f"{round(100 * points):+d}" if points else "0"
+                axes.text(x, y, shown, ha="center", va="center_baseline", size=13, weight=700)
+
+    return chart(draw, title, 40 + 40.0 * len(rows), narrow=False)
+
+
+def timeline(run: Timeline, title: str, seconds: float = 5.0) -> Chart:
+    """A lane for each role, filled where it worked: the last seconds in which everybody was at work; beside each lane
+    its busy share of the whole run.
+
+    Args:
+        title: what it shows, for whoever cannot see it.
+        seconds: how much of the end.
+    """
+    high = _end(run)
+    low = max(0.0, high - seconds)
+
+    def draw(axes: Axes, width: float) -> None:
+        _rows(axes, width, [lane.role for lane in run.lanes], [f"{lane.busy:.0%}" for lane in run.lanes])
+        _across(axes, width, (low, high), "seconds")
+        for y, lane in enumerate(run.lanes):
+            axes.axhline(y, color=COLOURS["soft"], linewidth=1)
+            shown = [each for each in lane.intervals if each[1] > low and each[0] < high and not each[2]]
+            worked = [
+                (max(start, low), min(end, high) - max(start, low))
+                for start, end, _ in _joined(shown, (high - low) / _BINS_OF_LANE)
+            ]
+            bars = axes.broken_barh(worked, (y - 0.26, 0.52), color=COLOURS["learned"], linewidth=0)
+            told(bars, f"{lane.role}: at work for {lane.busy:.0%} of the run")
+
+    return chart(draw, title, 52 + 34.0 * len(run.lanes))
+
+
+def upright(axes: Axes, up: str, limits: tuple[float, float] | None = None) -> None:
+    """What the axis upwards is, in words above the drawing, and its ends."""
+    axes.figure.suptitle(up, x=0.0, ha="left", size=12, color=COLOURS["soft"])
+    axes.grid(visible=False, axis="x")
+    if limits is not None:
+        axes.set_ylim(*limits)
+        _ticks(axes.yaxis, 6)
+
+
+def _across(axes: Axes, width: float, limits: tuple[float, float], label: str, *, grid: bool = True) -> None:
+    axes.set_xlabel(label)
+    axes.set_xlim(*(limits if limits[0] < limits[1] else _padded(*limits)))
+    axes.grid(visible=grid, axis="x")
+    _ticks(axes.xaxis, 6 if width == WIDTH else 4)
+
+
+def _ticks(axis: Any, most: int) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+
+
+def _rows(axes: Axes, width: float, labels: Sequence[str], values: Sequence[str]) -> None:
+    """Named rows from top to bottom, each with a value at its right end."""
+    letters = 32 if width == WIDTH else 16
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_yticks(range(len(labels)), [textwrap.fill(label, letters) for label in labels])
+    axes.tick_params(axis="y", labelsize=13, labelcolor=COLOURS["ink"], pad=10)
+    axes.grid(visible=False, axis="y")
+    for y, value in enumerate(values):
+        axes.annotate(value, (1.0, y), (12, 0), **_BESIDE)
+
+
+def dot(axes: Axes, x: float, y: float, wide: float, style: str) -> Artist:
+    """A dot of that diameter with a thin rim, drawn over all else."""
+    colour, rim = COLOURS[style], COLOURS["card"]
+    return axes.plot(x, y, "o", ms=wide, mfc=colour, mec=rim, mew=1.5, clip_on=False, zorder=3)[0]
+
+
+def _end(run: Timeline) -> float:
+    """Where those who mostly worked stopped: a last evaluation, say, that all others wait for tells nothing."""
+    worked = [
+        max((end for _, end, what in lane.intervals if not what), default=0.0) for lane in run.lanes if lane.busy > 0.5
+    ]
+    return min(worked or [lane.intervals[-1][1] for lane in run.lanes if lane.intervals], default=1.0)
+
+
+def _joined(intervals: list[tuple[float, float, str]], gap: float) -> list[tuple[float, float, str]]:
+    """Neighbours that the eye could not tell apart, as one."""
+    joined: list[tuple[float, float, str]] = []
+    for start, end, what in intervals:
+        if joined and start - joined[-1][1] < gap:
+            joined[-1] = (joined[-1][0], end, what)
+        else:
+            joined.append((start, end, what))
+    return joined
+
+
+def _number(value: float) -> str:
+    """A short number for an axis."""
+    if abs(value) >= 1_000_000:
+        return f"{value / 1_000_000:g}M"
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k"
+    return f"{round(value, 10):g}"
 
 
 def _share(share: float) -> str:
     return "<1%" if 0.0 < share < 0.005 else f"{share:.0%}"
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """HTML of (name, style) pairs; "ring" in a style makes its mark one."""
-    return '<p class="legend">' + "".join(f'<span class="{style}">{name}</span>' for name, style in entries) + "</p>"
-
-
-def _grid_across(x: svg.Scale, top: float, bottom: float, axis: str) -> list[str]:
-    marks = []
-    for value in svg.ticks(x.low, x.high, _ticks(x.end - x.start)):
-        marks.append(svg.line(x(value), top, x(value), bottom, "grid"))
-        marks.append(svg.text(x(value), bottom + 18, svg.number(value), anchor="middle", style="axis"))
-    marks.append(svg.text((x.start + x.end) / 2, bottom + 38, axis, anchor="middle", style="axis"))
-    return marks
-
-
-def _ticks(units: float) -> int:
-    """How many labels an axis of that length has room for."""
-    return max(3, min(5, int(units / 70)))
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:

@@ -1,71 +1,183 @@
-"""The page itself: one HTML file that needs nothing beside it."""
+"""The page itself: what it is made of, and one HTML file of it that needs nothing beside it.
+
+A report says what to show, in the parts below; page.html alone says how it looks as HTML, and escapes every text.
+"""
 
 from __future__ import annotations
 
 import base64
+import platform
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from importlib import resources
-from typing import Any
+from dataclasses import dataclass
+from importlib import metadata
+from os import sched_getaffinity
+from pathlib import Path
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.protocol.wire import build_version
+from jurybox.training.report import charts
+from jurybox.training.runtime.progress import Timeline
 
-def page(title: str, sections: Iterable[str]) -> str:
-    """A whole document; `sections` are HTML."""
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # An empty icon: without one, a browser asks the host for its favicon.
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{style}</style></head>'
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
-    )
+_FOLDER = Path(__file__).parent
 
 
-def section(heading: str, *content: str, note: str = "") -> str:
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A paragraph in small print."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; columns after the first are set flush right."""
+
+    kind: ClassVar[str] = "table"
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """Parts that are shown when asked for."""
+
+    kind: ClassVar[str] = "details"
+    summary: str
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Legend:
+    """(name, style) pairs; "ring" in a style makes its mark one."""
+
+    kind: ClassVar[str] = "legend"
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image whose `source` is a data URI; width and height in pixels."""
+
+    kind: ClassVar[str] = "picture"
+    source: str
+    width: int
+    height: int
+    alt: str
+    style: str = ""
+
+    @classmethod
+    def jpeg(cls, pixels: npt.NDArray[np.uint8], side: int, alt: str) -> Picture:
+        """Square pixels, uint8 (height, width, 3) RGB, as JPEG with sides of so many pixels."""
+        shrunk = cv2.resize(pixels, (side, side), interpolation=cv2.INTER_AREA)
+        done, data = cv2.imencode(".jpg", cv2.cvtColor(shrunk, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 86])
+        if not done:
+            raise ValueError(f"expected pixels that JPEG can hold, got {pixels.dtype} {pixels.shape}")
+        return cls(_data_uri("image/jpeg", data.tobytes()), side, side, alt)
+
+    @classmethod
+    def gif(cls, path: Path, width: int, height: int, alt: str) -> Picture:
+        """A film from a file."""
+        return cls(_data_uri("image/gif", path.read_bytes()), width, height, alt, "film")
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One picture of a gallery, with what it scored and by how much that is better; None: not said."""
+
+    picture: Picture
+    style: str
+    caption: str
+    change: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gallery:
+    """Pictures in named columns, row by row; `columns` are (name, style) pairs, four of them."""
+
+    kind: ClassVar[str] = "gallery"
+    columns: Sequence[tuple[str, str]]
+    shots: Sequence[Shot]
+
+
+# A string is a paragraph, a mapping a list of names and values.
+Part = str | Mapping[str, Any] | Note | Table | Details | Legend | Picture | Gallery | charts.Chart
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
     """A part of the page under a heading; `note` is a sentence in small print below it."""
-    small = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(heading)}</h2>{''.join(content)}{small}</section>"
+
+    kind: ClassVar[str] = "section"
+    heading: str
+    parts: Sequence[Part]
+    note: str = ""
 
 
-def paragraph(text: str, style: str = "") -> str:
-    return f'<p class="{style}">{escape(text)}</p>'
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of it all: `answer` ("yes", "no" or "undecided") gives its colour."""
+
+    kind: ClassVar[str] = "answer"
+    answer: str
+    headline: str
+    parts: Sequence[Part]
+    note: str = ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """A table; columns after the first are set flush right when they are numbers."""
-    kind = "numbers" if numbers else "words"
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def render(title: str, heading: str, sections: Iterable[Section | Answer | None]) -> str:
+    """A whole document; of the sections, those that are None are left out."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.get_template("page.html").render(
+        title=title,
+        heading=heading,
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        sections=[section for section in sections if section is not None],
     )
 
 
-def facts(values: Mapping[str, Any]) -> str:
-    """Names and values in two columns."""
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in values.items())
-    return f"<dl>{rows}</dl>"
+def return_curve(rows: Sequence[Mapping[str, float]], heading: str, across: str, up: str) -> Section | None:
+    """The mean return over the steps of the environment; None where there are no two rows of it."""
+    found = [row for row in rows if "return_mean" in row]
+    if len(found) < 2:
+        return None
+    line = charts.stretches("return", [row["env_steps"] for row in found], [row["return_mean"] for row in found])
+    return Section(heading, [charts.curves([line], f"mean return over {across}", across, up)])
 
 
-def details(summary: str, *content: str) -> str:
-    """Content that is shown when asked for."""
-    return f"<details><summary>{escape(summary)}</summary>{''.join(content)}</details>"
+def worked_when(timeline: Path) -> Section:
+    """Who worked when, from a run's timeline.json."""
+    drawn = charts.timeline(Timeline.read(timeline), "when each process worked, in the last seconds")
+    note = "Filled: at work. Line: waiting. Percentages are of the whole run."
+    return Section("Who worked when", [drawn], note)
 
 
-def picture(pixels: npt.NDArray[np.uint8], side: int, alt: str) -> str:
-    """An image as JPEG in a data URI.
+def the_run(
+    facts: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    command: str,
+    *,
+    packages: Sequence[str] = ("numpy",),
+    note: str = "",
+) -> Section:
+    """What was run, where, with which versions of which packages, and the command that runs it again."""
+    versions = [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
+    versions += [f"{name} {metadata.version(name)}" for name in packages]
+    every_run = {
+        "Machine": f"{len(sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
+        "Versions": ", ".join(versions),
+        **({"Command": command} if command else {}),
+    }
+    return Section("The run", [{**facts, **every_run}, Details("Settings", [settings])], note)
 
-    Args:
-        pixels: uint8 (height, width, 3) RGB, square.
-        side: pixels of the JPEG.
-    """
-    shrunk = cv2.resize(pixels, (side, side), interpolation=cv2.INTER_AREA)
-    done, data = cv2.imencode(".jpg", cv2.cvtColor(shrunk, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 86])
-    if not done:
-        raise ValueError(f"expected pixels that JPEG can hold, got {pixels.dtype} {pixels.shape}")
-    source = base64.b64encode(data.tobytes()).decode()
-    return f'<img src="data:image/jpeg;base64,{source}" width="{side}" height="{side}" alt="{escape(alt)}">'
+
+def _data_uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jurybox.training.report import charts, page
-from jurybox.training.report.charts import Curve
-from jurybox.training.search.picture import belief
-from jurybox.training.search.settings import describe
+from jurybox.training.report.page import Answer, Legend, Section, Table
+from jurybox.training.search.gp_ucb import WorkflowSearch
+from jurybox.training.search.settings import ORDERS, describe
 from jurybox.training.search.trainer import WorkflowTrainer
 
-_POINTS = 60  # of a curve, at most
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _SHOWN = 3.0  # times the median: returns below that are left out of the curve
 _WITHIN = 0.15  # of the unconstrained return that a workflow may cost
 
@@ -74,46 +76,66 @@ def render(run: WorkflowRun) -> str:
     trainer = run.trainer
     first, *rest = conclusion(trainer)
     passed = trainer.final is not None and trainer.passes(trainer.final.rate, trainer.final.fixes)
+    packages = ("torch", "gymnasium", "numpy", "scikit-learn")
     sections = [
-        "<h1>Jurybox: a search over workflows of defence</h1>",
-        f'<section class="verdict {"yes" if passed else "no"}"><p class="headline">{escape(first)}</p>'
-        + "".join(page.paragraph(sentence) for sentence in rest)
-        + "</section>",
-        _picture(run),
-        _curves(run.metrics),
-        _tried(run),
-        page.section(
-            "The run",
-            page.facts(run.facts),
-            page.details("Settings", page.facts(trainer.settings.as_dict())),
-            f"<pre>{escape(run.command)}</pre>" if run.command else "",
-        ),
+        Answer("yes" if passed else "no", first, rest),
+        _search(trainer),
+        _learning(run.metrics),
+        _tried(trainer),
+        page.the_run(run.facts, trainer.settings.as_dict(), run.command, packages=packages),
     ]
-    return page.page("Jurybox workflow report", [section for section in sections if section])
+    return page.render("Jurybox workflow report", "Jurybox: a search over workflows of defence", sections)
 
 
-def _picture(run: WorkflowRun) -> str:
-    if not run.trainer.tried:
-        return ""
-    return page.section(
+def _search(trainer: WorkflowTrainer) -> Section | None:
+    if not trainer.tried:
+        return None
+    return Section(
         "The search",
-        charts.legend([("best score", "learned"), ("other scores", "plain"), ("expected", "reference")]),
-        belief(run.trainer.search),
-        note="What the Gaussian process believes of every order at the end, with two deviations, and the scores of "
+        [
+            Legend([("best score", "learned"), ("other scores", "plain"), ("expected", "reference")]),
+            belief(trainer.search),
+        ],
+        "What the Gaussian process believes of every order at the end, with two deviations, and the scores of "
         "those that were tried. A score is the return, less a penalty for what compliance lacks.",
     )
 
 
-def _curves(metrics: Sequence[Mapping[str, float]]) -> str:
+def belief(search: WorkflowSearch) -> charts.Chart:
+    """All orders from the best expected to the worst, with two deviations; dots are scores, by number of the trial."""
+    mean, std = search.belief()
+    order = np.argsort(-mean, kind="stable")
+    place = {ORDERS[index]: position for position, index in enumerate(order)}
+    scores = [trial.score for trial in search.trace]
+    low, high = min([*(mean - 2 * std), *scores]), max([*(mean + 2 * std), *scores])
+    margin = 0.05 * (high - low) or 1.0
+    best = max(range(len(scores)), key=scores.__getitem__, default=-1)
+
+    def draw(axes: Axes, width: float) -> None:
+        charts.upright(axes, "score", (low - margin, high + margin))
+        axes.set_xlabel("the 120 orders, best expected first")
+        axes.set_xticks([])
+        axes.set_xlim(-0.5, len(ORDERS) - 0.5)
+        xs, colour = range(len(ORDERS)), charts.COLOURS["reference"]
+        axes.fill_between(xs, (mean - 2 * std)[order], (mean + 2 * std)[order], color=colour, alpha=0.16, linewidth=0)
+        axes.plot(xs, mean[order], color=colour)
+        for number, trial in enumerate(search.trace):
+            style, wide = ("learned", 10) if number == best else ("plain", 7)
+            mark = charts.dot(axes, place[trial.order], trial.score, wide, style)
+            charts.told(mark, f"{number + 1}: {describe(trial.order)}: {trial.score:.1f}")
+
+    title = "Expected score of every order with its uncertainty, and the scores found"
+    return charts.chart(draw, title, 294)
+
+
+def _learning(metrics: Sequence[Mapping[str, float]]) -> Section | None:
     if len(metrics) < 2:
-        return ""
+        return None
     # The first episodes lose so much more than all others that they would press the curve flat.
     least = _SHOWN * float(np.median([row["return_mean"] for row in metrics]))
     returns = [row for row in metrics if row["return_mean"] >= least]
     ruled = [row for row in metrics if row["phase"] >= 1]
-    drawn = [
-        charts.curves([_curve(returns, "return_mean", "return")], "Return in training", "episodes", "return"),
-    ]
+    drawn = [charts.curves([_curve(returns, "return_mean", "return")], "Return in training", "episodes", "return")]
     if len(ruled) > 1:
         title, up = "Compliance in training", "share of fixes that comply"
         drawn.append(charts.curves([_curve(ruled, "compliance", "compliance")], title, "episodes", up))
@@ -124,20 +146,16 @@ def _curves(metrics: Sequence[Mapping[str, float]]) -> str:
         told += f"From {ruled[0]['episodes']:,.0f} episodes on it is told a workflow"
         last = next((row["episodes"] for row in ruled if row["phase"] >= 2), None)
         told += ". " if last is None else f", from {last:,.0f} on the best one. "
-    return page.section("Learning", *drawn, note=told + "Dips are where a new workflow begins.")
+    return Section("Learning", drawn, told + "Dips are where a new workflow begins.")
 
 
-def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str) -> Curve:
-    groups = [group for group in np.array_split(np.arange(len(rows)), min(_POINTS, len(rows))) if len(group)]
-    values = np.array([row[name] for row in rows])
-    means = [float(values[group].mean()) for group in groups]
-    xs = [rows[group[-1]]["episodes"] for group in groups]
-    return Curve(label, xs, means, "learned", [float(values[group].std()) for group in groups])
+def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str) -> charts.Curve:
+    return charts.stretches(label, [row["episodes"] for row in rows], [row[name] for row in rows])
 
 
-def _tried(run: WorkflowRun) -> str:
+def _tried(trainer: WorkflowTrainer) -> Section | None:
     rows = []
-    for number, each in enumerate(run.trainer.tried, 1):
+    for number, each in enumerate(trainer.tried, 1):
         found = each.evaluated
         rows.append(
             [
@@ -153,6 +171,6 @@ def _tried(run: WorkflowRun) -> str:
             ]
         )
     if not rows:
-        return ""
+        return None
     header = ["workflow", "trial", "return", "compliance", "fixes", "episodes", "passed", "expected", "score"]
-    return page.section("Workflows tried", page.table(header, rows))
+    return Section("Workflows tried", [Table(header, rows)])
