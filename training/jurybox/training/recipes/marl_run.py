@@ -123,7 +123,6 @@ def _against_random(outcome: Outcome) -> list[Part]:
     return [Table(["Agent", "Learned policies", "Random play", "Ratio"], rows)] if rows else []
 
 
-
 # ----
 # What `jurybox train marl` does with its options.
 
