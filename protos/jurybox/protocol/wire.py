@@ -61,7 +61,7 @@ def prefix_error(frame: bytes) -> str | None:
     return f"{len(frame)} bytes came that begin with {frame[:8]!r}: expected a Jurybox message ({PREFIX!r} first)"
 
 
-# A ticket, 64 bytes, the same record in native/tickets.hpp.
+# A ticket, 64 bytes, the same record in native/serving/tickets.hpp.
 TICKET = np.dtype(
     [
         ("sequence", "<u8"),

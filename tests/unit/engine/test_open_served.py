@@ -142,6 +142,18 @@ def test_long_rows_are_computed_apart_so_that_a_batch_stays_within_its_bound(ser
     assert sum(rows for rows, _ in seen) == 6
 
 
+def test_one_client_with_long_rows_does_not_starve_those_with_short_ones():
+    seen = []
+    with InprocServer({"m": open_models.recorded(seen, max_elements=400)}, rows=128) as server:
+        greedy, modest = server.model("m", rows=32), [server.model("m", rows=2) for _ in range(4)]
+        longs = [greedy.submit(["x" * 400]) for _ in range(20)]
+        shorts = [model.submit(["y" * 4]) for model in modest]
+        for ticket in shorts:
+            ticket.result()
+        assert (4, 4) in seen[:2], seen  # after the first of the long ones, at the latest
+        assert [ticket.result().outputs.item() for ticket in longs] == [400] * 20
+
+
 def test_padding_stays_below_its_share(served):
     seen = []
     model = served(open_models.recorded(seen, max_padding=0.25))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, said
-from jurybox.protocol.scoreboard import TIME_BUCKETS
+from jurybox.protocol.scoreboard import MAX_LANES, TIME_BUCKETS
 from jurybox.server.engine.device import Batch, DeviceServed
 from jurybox.server.engine.served import Outcome, Served
 from jurybox.server.logs import traced
@@ -314,9 +314,21 @@ class Queue:
         max_batch: rows of the largest batch; no ticket is larger.
         min_batch, max_wait_ns: hold a batch back until it has `min_batch` rows or its oldest ticket is
             `max_wait_ns` old. The defaults never hold one back.
+        costs, max_cost: what each ticket costs, where that is not its number of rows, and the most of a batch.
     """
 
-    def __init__(self, max_batch: int, min_batch: int = 1, max_wait_ns: int = 0) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        min_batch: int = 1,
+        max_wait_ns: int = 0,
+        costs: Callable[[Tickets], NDArray[np.int64]] | None = None,
+        max_cost: int = 0,
+    ) -> None:
+        self._costs = costs if max_cost else None
+        self._turns = np.zeros(MAX_LANES, np.int64)  # in which each lane was served last
+        self._turn = 0
+        self._max_cost = max_cost
         self.max_batch = max_batch
         self.min_batch = min_batch
         self.max_wait_ns = max_wait_ns
@@ -368,12 +380,15 @@ class Queue:
         waiting = self.waiting
         if self.pinned:
             return self._take_of_one_version(waiting)
-        if self.rows <= self.max_batch:
+        costs = None if self._costs is None else self._costs(waiting)
+        if self.rows <= self.max_batch and (costs is None or int(costs.sum()) <= self._max_cost):
             self._start = self._end = 0
             self.rows = 0
             return waiting
-        chosen = fair_choice(waiting, self.max_batch)
+        chosen = fair_choice(waiting, self.max_batch, costs, self._max_cost, self._turns[waiting["lane"]])
         batch = waiting[chosen].copy()
+        self._turn += 1
+        self._turns[batch["lane"]] = self._turn
         self._keep(~chosen)
         return batch
 
@@ -417,23 +432,34 @@ class Queue:
         self._start, self._end = 0, len(waiting)
 
 
-def fair_choice(tickets: Tickets, max_rows: int) -> NDArray[np.bool_]:
+def fair_choice(
+    tickets: Tickets,
+    max_rows: int,
+    costs: NDArray[np.int64] | None = None,
+    max_cost: int = 0,
+    turns: NDArray[np.int64] | None = None,
+) -> NDArray[np.bool_]:
     """Which tickets go first when more waits than fits: a mask over `tickets`, in order of arrival.
 
     Lanes take turns by rows (deficit round robin in the limit): a ticket's place is the number of rows its own
     lane has waiting before it, then its arrival. So the oldest ticket of every lane goes before anybody's second,
-    and one greedy client cannot hold up fifteen modest ones.
+    and one greedy client cannot hold up fifteen modest ones. Where rows differ in cost, lanes take turns by that, and
+    of two that have as much behind them the one goes first whose last turn (`turns`) is longer ago: a batch may hold a
+    single long row.
     """
     rows = tickets["rows"].astype(np.int64)
+    weights = rows if costs is None else costs
     lanes = tickets["lane"]
     by_lane = np.argsort(lanes, kind="stable")
-    behind = np.cumsum(rows[by_lane]) - rows[by_lane]  # rows before this one, all earlier lanes included
+    behind = np.cumsum(weights[by_lane]) - weights[by_lane]  # rows before this one, all earlier lanes included
     first_of_lane = np.r_[True, lanes[by_lane][1:] != lanes[by_lane][:-1]]
     behind -= np.maximum.accumulate(np.where(first_of_lane, behind, 0))
     place = np.empty(len(tickets), np.int64)
     place[by_lane] = behind
-    order = np.argsort(place, kind="stable")
+    order = np.argsort(place, kind="stable") if turns is None or costs is None else np.lexsort((turns, place))
     fits = int(np.searchsorted(np.cumsum(rows[order]), max_rows, side="right"))
+    if costs is not None:
+        fits = min(fits, int(np.searchsorted(np.cumsum(costs[order]), max_cost, side="right")))
     chosen = np.zeros(len(tickets), np.bool_)
     chosen[order[: max(fits, 1)]] = True
     return chosen

@@ -119,7 +119,8 @@ class Engine:
         Args:
             arena: number of the arena whose rows it computes; tickets of lanes of another are refused.
         """
-        slot = Slot(served, Queue(served.max_batch, min_batch, max_wait_ns), self.counters(model))
+        queue = Queue(served.max_batch, min_batch, max_wait_ns, served.costs, served.max_cost)
+        slot = Slot(served, queue, self.counters(model))
         slot.shown = model + 1
         self.put(model, slot, served.max_batch, arena)
 

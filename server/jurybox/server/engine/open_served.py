@@ -63,6 +63,20 @@ class OpenServed(Served):
         self._fixed = {item.name: item for item in self._inputs}
         self._states = States(model, columns, lanes, self.device) if self.spec.state else None
 
+    @property
+    def max_cost(self) -> int:
+        """As Served.max_cost."""
+        return self._max_elements if self._variable else 0
+
+    def costs(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
+        """Elements of the rows that differ in size, by what their extents say now; they are read anew to be used."""
+        rows = tickets["rows"].astype(np.int64)
+        starts = np.cumsum(rows) - rows
+        each = sum(variable.costs_now(tickets, int(rows.sum())) for variable in self._variable.values())
+        assert isinstance(each, np.ndarray)
+        totals: NDArray[np.int64] = np.add.reduceat(each, starts)
+        return totals
+
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`. Rows are computed in groups of their own where size, padding or a session asks for it."""
         self._use(version)
@@ -464,6 +478,12 @@ class _Variable:
         self.counts = elements(self._spec, self.sizes)
         batch = _Rows(tickets, rows)
         self._places = batch.places
+
+    def costs_now(self, tickets: NDArray[Any], rows: int) -> NDArray[np.int64]:
+        """Elements of tickets' rows, at least one each, whatever is said of them."""
+        read = np.empty((rows, self._spec.extents), np.int64)
+        native.gather(self._extents, tickets, read)
+        return np.maximum(elements(self._spec, read), 1)
 
     def costs(self, group: NDArray[np.intp]) -> NDArray[np.int64]:
         """Elements of rows, at least one each."""

@@ -96,6 +96,16 @@ class Served:
         self._large = any(tensor.row_bytes >= _LARGE_ROW for tensor in self.spec.inputs.values())
 
     @property
+    def max_cost(self) -> int:
+        """The most of `costs` in a batch; 0: any number."""
+        return 0
+
+    def costs(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
+        """What each ticket costs, where that is not its number of rows."""
+        counts: NDArray[np.int64] = tickets["rows"].astype(np.int64)
+        return counts
+
+    @property
     def version(self) -> int:
         """Of the weights it computes with; 0 for those it was loaded with."""
         return self.weights_updater.version if self.weights_updater is not None else 0
