@@ -140,6 +140,24 @@ def dies() -> ServedModel:
     raise AssertionError
 
 
+class Tiring(Affine):
+    """Ends its engine once it has answered so many batches there, warm-up included."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(2.0, 1.0)
+        self.left = batches
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(observation)
+
+
+def tiring(batches: int = 60) -> ServedModel:
+    return ServedModel(Tiring(batches), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
 def named(name: str) -> ServedModel:
     """A model whose input has that name."""
     return ServedModel(Affine(1.0, 0.0), {name: TensorSpec("float32", (4,))}, {"action": TensorSpec("float32", (4,))})

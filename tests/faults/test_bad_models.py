@@ -104,6 +104,24 @@ def test_a_ticket_that_kills_every_engine_it_is_sent_to_is_given_up_and_the_serv
     assert server.process.poll() is None
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_model_that_ends_every_engine_after_good_service_is_put_in_quarantine(tmp_path, nothing_left):
+    """No death looks different from a kill -9 by somebody else, but it is the same model each time."""
+    models = {"affine": MODELS["affine"], "tiring": {"factory": "tests.models:tiring", "max_batch": 2}}
+    with serving(tmp_path, models, max_restarts=0, standby=True) as server, server.connect() as client:
+        tiring, affine = client.model("tiring", rows=2), client.model("affine", rows=2)
+        until = time.monotonic() + 300
+        with pytest.raises(ModelFailed, match="'tiring' is in quarantine"):
+            while time.monotonic() < until:
+                np.testing.assert_array_equal(tiring.infer(X, timeout=100), 2 * X + 1)
+                time.sleep(0.05)
+        np.testing.assert_array_equal(affine.infer(X, timeout=100), 2 * X + 1)
+        assert server.text().count("child died") > 3
+        client.load("tiring", timeout=100)
+        np.testing.assert_array_equal(client.model("tiring", rows=2).infer(X, timeout=100), 2 * X + 1)
+
+
 @pytest.mark.timeout(300)
 def test_who_kills_engines_and_edges_from_outside_ends_neither_the_server_nor_its_models(tmp_path, nothing_left):
     """An innocent model is computed all the time; nobody is to blame for a kill -9 but whoever sent it."""

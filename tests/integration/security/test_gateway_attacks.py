@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import ModelNotFound, Refused
+from jurybox.client import ModelNotFound, Refused, connect
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.wire import MAX_CONTROL, MAX_NAME
@@ -119,6 +119,10 @@ def test_a_models_name_of_two_mib_is_refused_as_that_and_breaks_nothing(server, 
     ):
         assert refused(call)[0] == "NOT_FOUND"
         assert f"at most {MAX_NAME} characters, one of {len(name)} came" in refused(call)[1]
+    with connect(f"grpc://{server.told['grpc']}", timeout=20) as client:
+        for stream in (client.publisher, client.weights):
+            with pytest.raises(ModelNotFound, match=f"at most {MAX_NAME} characters"):
+                stream("a" * (MAX_NAME + 1))
     answer = web.post(f"/v2/models/{name[:20_000]}/infer", json={"inputs": [ROW]})
     assert (answer.status_code, "at most 128 characters" in answer.json()["error"]) == (404, True)
     still_answers(web, stub)

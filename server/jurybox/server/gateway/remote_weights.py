@@ -45,6 +45,7 @@ from jurybox.protocol.weights.transfer import (
     restored,
     transfer_layout,
 )
+from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.security.grpc import abort
 
@@ -55,7 +56,6 @@ _MOST_BYTES = 8 << 30  # of one model's weights
 _MOST_STREAMS = 256  # of publishers, and of readers
 _MOST_KEPT = 4  # publications of one model that are on their way to readers; slow ones share the last of them
 _PIECE_BYTES = 256 << 10  # of a publication, in one message to a reader: so much waits for each that does not read
-_MOST_NAME = 1024  # characters of a model's name
 _MOST_SAID = 1000  # characters of an error
 _NAME = PUBLISH.rpartition("/")[0].lstrip("/")  # of the service
 _T = TypeVar("_T")
@@ -214,10 +214,7 @@ class RemoteWeights:
 
     def _join(self, model: str) -> _Shared:
         """The model's source; it is being opened where this is the first reader."""
-        if len(model) > _MOST_NAME:
-            raise Refused(
-                f"a model's name of {len(model)} characters came, expected {_MOST_NAME} at most", Code.TOO_LARGE
-            )
+        require_name(model)
         shared = self._sources.get(model)
         if shared is None:
             opening = asyncio.ensure_future(self._in_thread(_Source, self._address, model))
@@ -265,8 +262,7 @@ class _Publisher:
     def __init__(self, address: str, request: PublishRequest, most_bytes: int) -> None:
         if request.WhichOneof("part") != "open":
             raise Error("expected 'open' as the first message of a publisher's stream", Code.MALFORMED)
-        if len(request.open.model) > _MOST_NAME:
-            raise Error(f"expected a model's name of {_MOST_NAME} characters at most", Code.TOO_LARGE)
+        require_name(request.open.model)
         self._server = connect(address, timeout=_CONNECT)
         try:
             publisher = self._server.publisher(request.open.model)

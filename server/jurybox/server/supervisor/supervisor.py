@@ -31,6 +31,7 @@ from jurybox.server.supervisor.weights_saver import WeightsSaver
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
 _STOP = 3.0  # seconds a child gets to stop
+_CHANCE = 3  # times as many kills from outside, all while one model was computed, as deaths of another kind are borne
 _DEAD_BY_THEN = 5.0  # seconds after which a predecessor killed just before the start holds nothing any more
 _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 
@@ -91,6 +92,7 @@ class Supervisor:
         self._bystanders = Bystanders()
         self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before this life
         self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its workshop is busy with
+        self._killed: dict[int, tuple[int, int]] = {}  # engine -> model computed at its last kills from outside
         self._exit: int | None = None
         self._drain_until: float | None = None
         self._announced = False
@@ -279,15 +281,23 @@ class Supervisor:
         """The model that the death of an engine is charged to: it was being loaded there, or a batch of it computed.
 
         Not to one that the engine had computed well before, where it was killed from `outside`; that ends every row.
+        Unless it was that model again and again: who kills by chance would have met another, or none.
         """
         model, load = self._begun.pop(index, (int(self._scoreboard.engines["computing"][index]) - 1, 0))
         held = self._models.numbered(model)
         if held is not None and load and held.loads.get(index) != load:
             held = None
         if outside and not load and (held is None or self._has_computed(index, model)):
-            held = None
-            for each in self._models:
-                each.deaths.pop(index, None)
+            last, times = self._killed.get(index, (-1, 0))
+            times = times + 1 if model == last and held is not None and not settled else 1
+            self._killed[index] = model, times
+            if held is None or times <= _CHANCE * (self._settings.max_restarts + 1):
+                held = None
+                for each in self._models:
+                    each.deaths.pop(index, None)
+            else:
+                del self._killed[index]
+                held.deaths[index] = times - 1
         if held is None:
             return None
         held.deaths[index] = 1 if settled else held.deaths.get(index, 0) + 1
