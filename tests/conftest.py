@@ -1,6 +1,13 @@
+import gc
 import os
 import shutil
 import tempfile
+
+# Collecting imports everything and makes objects that stay: the garbage collector would only look at them again and again.
+gc.disable()
+
+# Of the processes that tests start each would compile our sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Beside other workers of the same run a second thread finds no core of its own, and only waits for one. Before torch.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -38,3 +45,9 @@ def shared_memory_of_our_own():
 def pytest_collection_modifyitems(items):
     """The short files last: workers that divide a run by files then end together."""
     items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    gc.freeze()
+    gc.enable()

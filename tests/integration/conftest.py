@@ -17,9 +17,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """One server for a module's tests: they must leave it as they found it.
+    """One server for all files that start none of their own: they must leave it as they found it.
 
     MATRIX_SERVER: the address of one that serves MODELS already, of another Python perhaps (tests/wheel).
     """
@@ -30,7 +30,7 @@ def server(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gateway_server(tmp_path_factory):
     """Another, for clients over gRPC: its gateway keeps rows of every model."""
     if elsewhere := os.environ.get("MATRIX_GATEWAY"):

@@ -172,7 +172,6 @@ class Lane:
 
     def _count(self) -> None:
         """Find the free runs anew."""
-        self._stale = False
         taken = []
         for key, reference in list(self._held.items()):
             if (holder := reference()) is None:
@@ -188,7 +187,9 @@ class Lane:
             at = max(at, first + rows)
         if at < self._first + self.rows:
             runs.append((at, self._first + self.rows - at))
+        # In this order: broken off at any point, what is there is still known to be stale.
         self._runs = runs
+        self._stale = False
 
     # ---- tickets
 
@@ -206,6 +207,8 @@ class Lane:
         ticket.holder = holder
         if self.in_flight and time.monotonic() - self._looked > LOOK_AFTER:
             self._look_after()
+        if holder is None:
+            self._stale = True  # nobody has cut the rows out of the free runs: a wait that is given up leaves them taken
         self.in_flight[sequence] = ticket
         self._send(ticket)
         return ticket
