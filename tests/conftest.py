@@ -3,15 +3,14 @@ import os
 import shutil
 import tempfile
 
-# Collecting imports everything and makes objects that stay: the garbage collector would only look at them again and again.
-gc.disable()
-
-# Of the processes that tests start each would compile our sources anew.
+# Or each of the processes that tests start would compile our sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Beside other workers of the same run a second thread finds no core of its own, and only waits for one. Before torch.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Collecting imports everything and makes objects that stay: the collector would look at them again and again.
+    gc.disable()
 
 import pytest
 from hypothesis import settings
@@ -42,9 +41,20 @@ def shared_memory_of_our_own():
     shutil.rmtree(folder)
 
 
+# Files of more than 20 CPU-seconds.
+_LONGEST = (
+    "tests/integration/test_photo_training.py",
+    "tests/integration/marl/test_marl_worlds.py",
+    "tests/integration/test_client_handles.py",
+    "tests/integration/hockey/test_hockey_run.py",
+    "tests/faults/test_bad_models.py",
+    "tests/integration/test_watching.py",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """The short files last: workers that divide a run by files then end together."""
-    items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
+    """The longest files first and the short ones last: workers that divide a run by files then end together."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), item.nodeid.startswith("tests/unit/")))
 
 
 @pytest.hookimpl(trylast=True)

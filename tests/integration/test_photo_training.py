@@ -28,21 +28,27 @@ MODEL = {"photo": {"factory": JUROR, "max_batch": 8, "rows": 16}}
 CLI = [sys.executable, "-m", "jurybox.training.cli"]
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server with every transport, for trainings that leave it alone."""
+    with serving(tmp_path_factory.mktemp("server"), MODEL, grpc="127.0.0.1:0", tcp="127.0.0.1:0") as running:
+        yield running
+
+
 def command(*arguments, **environment):
     return subprocess.run(
         [*CLI, *map(str, arguments)], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
     )
 
 
-def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path):
+def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path, server):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
-    with serving(tmp_path / "server", MODEL) as server:
-        options += ["--address", server.address]
-        done = command(*options, "--steps", 32)
-        assert done.returncode == 0, done.stderr
-        resumed = command(*options, "--steps", 48, "--resume")
-        assert resumed.returncode == 0, resumed.stderr
+    options += ["--address", server.address]
+    done = command(*options, "--steps", 32)
+    assert done.returncode == 0, done.stderr
+    resumed = command(*options, "--steps", 48, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["env_steps"], summary["episodes"], summary["seed"]) == (48, 12, 5)
     assert summary["learner_steps"] > 0 and summary["verdict"] in ("yes", "no", "undecided")
@@ -56,14 +62,11 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
-def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, transport):
+def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, server, transport):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--steps", 32, "--out", out]
-    with serving(tmp_path / "server", MODEL, **{transport: "127.0.0.1:0"}) as server:
-        address = f"{transport}://{server.listening(transport)}"
-        done = subprocess.run(
-            [*CLI, *map(str, options), "--address", address], capture_output=True, text=True, timeout=150
-        )
+    address = f"{transport}://{server.listening(transport)}"
+    done = subprocess.run([*CLI, *map(str, options), "--address", address], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert summary["env_steps"] == 32 and summary["verdict"] in ("yes", "no", "undecided")

@@ -208,7 +208,7 @@ class Lane:
         if self.in_flight and time.monotonic() - self._looked > LOOK_AFTER:
             self._look_after()
         if holder is None:
-            self._stale = True  # nobody has cut the rows out of the free runs: a wait that is given up leaves them taken
+            self._stale = True  # nobody has cut these rows out of the free runs, and a wait for them may be given up
         self.in_flight[sequence] = ticket
         self._send(ticket)
         return ticket

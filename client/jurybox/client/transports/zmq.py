@@ -232,6 +232,9 @@ class _Attached:
                     answers.append(answer._replace(sequence=sequence))
                     self._forget(sequence)
                 self._again.pop(answer.sequence, None)  # refused, it is sent again when looked after
+            elif answer.code == Code.BUSY:
+                # The engine still has what was sent twice after an interrupted call: sent again when looked after.
+                self._doubtful.add(answer.sequence)
             elif answer.sequence not in self._settled_again:
                 answers.append(answer)
                 self._forget(answer.sequence)
@@ -302,9 +305,10 @@ class _Caller:
         if len(arrived) != 1 or arrived[0][_SEQUENCE] != PREFIX + sequence.to_bytes(8, "little"):
             return NOT_ANSWERED  # yet: what came is read where the answer is waited for
         if arrived[0][_CODE] != _OK:
-            (answer,) = engine.answers()
-            self._message = answer.message
-            return answer.code
+            for answer in engine.answers():
+                self._message = answer.message
+                return answer.code
+            return NOT_ANSWERED  # yet: it is sent again
         engine.unanswered.pop(sequence, None)
         arrived.clear()
         outputs = self._outputs
