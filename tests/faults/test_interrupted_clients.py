@@ -18,6 +18,11 @@ from tests.serving import serving, wait_until
 import jurybox.client
 from jurybox.client import Busy, connect
 
+# A KeyboardInterrupt can fall into a destructor of pyzmq's, where nobody can raise it: Python reports it, and the object
+# is closed all the same, by __dealloc__ after __del__. This one report only.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:(?s)Exception ignored in.*zmq.*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning"
+)
 ROWS = 20
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
@@ -116,7 +121,7 @@ def alarms():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("times", [400, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [600, pytest.param(5000, marks=pytest.mark.slow)])
 def test_ctrl_c_at_random_moments_leaves_a_client_that_answers_rightly(client, alarms, times):
     model = client.model("affine", rows=ROWS)
     asker, chance = Asker(model), random.Random(2)
