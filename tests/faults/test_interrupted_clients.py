@@ -18,8 +18,8 @@ from tests.serving import serving, wait_until
 import jurybox.client
 from jurybox.client import Busy, connect
 
-# A KeyboardInterrupt can fall into a destructor of pyzmq's, where nobody can raise it: Python reports it, and the object
-# is closed all the same, by __dealloc__ after __del__. This one report only.
+# A KeyboardInterrupt can fall into a destructor of pyzmq's, where nobody can raise it: Python tells of it, and the
+# object is closed all the same, by __dealloc__ after __del__. This one report only.
 pytestmark = pytest.mark.filterwarnings(
     r"ignore:(?s)Exception ignored in.*zmq.*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning"
 )
