@@ -71,6 +71,12 @@ def test_the_same_scores_give_the_same_interval():
     assert interval(NOISE, seed=1) == interval(NOISE, seed=1)
 
 
+def test_a_group_of_one_case_is_drawn_as_it_is():
+    found = interval([1.0, 2.0, 4.0, 9.0], ["cat", "cat", "cat", "temple"])
+    assert found.mean == 4.0 and 12 / 4 <= found.low < found.high <= 21 / 4
+    assert interval([1.0, 3.0], ["cat", "temple"]).as_dict() == {"mean": 2.0, "low": 2.0, "high": 2.0}
+
+
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, np.nan]])
 def test_too_little_to_go_by_is_refused(values):
     with pytest.raises(ValueError, match="two finite values"):

@@ -87,12 +87,27 @@ def interval(
     labels = [0] * len(array) if groups is None else list(groups)
     if len(labels) != len(array):
         raise ValueError(f"expected one group for each of {len(array)} values, got {len(labels)}")
-    rng = np.random.default_rng(seed)
-    sums = np.zeros(resamples)
-    for label in dict.fromkeys(labels):
-        members = array[[other == label for other in labels]]
-        sums += members[rng.integers(len(members), size=(resamples, len(members)))].sum(axis=1)
-    low, high = np.quantile(sums / len(array), [(1 - confidence) / 2, (1 + confidence) / 2])
+    samples = [array[[other == label for other in labels]] for label in dict.fromkeys(labels)]
+    drawn = [sample for sample in samples if len(sample) > 1]  # one value, drawn again, is the same value
+    if not drawn:
+        return Interval(float(array.mean()), float(array.mean()), float(array.mean()))
+    alone = sum(float(sample[0]) for sample in samples if len(sample) == 1)
+
+    def mean(*parts: Values, axis: int = -1) -> Values:
+        total: Values = np.sum([part.sum(axis=axis) for part in parts], axis=0) + alone
+        return total / len(array)
+
+    from scipy.stats import bootstrap  # takes a second or more to import: a training starts without it
+
+    low, high = bootstrap(
+        drawn,
+        mean,
+        n_resamples=resamples,
+        confidence_level=confidence,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
     return Interval(float(array.mean()), float(low), float(high))
 
 
