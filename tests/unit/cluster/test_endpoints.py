@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ssl
 import stat
 import time
 from dataclasses import replace
@@ -97,3 +99,32 @@ def test_files_of_a_folder_are_told_of_once_in_the_order_they_came(tmp_path):
     assert folders.after(1) == (("pool", "1"),) and folders.after(2) == ()
     folders.keep("pool", "1", b"another")
     assert folders.read("pool", "1") == b"one", "written once"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_client_that_trusts_the_certificate_reaches_that_address_and_no_other(tmp_path, host):
+    token, authority, settings = endpoints.locks(tmp_path, host)
+    assert len(token) == 64 and (tmp_path / "token").read_text() == token
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("token", "tls.key")} == {0o600}
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(settings["tls_cert"], settings["tls_key"])
+    client = ssl.create_default_context(cadata=authority)
+    assert shake_hands(client, server, host)
+    with pytest.raises(ssl.SSLCertVerificationError, match="IP address mismatch"):
+        shake_hands(client, server, "127.0.0.2")
+    stranger = ssl.create_default_context(cadata=endpoints.locks(tmp_path, host)[1])
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(stranger, server, host)
+
+
+def shake_hands(client, server, host):
+    """A TLS handshake in memory; whether both sides finish it."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one = client.wrap_bio(to_client, to_server, server_hostname=host)
+    two = server.wrap_bio(to_server, to_client, server_side=True)
+    done = set()
+    for side in [one, two] * 4:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+            done.add(side)
+    return len(done) == 2

@@ -122,6 +122,25 @@ def test_other_programs_read_the_files_and_we_read_theirs(make, state, tmp_path)
     assert (arrays["w"] == state["w"].numpy()).all() and (arrays["half"] == state["half"].numpy()).all()
 
 
+CONTRADICTIONS = {
+    "two tensors share bytes": ({"a": ([2], 0, 8), "b": ([2], 4, 12)}, 12),
+    "bytes belong to nobody": ({"a": ([2], 0, 8), "b": ([2], 12, 20)}, 20),
+    "a tensor has fewer bytes than its shape": ({"a": ([4], 0, 8), "b": ([2], 8, 16)}, 16),
+    "bytes after the last": ({"a": ([2], 0, 8)}, 20),
+    "the file is cut short": ({"a": ([2], 0, 8)}, 4),
+}
+
+
+@pytest.mark.parametrize("why", CONTRADICTIONS)
+def test_a_file_whose_header_and_bytes_disagree_is_refused(tmp_path, why):
+    tensors, size = CONTRADICTIONS[why]
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": at} for name, (shape, *at) in tensors.items()}
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with pytest.raises(DamagedFile, match="no safetensors file"):
+        safetensors_file.read(tmp_path / "a.safetensors")
+
+
 def test_a_save_that_fails_leaves_the_one_before_it(make, state, tmp_path, monkeypatch):
     channel = make(state)
     publisher, files = Publisher(channel), WeightsFiles(channel, tmp_path)

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import secrets
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -184,10 +185,6 @@ def clear(folder: Path, name: str) -> None:
         page.unlink()
 
 
-class NoCertificate(RuntimeError):
-    """None could be made."""
-
-
 def locks(folder: Path, host: str) -> tuple[str, str, dict[str, str]]:
     """Make a token, and a key with a certificate for an IP address, as files in `folder`.
 
@@ -195,23 +192,34 @@ def locks(folder: Path, host: str) -> tuple[str, str, dict[str, str]]:
         The token, the certificate as PEM, and the settings of [server] that name the files.
 
     Raises:
-        NoCertificate: openssl is not there, or failed.
+        ValueError: `host` is no IP address.
     """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "jurybox-engine")])
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address(host))])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))  # for those whose clocks are slow
+        .not_valid_after(now + timedelta(days=365))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(alternative, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    authority = certificate.public_bytes(serialization.Encoding.PEM).decode()
     token = secrets.token_hex(32)
     _secret(folder / "token", token)
-    _secret(folder / "tls.key", "")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "365", "-keyout", "tls.key", "-out", "tls.pem", "-subj", "/CN=jurybox-engine"]
-    command += ["-addext", f"subjectAltName=IP:{host}"]
-    try:
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NoCertificate(
-            f"a server at {host}, which others reach, needs a certificate, and openssl made none ({error}): install "
-            "openssl on that machine, or let its Ray listen on a loopback address"
-        ) from error
+    _secret(folder / "tls.key", private.decode())
+    (folder / "tls.pem").write_text(authority)
     settings = {"token_file": "token", "tls_cert": "tls.pem", "tls_key": "tls.key"}
-    return token, (folder / "tls.pem").read_text(), {name: str(folder / file) for name, file in settings.items()}
+    return token, authority, {name: str(folder / file) for name, file in settings.items()}
 
 
 def _secret(path: Path, content: str) -> None:
