@@ -3,10 +3,10 @@
 The format (github.com/huggingface/safetensors, "Format"): eight bytes that give the header's length, the header as JSON
 (name, dtype, shape and place of every tensor, and strings under ``__metadata__``), then the tensors without gaps.
 
-The library checks what is read. The bytes move here, since it offers no way to hash a file while it is written, and none
-to read bfloat16 without torch except as copies. Measured with safetensors 0.8.0 and 64 tensors of 1 MiB: writing, hashing
-and syncing took 0.47 s here and 0.58 s with `serialize_file`, whose file must be read again to be hashed (64 MiB more of
-memory); reading took 0.11 s here and 0.35 s with `deserialize`, which holds every tensor twice (128 MiB instead of 64).
+The library checks what is read. The bytes move here, since it offers no way to hash a file while it is written, and
+none to read bfloat16 without torch except as copies. Measured with safetensors 0.8.0 and 64 tensors of 1 MiB: to write,
+hash and sync took 0.47 s here and 0.58 s with `serialize_file`, whose file must be read again to be hashed (64 MiB more
+of memory); to read took 0.11 s here and 0.35 s with `deserialize`, which holds each tensor twice (128 MiB, not 64).
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def read(path: Path, sha256: str | None = None) -> tuple[WeightsLayout, dict[str
     if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
         raise DamagedFile(f"{path} is damaged: expected SHA-256 {sha256[:12]}..., got {found[:12]}...")
     try:
-        with safe_open(
-            path, framework="numpy"
-        ) as checked:  # the library reads the header, and compares it with the size
+        with safe_open(path, framework="numpy") as checked:  # compares the header with the file's size, too
             metadata = checked.metadata() or {}
         begin = 8 + int.from_bytes(data[:8], "little")
         header: dict[str, Any] = json.loads(data[8:begin])
