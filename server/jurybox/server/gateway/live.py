@@ -296,6 +296,9 @@ class Broadcast:
             await asyncio.sleep(max(0.05, self._interval - (time.monotonic() - began)))
 
     def _tell(self, event: str, data: str) -> None:
+        # One event is made for all watchers. sse-starlette (3.7.0) makes it anew for each: 0.3 ms for a document of
+        # 20 kB, which for 64 watchers is 5 % of a core, and it looks into uvicorn's signal handlers to end streams,
+        # which `close` ends here. It would replace the next line.
         self._latest = f"event: {event}\ndata: {data}\n\n"
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -83,7 +83,11 @@ class SecurityHeaders:
 
 
 class LoopbackHost:
-    """Takes only requests whose Host is this host by a name that no name server can give away."""
+    """Takes only requests whose Host is this host by a name that no name server can give away.
+
+    Starlette's TrustedHostMiddleware takes a list of names: it would refuse 127.9.9.9 (loopback is all of 127.0.0.0/8)
+    and answers 400 in plain text, where clients of this server expect 421 and JSON with a code.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -107,6 +107,11 @@ def _settings_in(annotation: Any) -> type[BaseModel] | None:
 #
 # The later of these wins. A place is what a message about a wrong setting points at: "server.toml:7", "environment
 # variable JURYBOX_HTTP", "--set server.http=...".
+#
+# Not pydantic-settings (2.16.3), which merges the same layers but keeps no places: of a file with max_batch = "many"
+# and max_bach = 3 it names the keys, and neither the file nor the lines; of a wrong value it does not say that a
+# variable gave it; JURYBOX_HTP and JURYBOX_MAX_BATCH, which mean nothing, pass without a word even where extra values
+# are forbidden. A place for each value is what most of this module is for; the merge itself is a few lines.
 
 
 Key = tuple[str, ...]

@@ -23,6 +23,9 @@ class Normaliser:
     Whoever sees raw observations calls `see`; a learner takes `shift_and_scale` over into its policy, and with that
     policy's weights they are published.
 
+    Gymnasium's RunningMeanStd (1.4.0) gives the same numbers with epsilon=0 and takes three times as long for eight
+    observations of 18 elements (124 instead of 39 microseconds); no observations at all make its numbers NaN.
+
     Args:
         size: elements of an observation.
     """
