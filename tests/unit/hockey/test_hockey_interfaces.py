@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import secrets
 import sys
 import types
 import warnings
@@ -12,12 +14,15 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import parallel_api_test, parallel_seed_test
+from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.environments.hockey import Bot, HockeyGame, Mode, make_game
 from jurybox.training.environments.hockey.drawing import draw
 from jurybox.training.environments.hockey.film import film, save_film
 from jurybox.training.environments.hockey.parallel import HockeyParallel
 from jurybox.training.environments.hockey.single import DISCRETE_ACTIONS, HockeyEnv
+from jurybox.training.recipes.hockey import plan
+from jurybox.training.runtime.run import run
 
 
 @pytest.mark.parametrize("options", [{}, {"discrete": True}, {"keep": False}, {"mode": Mode.TRAIN_DEFENSE}])
@@ -47,6 +52,8 @@ def test_single_and_parallel_play_the_same_game() -> None:
         both, rewards, *_ = parallel.step({"left": action, "right": bot.act(both["right"])})
         np.testing.assert_array_equal(seen, both["left"])
         assert reward == rewards["left"]
+        if not parallel.agents:
+            break
 
 
 def test_a_discrete_action_is_a_row_of_the_table() -> None:
@@ -85,28 +92,44 @@ def test_a_game_becomes_a_gif_and_an_mp4(tmp_path) -> None:
         save_film(frames, tmp_path / "game.avi")
 
 
-class LikeTheOriginal:
-    """What the adapter needs of an environment, and its ways: joined actions, the end of time as terminated."""
+class TheirMode(enum.Enum):
+    NORMAL = 0
+    TRAIN_SHOOTING = 1
+    TRAIN_DEFENSE = 2
 
-    def __init__(self, keep_mode: bool = True, mode: int = 0) -> None:
-        self.game = HockeyGame(mode, keep=keep_mode, time_out="original")
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (self.game.observation_size,), np.float32)
+
+class LikeTheOriginal:
+    """The original's interface and its ways.
+
+    Its actions are both players' joined; the end of time comes as terminated, one step late, and truncated never; it
+    declares 18 observations even where the puck is not kept; its modes are an Enum of its own; `reset` draws a seed of
+    its own where it gets none, and fails when it gets a mode.
+    """
+
+    def __init__(self, keep_mode: bool = True, mode: int | str | TheirMode = TheirMode.NORMAL, verbose: bool = False):
+        self.mode = TheirMode[mode] if isinstance(mode, str) else TheirMode(mode)
+        self.game = HockeyGame(self.mode.value, keep=keep_mode, time_out="original")
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (18,), np.float32)
         self.action_space = gymnasium.spaces.Box(-1, 1, (2 * self.game.action_size,), np.float32)
 
-    def reset(self, one_starting=None, mode=None, seed=None):
+    def reset(self, one_starting=None, mode=None, seed=None, options=None):
+        if mode is not None:
+            raise TypeError("hasattr(): attribute name must be string")
+        seed = secrets.randbits(31) if seed is None else seed
         self._seen = self.game.reset(seed, first=None if one_starting is None else 0 if one_starting else 1)
-        return self._seen[0].astype(np.float64), {}
+        return self._seen[0].astype(np.float64), self.get_info_agent_two()
 
     def step(self, action):
-        turn = self.game.step(np.asarray(action).reshape(2, -1))
+        assert action.shape == self.action_space.shape
+        turn = self.game.step(np.clip(action, -1, 1).reshape(2, -1))
         self._seen, self._infos = turn.observations, turn.infos
-        return turn.observations[0], turn.rewards[0], turn.terminated, turn.truncated, turn.infos[0]
+        return turn.observations[0].astype(np.float64), turn.rewards[0], turn.terminated, False, dict(turn.infos[0])
 
     def obs_agent_two(self):
-        return self._seen[1]
+        return self._seen[1].astype(np.float64)
 
     def get_info_agent_two(self):
-        return self._infos[1]
+        return self.game._info(1, self.game.rink.scorer)
 
     def close(self) -> None:
         self.closed = True
@@ -115,7 +138,7 @@ class LikeTheOriginal:
 @pytest.fixture
 def like_the_original(monkeypatch) -> str:
     module = types.ModuleType("like_the_original")
-    module.HockeyEnv = LikeTheOriginal  # type: ignore[attr-defined]
+    module.HockeyEnv, module.Mode = LikeTheOriginal, TheirMode  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "like_the_original", module)
     return "like_the_original:HockeyEnv"
 
@@ -135,6 +158,28 @@ def test_another_environment_with_the_originals_interface_is_played_as_ours(like
             break
     theirs.close()
     assert theirs.environment.closed  # type: ignore[attr-defined]
+
+
+def test_a_game_without_keeping_the_puck_has_the_sizes_that_it_plays_with(like_the_original: str) -> None:
+    game = make_game(like_the_original, keep=False)
+    assert (game.observation_size, game.action_size) == (*game.reset(0).shape[1:], 3) == (16, 3)
+    assert game.step(np.zeros((2, 3))).observations.shape == (2, 16)
+
+
+def test_games_after_a_seeded_one_can_be_repeated(like_the_original: str) -> None:
+    def starts(game) -> list[np.ndarray]:
+        return [game.reset(5 if number == 0 else None, first=0) for number in range(3)]
+
+    one, two = (make_game(like_the_original) for _ in range(2))
+    np.testing.assert_array_equal(starts(one), starts(two))
+    seeded = [make_game(like_the_original, seed=3).reset(first=0) for _ in range(2)]
+    np.testing.assert_array_equal(*seeded)
+
+
+def test_the_training_plays_it_by_its_name(like_the_original: str, tmp_path) -> None:
+    s = settings(environment=like_the_original, steps=1200, evaluate_every=600)
+    outcome = run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    assert outcome.env_steps >= 1200 and outcome.episodes > 0 and outcome.learner_steps > 50
 
 
 def test_its_end_of_time_comes_as_truncation(like_the_original: str) -> None:

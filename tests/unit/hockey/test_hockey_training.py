@@ -133,10 +133,12 @@ def test_rows_hold_what_both_players_saw_did_and_got() -> None:
         assert replay.added == 2 * (steps + ties), "a game cut short keeps its last observation as well"
         batch = replay.sample(1000, windows=Windows(n_step=1, next="observation"))
         own, following = batch["observation"], batch["next_observation"]
-        moved = following[:, :2] - own[:, :2]
-        np.testing.assert_allclose(moved, following[:, 3:5] / 50, atol=0.12)  # by the turning body's offset at most
+        ended = batch["discount"] == 0  # after a goal there is nothing to see
+        moved, expected = following[~ended, :2] - own[~ended, :2], following[~ended, 3:5] / 50
+        # The place is the turning body's, the speed its centre's; and a wall may have stopped it on its way.
+        np.testing.assert_allclose(moved, expected, atol=0.25)
+        assert np.median(np.abs(moved - expected)) < 0.005
         assert (np.abs(batch["action"]) <= 1).all()
-        ended = batch["discount"] == 0
         assert (np.abs(batch["reward"][ended]) > 9).all() and (np.abs(batch["reward"][~ended]) < 9).all()
 
 

@@ -67,7 +67,7 @@ def test_the_racket_turns_little_beyond_sixty_degrees() -> None:
     assert -1.6 < min(angles) < -MAX_ANGLE + 0.1
 
 
-def test_a_caught_puck_is_held_for_fifteen_steps_and_then_shot() -> None:
+def test_a_caught_puck_is_held_before_the_racket_and_shot_when_one_step_is_left() -> None:
     r = rink(puck=(-2.0, 0.0), velocity=(-5.0, 0.0))
     for _ in range(40):
         r.step([STILL, STILL])
@@ -79,8 +79,9 @@ def test_a_caught_puck_is_held_for_fifteen_steps_and_then_shot() -> None:
         r.step([(0.5, 0.5, 0, 0), STILL])
         held += 1
         if r.hold[0]:
-            assert math.dist(r.puck.position, r.players[0].position) < 0.3
-    assert held == HOLD_STEPS
+            before = r.players[0].GetLocalPoint(r.puck.position)
+            assert before.x == pytest.approx(0.317, abs=0.02) and abs(before.y) < 0.1
+    assert held == HOLD_STEPS - 1
     assert r.puck.linearVelocity.x > 50
 
 

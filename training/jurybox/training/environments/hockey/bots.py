@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Literal, Protocol
 
 import numpy as np
@@ -15,8 +16,8 @@ BOTS: tuple[BotName, ...] = ("weak", "strong", "random")
 
 _HOME = -3.5
 _PAST = 0.2  # the target lies so far beyond the puck, so that it is run through
-_BRAKE, _BRAKE_SECONDS = 0.5, 0.1
-_SWING = 0.1  # radians of the racket's slow sine that pass in a step
+_BRAKE, _BRAKE_SECONDS = 0.5, (0.1, 0.1, 1.0)  # for x, y and the angle
+_SWING = 0.2  # radians of the racket's slow sine that pass in a step at most
 
 
 class Opponent(Protocol):
@@ -33,8 +34,8 @@ class Bot:
     """Runs through the puck where it is behind it, else goes home to where it can stop it.
 
     A proportional controller on x, y and angle whose gains are those measured on the original's opponents (weak has a
-    twentieth of strong's), and which brakes when it would be at its target within a tenth of a second. The racket
-    swings slowly, so that shots go to all sides.
+    twentieth of strong's), and which brakes as well where it would be at its target within a tenth of a second (the
+    angle: a second). The racket swings slowly and not evenly, so that shots go to all sides.
     """
 
     def __init__(self, strength: Literal["weak", "strong"] = "weak", seed: int = 0) -> None:
@@ -46,7 +47,8 @@ class Bot:
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
-        self._phase = float(np.random.default_rng(seed).uniform(0.0, 2.0 * math.pi))
+        self._chance = Random(seed).random
+        self._phase = 2.0 * math.pi * self._chance()
 
     def act(self, observation: Observation) -> Action:
         seen = observation.tolist()
@@ -58,11 +60,11 @@ class Bot:
             if x < puck_x and abs(y - puck_y) < 0.5:
                 target_x = puck_x + _PAST
                 target_y += puck_vy * math.hypot(puck_x - x, puck_y - y) * 0.1
-        self._phase += _SWING
+        self._phase += _SWING * self._chance()
         errors = (target_x - x, target_y - y, MAX_ANGLE * math.sin(self._phase) - angle)
         action = [
-            -_BRAKE * speed if abs(error) < abs(speed) * _BRAKE_SECONDS else gain * error
-            for gain, error, speed in zip(self._gains, errors, (vx, vy, spin), strict=True)
+            gain * error - (_BRAKE * speed if abs(error) < abs(speed + 0.01) * seconds else 0.0)
+            for gain, error, speed, seconds in zip(self._gains, errors, (vx, vy, spin), _BRAKE_SECONDS, strict=True)
         ]
         if len(seen) > 16:
             action.append(1.0 if 1 <= seen[16] <= 6 else 0.0)

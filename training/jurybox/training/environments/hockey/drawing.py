@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from jurybox.training.environments.hockey.game import HockeyGame
 from jurybox.training.environments.hockey.rink import (
+    GOAL_DEPTH,
     GOAL_X,
     HOLD_STEPS,
     MOUTH,
+    MOUTH_INSIDE,
     PUCK_RADIUS,
     RACKET,
     SIDES,
@@ -117,9 +119,10 @@ def _rink(canvas: _Canvas) -> None:
         # What of the crease lies outside the rink is covered again; the mouth is open.
         canvas.box(side * inner_x, -inner_y, side * outer_x, inner_y, _BOARD)
         canvas.box(side * outer_x, -inner_y, side * 5.0, inner_y, _NIGHT)
-        canvas.box(side * inner_x, -MOUTH, side * GOAL_X, MOUTH, _ICE)
-        canvas.box(side * GOAL_X, -MOUTH, side * (GOAL_X + 0.33), MOUTH, colour)
-        for y in (-MOUTH, MOUTH):
+        mouth = [(inner_x, -MOUTH_INSIDE), (outer_x, -MOUTH), (outer_x, MOUTH), (inner_x, MOUTH_INSIDE)]
+        canvas.polygon([(side * x, y) for x, y in mouth], _ICE)
+        canvas.box(side * GOAL_X, -MOUTH, side * (GOAL_X + GOAL_DEPTH), MOUTH, colour)
+        for y in (-MOUTH_INSIDE, MOUTH_INSIDE):
             canvas.disc(side * inner_x, y, 0.07, _EDGE)
     canvas.box(-0.03, -inner_y, 0.03, inner_y, _LINE)
     canvas.ring(0.0, 0.0, 0.9, _LINE, 0.05)

@@ -23,4 +23,4 @@ def make_game(
         return HockeyGame(mode, keep=keep, time_out=time_out, seed=seed)
     from jurybox.training.environments.hockey.original import OriginalGame
 
-    return OriginalGame.of(environment, mode, keep=keep, time_out=time_out)
+    return OriginalGame.of(environment, mode, keep=keep, time_out=time_out, seed=seed)

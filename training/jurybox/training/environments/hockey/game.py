@@ -17,6 +17,7 @@ Action = npt.NDArray[np.float32]
 TimeOut = Literal["truncate", "original"]
 
 GOAL_REWARD = 10.0
+_APART = 0.7  # of player and puck, so that they do not touch
 
 
 class Mode(IntEnum):
@@ -137,22 +138,27 @@ class HockeyGame:
         self._first = 1 - starter
         self.taken = 0
         self.over = False
-        self.rink.reset(*self._start(starter))
+        self._start(starter)
         return self._observations()
 
-    def _start(
-        self, starter: int
-    ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float], tuple[float, float]]:
+    def _start(self, starter: int) -> None:
         u = self._rng.uniform
         left, right = (-3.0, 0.0), (3.0, 0.0)
         if self.mode is Mode.NORMAL:
-            return left, right, (-SIDES[starter] * u(1.0, 2.0), u(-1.0, 1.0)), (0.0, 0.0)
+            self.rink.reset(left, right, (-SIDES[starter] * u(1.0, 2.0), u(-1.0, 1.0)), (0.0, 0.0))
+            return
+        # The original draws drills from a little more than this, into walls and the other player.
+        right = (u(-1 / 3, 3.49), u(-2.0, 2.0))
         if self.mode is Mode.TRAIN_SHOOTING:
-            return left, (u(1.5, 3.5), u(-2.0, 2.0)), (-u(1.0, 2.0), u(-1.0, 1.0)), (0.0, 0.0)
-        puck = (u(1.0, 2.0), u(-1.5, 1.5))
-        # Aimed at player 0's goal and a little beside it, so that not every shot has to be stopped.
-        away = math.atan2(u(-1.4, 1.4) - puck[1], -4.25 - puck[0])
-        return left, right, puck, (SHOT_SPEED * math.cos(away), SHOT_SPEED * math.sin(away))
+            self.rink.reset(left, right, (-u(1.0, 2.0), u(-1.0, 1.0)), (0.0, 0.0))
+            return
+        puck = right
+        while math.dist(puck, right) < _APART:
+            puck = (u(0.0, 10 / 3), u(-3.1, 3.1))
+        # Aimed at a point behind the goal: a little beside it for some, so that not every shot has to be stopped.
+        away = math.atan2(u(-0.75, 0.75) - puck[1], -5.0 - puck[0])
+        self.rink.reset(left, right, puck, (0.0, 0.0))
+        self.rink.kick((SHOT_SPEED * math.cos(away), SHOT_SPEED * math.sin(away)))
 
     def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
         """Both players act.
@@ -190,12 +196,11 @@ class HockeyGame:
         rink = self.rink
         bodies = []
         for body in rink.players:
-            x, y = body.position
-            vx, vy = body.linearVelocity
-            bodies.append((x, y, body.angle, vx, vy, body.angularVelocity))
+            place, velocity = body.position, body.linearVelocity
+            bodies.append((place.x, place.y, body.angle, velocity.x, velocity.y, body.angularVelocity))
         (x0, y0, a0, vx0, vy0, w0), (x1, y1, a1, vx1, vy1, w1) = bodies
-        x, y = rink.puck.position
-        vx, vy = rink.puck.linearVelocity
+        place, velocity = rink.puck.position, rink.puck.linearVelocity
+        x, y, vx, vy = place.x, place.y, velocity.x, velocity.y
         h0, h1 = rink.hold
         both = np.array(
             (

@@ -27,19 +27,35 @@ class OriginalGame:
         environment: the object; closed with this.
         mode: what is played.
         time_out: see `HockeyGame`.
+        seed: of the first game, and of what follows until `reset(seed)`.
     """
 
-    def __init__(self, environment: Any, mode: Mode | int = Mode.NORMAL, *, time_out: TimeOut = "truncate") -> None:
+    def __init__(
+        self,
+        environment: Any,
+        mode: Mode | int = Mode.NORMAL,
+        *,
+        time_out: TimeOut = "truncate",
+        seed: int | None = None,
+    ) -> None:
         self.environment = environment
         self.mode = Mode(mode)
         self.time_out = time_out
-        self.observation_size = int(environment.observation_space.shape[0])
+        # Asked of a game: the space that the original declares has 18 values without keeping the puck as well.
+        self.observation_size = len(environment.reset(seed=0)[0])
         self.action_size = int(environment.action_space.shape[0]) // 2
         self._taken = 0
+        self._rng = np.random.default_rng(seed)
 
     @classmethod
     def of(
-        cls, name: str, mode: Mode | int = Mode.NORMAL, *, keep: bool = True, time_out: TimeOut = "truncate"
+        cls,
+        name: str,
+        mode: Mode | int = Mode.NORMAL,
+        *,
+        keep: bool = True,
+        time_out: TimeOut = "truncate",
+        seed: int | None = None,
     ) -> OriginalGame:
         """Import ``module:Class`` and make one of it.
 
@@ -60,10 +76,14 @@ class OriginalGame:
         except AttributeError as error:
             raise ImportError(f"module {module} has no {kind!r}: expected a class with the hockey interface") from error
         # The original's Mode is an Enum of its own with the same numbers; it takes the number's member.
-        return cls(made(keep_mode=keep, mode=_mode_of(module, mode)), mode, time_out=time_out)
+        return cls(made(keep_mode=keep, mode=_mode_of(module, mode)), mode, time_out=time_out, seed=seed)
 
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
         self._taken = 0
+        if seed is None:  # the original would take one from the system: no game after the first could be repeated
+            seed = int(self._rng.integers(2**31))
+        else:
+            self._rng = np.random.default_rng(seed)
         options: dict[str, Any] = {} if first is None else {"one_starting": first == 0}
         seen, _ = self.environment.reset(seed=seed, **options)
         return self._both(seen)
