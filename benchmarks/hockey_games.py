@@ -1,6 +1,6 @@
 """How well runs of `jurybox train hockey` play, in games that no evaluation of theirs has played.
 
-    python -m benchmarks.hockey_games RUN RUN ... [--games 200]
+    python -m benchmarks.hockey_games RUN RUN ... [--games 200] [--env hockey.hockey_env:HockeyEnv]
 
 RUN is a folder that was given as --out. It is the best checkpoint's policy that plays, without noise.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jurybox.training.environments.hockey import HockeyGame
+from jurybox.training.environments.hockey import make_game
 from jurybox.training.recipes.hockey_actor import evaluate
 from jurybox.training.recipes.hockey_report import learned
 
@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--games", type=int, default=200)
+    parser.add_argument("--env", help="module:Class with the original's interface; none: this package's own game")
     options = parser.parse_args()
     print("| run | against | won | tied | lost |\n| --- | --- | ---: | ---: | ---: |")
     for run in options.runs:
@@ -29,7 +30,7 @@ def main() -> None:
         if policy is None:
             parser.error(f"{run} has no checkpoint: expected a folder that `jurybox train hockey --out` has written")
         for opponent in ("weak", "strong"):
-            games = [HockeyGame() for _ in range(_AT_ONCE)]
+            games = [make_game(options.env) for _ in range(_AT_ONCE)]
             standing = evaluate(games, policy, opponent, options.games, seed=_SEED)
             print(
                 f"| {run.name} | {opponent} | {standing.wins:.1%} | {standing.ties:.1%} | {standing.losses:.1%} |",
