@@ -100,16 +100,17 @@ def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: b
 def compare(ratio: Fraction, args: argparse.Namespace) -> tuple[list[str], Timeline | None]:
     """One row of the table, and the timeline of the last run in processes."""
     # The learning rates are 0: a policy that gets better plays shorter games, and both should play the same.
-    still = {"actor_rate": 0.0, "critic_rate": 0.0}
+    still = {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}
     settings = HockeyTraining(
         steps=10**9,
-        ratio=float(ratio),
+        train_freq=ratio.denominator,
+        gradient_steps=ratio.numerator,
         workers=args.workers,
-        envs_per_worker=args.envs,
-        warmup=2000,
+        envs=args.workers * args.envs,
+        learning_starts=2000,
         evaluate_every=0,
         checkpoint_every=0,
-        capacity=200_000,
+        buffer_size=200_000,
         learner=still,
         policy="served" if args.served else "local",
     )

@@ -33,9 +33,9 @@ def to_the_gate(learner: PPO, order: Order, settings: WorkflowTraining, stream: 
             env, learner, order, steps=settings.episode_length, weight=settings.align_lambda, use_masks=False
         )
         updates += 1
-        passed = played.rate >= settings.gate and played.fixes >= settings.min_fixes * settings.n_envs
+        passed = played.rate >= settings.gate and played.fixes >= settings.min_fixes * settings.envs
         if passed or updates == settings.max_train_episodes_per_env:
-            return updates * settings.n_envs, played.rate, float(played.returns.mean())
+            return updates * settings.envs, played.rate, float(played.returns.mean())
         learner.update(rollout)
 
 

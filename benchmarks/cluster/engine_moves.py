@@ -89,7 +89,7 @@ def local_hockey(launcher: RayLauncher) -> list[str]:
     return [
         f"| local hockey: end, restarts, past selves | {outcome.end.value}, {outcome.restarts}, {past} |",
         f"| its env steps, learner steps, those due | {outcome.env_steps}, {outcome.learner_steps}, "
-        f"{(s.steps - s.warmup) // 10} |",
+        f"{(s.steps - s.learning_starts) // 10} |",
         f"| its rows in the learner's replay, expected | {rows}, {least} to {most} |",
     ]
 

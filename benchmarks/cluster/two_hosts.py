@@ -193,7 +193,7 @@ def measure(given: argparse.Namespace) -> list[str]:
     with TwoHosts(given.delay, half_of_cores(0)) as hosts:
         trip = round_trip(hosts)
         for envs in given.envs:
-            settings = HockeyTraining(workers=given.workers, envs_per_worker=envs)
+            settings = HockeyTraining(workers=given.workers, envs=given.workers * envs)
             found: dict[str, list[float]] = {"one": [], "two": [], "two, no delay": []}
             with tempfile.TemporaryDirectory(dir=directory(), prefix="two-hosts-") as folder:
                 book = Path(folder)
@@ -241,7 +241,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.serve or given.collect:
         np.random.seed(0)
-        settings = HockeyTraining(workers=given.workers, envs_per_worker=given.envs[0])
+        settings = HockeyTraining(workers=given.workers, envs=given.workers * given.envs[0])
         if given.serve:
             serve(given.serve, settings)
         else:

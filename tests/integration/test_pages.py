@@ -188,10 +188,9 @@ def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> N
         (tmp_path / "siglip").mkdir()
         assert load_settings(file, environ={}).models
         return
-    from jurybox.training.recipes.marl import plan
-    from jurybox.training.recipes.marl_run import settings_of
+    from jurybox.training.recipes.marl import MarlTraining, plan
 
-    assert plan(settings_of(file, [], {})).roles
+    assert plan(MarlTraining.read(file, {})).roles
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=str)

@@ -44,7 +44,7 @@ def command(*arguments, **environment):
 def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path, server):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
-    options += ["--address", server.address]
+    options += ["--server", server.address]
     done = command(*options, "--steps", 32)
     assert done.returncode == 0, done.stderr
     resumed = command(*options, "--steps", 48, "--resume")
@@ -66,7 +66,7 @@ def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_pa
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--steps", 32, "--out", out]
     address = f"{transport}://{server.listening(transport)}"
-    done = subprocess.run([*CLI, *map(str, options), "--address", address], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*CLI, *map(str, options), "--server", address], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert summary["env_steps"] == 32 and summary["verdict"] in ("yes", "no", "undecided")
@@ -77,7 +77,7 @@ def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_pa
 def test_without_a_server_it_is_told_how_to_start_one(tmp_path, monkeypatch):
     for take in ("take_over", "ignore_from_now_on"):  # the signals of this process are pytest's
         monkeypatch.setattr(interrupts, take, lambda *_: None)
-    options = ["photo", "--out", str(tmp_path / "run"), "--address", f"ipc://{tmp_path}/nobody"]
+    options = ["photo", "--out", str(tmp_path / "run"), "--server", f"ipc://{tmp_path}/nobody"]
     done = CliRunner().invoke(train_app, options)
     assert done.exit_code == 3
     assert "jurybox serve photo.toml" in done.output and "Traceback" not in done.output
@@ -98,13 +98,13 @@ class Restarts(Silence):
 
 
 def test_workers_go_on_when_the_server_is_restarted(tmp_path):
-    settings = PhotoTraining(environment=PhotoConfig(seed=1), steps=32, workers=2, rollout=32, epochs=1)
+    settings = PhotoTraining(environment=PhotoConfig(), seed=1, steps=32, envs=2, rollout=32, n_epochs=1)
     first = launch(tmp_path / "server", MODEL)
     watcher = Restarts(tmp_path / "server", first)
     config = replace(settings.environment, address=first.address)
     try:
         with RunLog(tmp_path / "run", METRICS) as log:
-            model = train(replace(settings, environment=config), log, watcher=watcher)
+            model = train(settings.changed(environment=config), log, watcher=watcher)
     finally:
         watcher.server.stop()
         if first.process.poll() is None:

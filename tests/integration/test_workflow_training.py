@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from jurybox.training.recipes.workflow_run import run
 from jurybox.training.search.settings import WorkflowTraining
 
 SMALL = WorkflowTraining(
-    n_envs=4, total_episodes=24, episode_length=10, max_train_episodes_per_env=2, evaluation_episodes=8
+    envs=4, total_episodes=24, episode_length=10, max_train_episodes_per_env=2, evaluation_episodes=8
 )
 
 
@@ -30,7 +29,7 @@ def returns(folder: Path) -> list[str]:
 def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
     local, served = tmp_path / "local", tmp_path / "served"
     run(SMALL, local)
-    run(replace(SMALL, served=True), served)
+    run(SMALL.changed(policy="served"), served)
     assert (served / "server.log").exists() and (served / "report.html").exists()
     assert len(returns(local)) == 6 and returns(local) == returns(served)
     summary = json.loads((served / "summary.json").read_text())
@@ -42,7 +41,7 @@ def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
 @pytest.mark.parametrize("policy", ["local", "served"])
 def test_the_command_says_where_its_report_is(tmp_path, policy) -> None:
     command = [sys.executable, "-m", "jurybox.training.cli", "train", "workflow", "--out", str(tmp_path / "run")]
-    command += ["--n-envs", "8", "--total-episodes", "80", "--episode-length", "10"]
+    command += ["--envs", "8", "--total-episodes", "80", "--episode-length", "10"]
     command += ["--max-train-episodes-per-env", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--policy", policy], capture_output=True, text=True, timeout=250, env=environment)

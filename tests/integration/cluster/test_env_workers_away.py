@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 
 import pytest
 from tests.integration.cluster.clusters import nodes
@@ -23,10 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 AWAY = Needs(0.5, {"away": 1})
 SEARCH = WorkflowTraining(
-    n_envs=6, total_episodes=60, episode_length=20, max_train_episodes_per_env=2, evaluation_episodes=12, workers=2
+    envs=6, total_episodes=60, episode_length=20, max_train_episodes_per_env=2, evaluation_episodes=12, workers=2
 )
 MODEL = {"photo": {"factory": "tests.unit.recipes.cheap_juror:middle_grey", "max_batch": 8, "rows": 16}}
-PHOTO = PhotoTraining(steps=32, workers=4, per_worker=2, rollout=16, epochs=1, checkpoint_every=16)
+PHOTO = PhotoTraining(steps=32, envs=4, rollout=16, n_epochs=1, checkpoint_every=16)
 
 
 def columns(folder, *names):
@@ -51,12 +50,12 @@ class Stops(Silence):
 
 def test_a_search_with_its_networks_on_another_node_is_that_of_one_machine(tmp_path):
     with nodes("away") as cluster, spread_named("ray", cluster.address, AWAY) as spread:
-        for name, settings in (("whole", SEARCH), ("halves", replace(SEARCH, halves=True))):
+        for name, settings in (("whole", SEARCH), ("halves", SEARCH.changed(halves=True))):
             workflow_run.run(settings, tmp_path / name / "local")
             workflow_run.run(settings, tmp_path / name / "ray", spread=spread)
             local, ray = (learned(tmp_path / name / where) for where in ("local", "ray"))
             assert len(local) == 10 and local == ray
-        longer = replace(SEARCH, total_episodes=90)
+        longer = SEARCH.changed(total_episodes=90)
         with pytest.raises(InterruptedError):  # there is a checkpoint after ten updates
             workflow_run.run(longer, tmp_path / "first here", Stops(72), spread=spread)
         assert learned(tmp_path / "whole" / "local") != learned(tmp_path / "halves" / "local")
@@ -93,7 +92,7 @@ def test_a_search_goes_on_when_the_node_of_its_networks_dies(tmp_path):
 
 def test_photos_are_edited_on_another_node_and_scored_over_the_network(tmp_path):
     with nodes() as cluster, serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
-        settings = replace(PHOTO, environment=PhotoConfig(address=server.address, seed=3))
+        settings = PHOTO.changed(seed=3, environment=PhotoConfig(address=server.address))
         with RunLog(tmp_path / "local", METRICS) as log:
             train(settings, log)
         doomed = cluster.add("away")

@@ -28,10 +28,10 @@ from jurybox.training.runtime.scoreboard import Word
 
 # fmt: off
 SMALL = [
-    "--set", "batch = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
+    "--set", "batch_size = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
     "--set", "evaluation_games = 2", "--set", "matrix_games = 0", "--set", "film_games = 0",
     "--set", "snapshot_every = 3", "--set", "log_every = 500", "--set", "league.anchor_share = 0.2",
-    "--ratio", "0.5", "--set", "evaluate_every = 0",
+    "--train-freq", "2", "--set", "evaluate_every = 0",
 ]
 # fmt: on
 
@@ -43,7 +43,7 @@ def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> None:
     before = segments()
-    done = command(tmp_path, "--workers", "2", "--envs-per-worker", "4", "--steps", "1600", "--warmup", "200")
+    done = command(tmp_path, "--workers", "2", "--envs", "8", "--steps", "1600", "--learning-starts", "200")
     assert done.returncode == 0, done.stderr
     assert "report:" in done.stdout and "against weak:" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())

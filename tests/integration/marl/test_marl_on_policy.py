@@ -7,18 +7,23 @@ import pytest
 from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_run import settings_of, train
+from jurybox.training.recipes.marl_run import train
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.settings import changes_of
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
 
 # Without what PPO has no use for.
-PPO = {name: value for name, value in SMALL.items() if name not in ("epsilon", "learning_starts")}
-PPO |= {"algorithm": "ppo", "ppo": {"rollout": 20, "epochs": 2}, "checkpoint_interval": 30}
+PPO = {
+    name: value
+    for name, value in SMALL.items()
+    if name not in ("exploration_initial_eps", "exploration_final_eps", "exploration_steps", "learning_starts")
+}
+PPO |= {"algorithm": "ppo", "ppo": {"n_steps": 20, "n_epochs": 2}, "checkpoint_interval": 30}
 
 
 def weights(folder, learner):
@@ -53,7 +58,7 @@ def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(t
 @pytest.fixture
 def contexts():
     """A run's shared memory, its learner's turn, and a writer of the actor's transitions."""
-    settings = MarlTraining(**{**PPO, "agents": 1, "buffer_capacity": 64})
+    settings = MarlTraining(**{**PPO, "agents": 1, "buffer_size": 64})
     planned = plan(settings)
     said = []
     with SharedResources.create(planned) as shared:
@@ -142,7 +147,7 @@ def test_who_comes_after_a_killed_learner_does_not_learn_twice_from_the_same(con
 
 
 def test_agents_have_settings_of_their_own(tmp_path):
-    own = {"agent_1": {"algorithm": "iqn", "learning_rate": 0.001, "hidden": [8], "buffer_capacity": 50}}
+    own = {"agent_1": {"algorithm": "iqn", "learning_rate": 0.001, "hidden": [8], "buffer_size": 50}}
     settings = MarlTraining(**SMALL, own=own, log_dir=tmp_path)
     first, second = (settings.of([agent]) for agent in ("agent_0", "agent_1"))
     assert (first.algorithm, second.algorithm, second.learning_rate) == ("dqn", "iqn", 0.001)
@@ -162,10 +167,10 @@ def test_agents_have_settings_of_their_own(tmp_path):
 )
 def test_a_wrong_setting_of_an_agent_is_named(changes, message):
     with pytest.raises(ConfigError, match=message):
-        settings_of(None, changes, {})
+        MarlTraining.read(None, changes_of(changes, {}))
 
 
 def test_a_ring_without_room_for_two_rollouts_is_refused():
     with pytest.raises(ConfigError, match="two rollouts"):
-        plan(MarlTraining(**PPO, buffer_capacity=79, share=["agent_0", "agent_1"]))
-    assert plan(MarlTraining(**PPO, buffer_capacity=80, share=["agent_0", "agent_1"]))
+        plan(MarlTraining(**PPO, buffer_size=79, share=["agent_0", "agent_1"]))
+    assert plan(MarlTraining(**PPO, buffer_size=80, share=["agent_0", "agent_1"]))

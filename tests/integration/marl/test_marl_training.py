@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_run import settings_of, train
+from jurybox.training.recipes.marl_run import train
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.settings import changes_of
 
 SMALL = {
     "steps": 60,
@@ -25,7 +26,9 @@ SMALL = {
     "hidden": (16, 16),
     "world": {"turns": 15, "height": 9, "width": 9, "gems": (4, 2, 1)},
     "evaluate_episodes": 1,
-    "epsilon": (0.3, 0.3, 1),
+    "exploration_initial_eps": 0.3,
+    "exploration_final_eps": 0.3,
+    "exploration_steps": 1,
     "log_interval": 20,
 }
 
@@ -83,12 +86,14 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
 def test_settings_come_from_file_then_options(tmp_path):
     config = tmp_path / "marl.toml"
     config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[world]\nturns = 7\n')
-    settings = settings_of(config, ["batch_size = 16", "epsilon = [0.5, 0.1, 10]"], {"agents": 3, "seed": None})
+    settings = MarlTraining.read(
+        config, changes_of(["batch_size = 16", "exploration_steps = 10"], {"agents": 3, "seed": None})
+    )
     assert (settings.publish_mode, settings.batch_size, settings.agents, settings.seed) == ("snapshot", 16, 3, 0)
     assert settings.world_settings == {"agents": 3, "turns": 7}
     # The document's own defaults.
     plain = MarlTraining()
-    assert (plain.buffer_capacity, plain.batch_size, plain.train_interval) == (10_000, 64, 4)
+    assert (plain.buffer_size, plain.batch_size, plain.train_freq) == (10_000, 64, 4)
     assert (plain.learning_rate, plain.log_interval, plain.publish_mode) == (0.00025, 100, "double_buffer")
 
 
@@ -98,7 +103,7 @@ def test_settings_come_from_file_then_options(tmp_path):
 )
 def test_a_wrong_setting_is_named(changes, message):
     with pytest.raises(ConfigError, match=message):
-        settings_of(None, changes, {})
+        MarlTraining.read(None, changes_of(changes, {}))
     with pytest.raises(ConfigError, match="agent_7"):
         plan(MarlTraining(share=(("agent_0", "agent_7"),)))
 

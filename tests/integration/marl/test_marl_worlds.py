@@ -11,17 +11,18 @@ import pytest
 from tests.integration.marl.worlds import SPACES, Kinds
 
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_run import settings_of, train
+from jurybox.training.recipes.marl_run import train
 from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
+from jurybox.training.runtime.settings import changes_of
 
 KINDS = f"{Kinds.__module__}:Kinds"
 DQN = {"steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "evaluate_episodes": 1, "log_interval": 20}
-PPO = {"algorithm": "ppo", "ppo": {"rollout": 10, "epochs": 1}, "steps": 40, "batch_size": 8, "hidden": (8,)}
+PPO = {"algorithm": "ppo", "ppo": {"n_steps": 10, "n_epochs": 1}, "steps": 40, "batch_size": 8, "hidden": (8,)}
 PPO |= {"evaluate_episodes": 1, "log_interval": 20}
 
 
@@ -76,10 +77,11 @@ def test_what_is_paid_is_learned_from_floats(tmp_path):
         world={"kinds": {"a": "float32"}},
         steps=1500,
         learning_starts=100,
-        train_interval=1,
-        discount=0.0,
-        n_step=1,
-        epsilon=(1.0, 0.0, 500),
+        train_freq=1,
+        gamma=0.0,
+        n_steps=1,
+        exploration_final_eps=0.0,
+        exploration_steps=500,
         learning_rate=0.01,
         hidden=(16,),
         log_dir=tmp_path,
@@ -138,20 +140,20 @@ def test_what_is_no_world_is_told_in_a_sentence(environment, world, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (['algorithm = "ppo"', "n_step = 3"], "n_step is set and would have no effect: ppo"),
-        (['algorithm = "ppo"', "epsilon = [0.5, 0.1, 10]"], "epsilon is set"),
-        (['algorithm = "ppo"', "target_interval = 5"], "target_interval is set"),
+        (['algorithm = "ppo"', "n_steps = 3"], "n_steps is set and would have no effect: ppo"),
+        (['algorithm = "ppo"', "exploration_steps = 10"], "exploration_steps is set"),
+        (['algorithm = "ppo"', "target_update_interval = 5"], "target_update_interval is set"),
         (['algorithm = "ppo"', "learner_gpus = 1"], "learner_gpus is set.*CPU"),
-        (['algorithm = "ppo"', "train_interval = 8"], "train_interval is set.*rollout"),
+        (['algorithm = "ppo"', "train_freq = 8"], "train_freq is set.*n_steps"),
         (['algorithm = "ppo"', "publish_interval = 10"], "publish_interval is set"),
-        (['algorithm = "ppo"', "own = {agent_0 = {n_step = 2}}"], "n_step is set"),
-        (["ppo = {rollout = 5}"], "ppo is set.*dqn"),
+        (['algorithm = "ppo"', "own = {agent_0 = {n_steps = 2}}"], "n_steps is set"),
+        (["ppo = {n_steps = 5}"], "ppo is set.*dqn"),
         ([f'environment = "{KINDS}"', "agents = 3", 'world = {kinds = {a = "bool"}}'], "agents is set"),
     ],
 )
 def test_what_is_set_and_would_have_no_effect_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        plan(settings_of(None, changes, {}))
+        plan(MarlTraining.read(None, changes_of(changes, {})))
 
 
 def test_gpus_are_set_aside_by_ray_alone(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout, advantages_of
 
-SETTINGS = PPOSettings(minibatch=64, hidden=(16,))
+SETTINGS = PPOSettings(batch_size=64, hidden=(16,))
 
 
 def rollout(t: int = 3, n: int = 1, **changed) -> Rollout:
@@ -88,7 +88,7 @@ def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
     [
         {},
         {"gae": False},
-        {"normalise_advantages": False},
+        {"normalize_advantage": False},
         {"normalise_returns": False},
         {"clip_value": False},
         {"target_kl": None},
@@ -123,7 +123,7 @@ def test_an_update_stops_when_the_policy_has_moved_far_enough() -> None:
         learner = PPO(2, 5, replace(SETTINGS, learning_rate=0.05, target_kl=kl), seed=1)
         learner.update(played(learner, random))
         steps[kl] = learner.learner_steps
-    assert steps[None] == SETTINGS.epochs * 4 and 0 < steps[1e-4] < steps[None]
+    assert steps[None] == SETTINGS.n_epochs * 4 and 0 < steps[1e-4] < steps[None]
 
 
 def test_what_was_saved_goes_on_bit_for_bit() -> None:
@@ -145,8 +145,8 @@ def test_the_same_seed_makes_the_same_network_whatever_torch_drew_before() -> No
     assert all(torch.equal(a, b) for a, b in zip(left.network.parameters(), right.network.parameters(), strict=True))
 
 
-def test_a_last_minibatch_of_one_row_leaves_the_network_finite() -> None:
-    learner = PPO(2, 5, replace(SETTINGS, minibatch=64), seed=1)
+def test_a_last_batch_size_of_one_row_leaves_the_network_finite() -> None:
+    learner = PPO(2, 5, replace(SETTINGS, batch_size=64), seed=1)
     random = np.random.default_rng(0)
     rows = 65
     learner.update(

@@ -9,7 +9,9 @@ import torch
 from jurybox.training.algorithms.td3 import TD3, TD3Settings, TwinCritic
 from jurybox.training.algorithms.td3_actor import NumpyActor
 
-SMALL = TD3Settings(hidden_actor=(32, 32), hidden_critic=(32, 32), actor_rate=3e-3, critic_rate=3e-3, reward_scale=1.0)
+SMALL = TD3Settings(
+    hidden_actor=(32, 32), hidden_critic=(32, 32), actor_learning_rate=3e-3, critic_learning_rate=3e-3, reward_scale=1.0
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def test_it_finds_the_best_action_of_a_one_step_task() -> None:
 
 
 def test_the_target_is_the_lower_critics_and_ends_where_the_discount_does() -> None:
-    learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), target_noise=0.0, reward_scale=0.5))
+    learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), target_policy_noise=0.0, reward_scale=0.5))
     rows = batch(0)
     with torch.no_grad():
         following = learner.policy.normalised(rows["next_observation"])
@@ -85,7 +87,7 @@ def test_the_actor_and_the_targets_move_every_second_time_only() -> None:
 
 
 def test_the_actors_step_leaves_the_critics_alone() -> None:
-    learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), policy_delay=1, critic_rate=0.0))
+    learner = TD3(5, 2, TD3Settings(hidden_actor=(8,), hidden_critic=(8,), policy_delay=1, critic_learning_rate=0.0))
     before = [p.clone() for p in learner.critic.parameters()]
     learner.update(batch(0))
     assert all(torch.equal(a, b) for a, b in zip(before, learner.critic.parameters(), strict=True))

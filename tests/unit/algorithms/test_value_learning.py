@@ -10,7 +10,7 @@ from jurybox.training.algorithms.dqn import DQN, IQN, QNetwork, QuantileNetwork,
 from jurybox.training.run_folder import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
-SETTINGS = ValueSettings(learning_rate=0.003, target_interval=50, hidden=(32, 32))
+SETTINGS = ValueSettings(learning_rate=0.003, target_update_interval=50, hidden=(32, 32))
 KINDS = {"dqn": (DQN, QNetwork), "iqn": (IQN, QuantileNetwork)}
 
 

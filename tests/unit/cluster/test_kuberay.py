@@ -46,9 +46,10 @@ def test_its_command_has_only_options_that_the_command_line_knows() -> None:
     assert words[:3] == ["jurybox", "train", "marl"]
     known = CliRunner().invoke(cli.train, ["marl", "--help"], env={"COLUMNS": "200"}).output
     assert all(word in known for word in words if word.startswith("--"))
-    from jurybox.training.recipes.marl_run import settings_of
+    from jurybox.training.recipes.marl import MarlTraining
+    from jurybox.training.runtime.settings import changes_of
 
-    settings_of(None, [value for flag, value in pairwise(words) if flag == "--set"], {})
+    MarlTraining.read(None, changes_of([value for flag, value in pairwise(words) if flag == "--set"], {}))
 
 
 def test_its_ray_is_the_one_that_is_pinned_and_every_pod_has_shared_memory() -> None:

@@ -157,8 +157,8 @@ class Scripted:
 
 
 def test_episodes_played_in_halves_are_those_played_at_once() -> None:
-    settings = WorkflowTraining(n_envs=7, total_episodes=70, episode_length=15, use_masks=True)
-    halved = WorkflowTraining(n_envs=7, total_episodes=70, episode_length=15, use_masks=True, halves=True)
+    settings = WorkflowTraining(envs=7, total_episodes=70, episode_length=15, use_masks=True)
+    halved = WorkflowTraining(envs=7, total_episodes=70, episode_length=15, use_masks=True, halves=True)
     at_once, by_halves = Scripted(), Scripted()
     options = {"steps": 15, "weight": 30.0, "use_masks": True}
     rollout, episodes = play(environments.make(settings, 0), at_once, range(5), **options)
@@ -171,7 +171,7 @@ def test_episodes_played_in_halves_are_those_played_at_once() -> None:
 
 
 def test_the_next_half_is_acted_for_while_the_first_steps() -> None:
-    settings = WorkflowTraining(n_envs=4, total_episodes=40, episode_length=3)
+    settings = WorkflowTraining(envs=4, total_episodes=40, episode_length=3)
     rows = [range(2), range(2, 4)]
     workers = WorkersHere([partial(Groups, [environments.maker(settings, each) for each in rows])])
     halves = [SpreadVectorEnv(workers, group, (2,)) for group in range(2)]

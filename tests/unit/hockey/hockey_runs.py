@@ -5,11 +5,10 @@ from __future__ import annotations
 from jurybox.training.recipes.hockey_settings import HockeyTraining
 
 SMALL = {
-    "envs_per_worker": 4,
-    "warmup": 300,
-    "ratio": 0.1,
-    "batch": 16,
-    "capacity": 20_000,
+    "learning_starts": 300,
+    "train_freq": 10,
+    "batch_size": 16,
+    "buffer_size": 20_000,
     "learner": {"hidden_actor": (16, 16), "hidden_critic": (16, 16)},
     "league": {"pool": 2, "least_games": 2, "anchor_share": 0.5},
     "publish_interval": 5,
@@ -24,7 +23,7 @@ SMALL = {
 
 
 def settings(**changes) -> HockeyTraining:
-    return HockeyTraining(**{**SMALL, **changes})
+    return HockeyTraining(**{**SMALL, "envs": 4 * changes.get("workers", 1), **changes})
 
 
 class Nothing:

@@ -14,15 +14,16 @@ from jurybox.protocol.segment import directory
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
-from jurybox.training.recipes.hockey import plan, settings_of, train
+from jurybox.training.recipes.hockey import plan, train
 from jurybox.training.recipes.hockey_actor import Collector, evaluate, fields, name_of, number_of, shaped
 from jurybox.training.recipes.hockey_opponents import Pool
-from jurybox.training.recipes.hockey_settings import LEAVING, Shaping
+from jurybox.training.recipes.hockey_settings import LEAVING, HockeyTraining, Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
 from jurybox.training.run_folder import CheckpointError
 from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.settings import changes_of
 
 
 def same(one, two, where=""):
@@ -73,8 +74,8 @@ def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tm
     report = (tmp_path / "report.html").read_text()
     assert "data:image/gif;base64," in report and "learned against strong" in report and "Games won" in report
     assert (tmp_path / "checkpoints" / "best" / "weights-policy.state").exists()
-    with pytest.raises(CheckpointError, match="batch"):
-        train(settings(steps=1700, batch=8), tmp_path, serial=True, resume=True)
+    with pytest.raises(CheckpointError, match="batch_size"):
+        train(settings(steps=1700, batch_size=8), tmp_path, serial=True, resume=True)
 
 
 def test_nothing_to_resume_is_said_so(tmp_path: Path) -> None:
@@ -214,24 +215,26 @@ def test_opponents_have_numbers_and_names() -> None:
 
 def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
     config = tmp_path / "hockey.toml"
-    config.write_text("batch = 32\nworkers = 3\n[learner]\ntau = 0.01\nactor_rate = 0.1\n")
-    s = settings_of(config, ["learner.actor_rate = 0.2", "noise = [0.1, 0.3]"], {"workers": 2, "seed": None})
-    assert (s.batch, s.workers, s.noise) == (32, 2, (0.1, 0.3))
-    assert (s.learner.tau, s.learner.actor_rate, s.learner.policy_delay) == (0.01, 0.2, 2)
+    config.write_text("batch_size = 32\nworkers = 3\n[learner]\ntau = 0.01\nactor_learning_rate = 0.1\n")
+    s = HockeyTraining.read(
+        config, changes_of(["learner.actor_learning_rate = 0.2", "noise = [0.1, 0.3]"], {"workers": 2, "seed": None})
+    )
+    assert (s.batch_size, s.workers, s.noise) == (32, 2, (0.1, 0.3))
+    assert (s.learner.tau, s.learner.actor_learning_rate, s.learner.policy_delay) == (0.01, 0.2, 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["batches = 3"], "batches"),
-        (["batch = 0"], "batch"),
+        (["batch_size = 0"], "batch_size"),
         (["learner.taus = 1"], "taus"),
-        (["batch"], "NAME=VALUE"),
+        (["batch_size"], "NAME=VALUE"),
     ],
 )
 def test_a_wrong_setting_is_named(changes, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        settings_of(None, changes, {})
+        HockeyTraining.read(None, changes_of(changes, {}))
 
 
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path) -> None:
-    s = settings(steps=4000, snapshot_every=1, ratio=0.5, league={"pool": 2, "least_games": 2, "anchor_share": 0.9})
+    s = settings(steps=4000, snapshot_every=1, train_freq=2, league={"pool": 2, "least_games": 2, "anchor_share": 0.9})
     run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
     state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
     versions = [int(path.stem) for path in sorted((tmp_path / "pool").glob("*.weights"))]
@@ -251,7 +254,7 @@ def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path)
 
 
 def test_a_resumed_run_has_the_past_selves_of_its_checkpoint_and_no_others(tmp_path: Path) -> None:
-    s = {"snapshot_every": 2, "ratio": 0.5}
+    s = {"snapshot_every": 2, "train_freq": 2}
     run(plan(settings(**s, steps=2000), tmp_path), tmp_path, Nothing(), serial=True)
     state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
     folder = tmp_path / "pool"

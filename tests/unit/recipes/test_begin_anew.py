@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -76,7 +75,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
 def test_so_does_a_photo_training(tmp_path):
     begun(tmp_path, PHOTO.as_dict())
     said = Said()
-    photo_run.run(PHOTO, tmp_path, said, command="", damages=2, resume=True)
+    photo_run.run(PHOTO, tmp_path, said, command="", resume=True, serial=True)
     assert any("it begins anew" in line for line in said.lines)
     assert json.loads((tmp_path / "summary.json").read_text())["env_steps"] == 32
     assert not list((tmp_path / "checkpoints").glob(".writing-*"))
@@ -103,14 +102,14 @@ def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, c
 def test_what_was_begun_with_other_settings_is_not_begun_anew(tmp_path):
     begun(tmp_path, PHOTO.as_dict())
     with pytest.raises(CheckpointError, match="learning_rate was"):
-        photo_run.run(replace(PHOTO, learning_rate=0.5), tmp_path, Silence(), command="", damages=2, resume=True)
+        photo_run.run(PHOTO.changed(learning_rate=0.5), tmp_path, Silence(), command="", resume=True, serial=True)
     assert (tmp_path / "metrics.csv").exists()
 
 
 def test_where_no_run_was_begun_there_is_nothing_to_resume(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="start without --resume"):
-        photo_run.run(PHOTO, tmp_path, Silence(), command="", damages=2, resume=True)
+        photo_run.run(PHOTO, tmp_path, Silence(), command="", resume=True, serial=True)
 
 
 def test_a_line_that_a_killed_run_did_not_finish_is_no_row(tmp_path):

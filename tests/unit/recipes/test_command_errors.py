@@ -17,15 +17,16 @@ from jurybox.client import Refused, ServerGone
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO, PPOSettings
 from jurybox.training.cli import train as commands
-from jurybox.training.recipes import command, photo_run, workflow_served
-from jurybox.training.recipes.hockey import settings_of
-from jurybox.training.recipes.marl_run import settings_of as marl_settings_of
+from jurybox.training.recipes import photo_run, training, workflow_served
+from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.training.recipes.marl import MarlTraining
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.recipes.recorded_run import recorded_run
-from jurybox.training.recipes.run_command import RunFailed
+from jurybox.training.recipes.training import RunFailed
 from jurybox.training.recipes.workflow_served import ServedPolicy, WeightsNotAdopted
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.settings import changes_of
 from jurybox.training.search.settings import WorkflowTraining
 
 
@@ -40,7 +41,7 @@ def ended(error, out, capsys):
         raise error
 
     with pytest.raises(typer.Exit) as caught:
-        command.until_interrupted(work, out, told="")
+        training.until_interrupted(work, out, told="")
     return caught.value.exit_code, capsys.readouterr().err
 
 
@@ -69,10 +70,10 @@ def test_an_error_is_told_in_a_sentence(tmp_path, capsys, error, status, said):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["workflow", "--n-envs", "100", "--total-episodes", "50"],
+        ["workflow", "--envs", "100", "--total-episodes", "50"],
         ["workflow", "--workers", "4"],
         ["workflow", "--env", "cyborg", "--quirk"],
-        ["workflow", "--halves", "--n-envs", "1"],
+        ["workflow", "--halves", "--envs", "1"],
         ["hockey", "--set", "prioritized = false", "--set", "alpha = 0.3"],
         ["hockey", "--set", "league.hardness = 3.0"],
         ["hockey", "--set", "league = {pool = 0}", "--set", "snapshot_every = 5"],
@@ -80,10 +81,10 @@ def test_an_error_is_told_in_a_sentence(tmp_path, capsys, error, status, said):
         ["hockey", "--set", "learner_gpus = 1", "--set", 'device = "cuda"'],
         ["hockey", "--serial", "--launcher", "ray"],
         ["marl", "--serial", "--launcher", "ray"],
-        ["marl", "--set", 'algorithm = "ppo"', "--set", "n_step = 2"],
-        ["marl", "--address", "auto"],
+        ["marl", "--set", 'algorithm = "ppo"', "--set", "n_steps = 2"],
+        ["marl", "--ray-address", "auto"],
         ["photo", "--network-address", "tcp://host:1"],
-        ["photo", "--envs-per-worker", "3"],
+        ["photo", "--workers", "3", "--envs", "8"],
     ],
 )
 def test_what_makes_no_sense_or_would_have_no_effect_is_told_before_anything_begins(tmp_path, arguments):
@@ -94,10 +95,14 @@ def test_what_makes_no_sense_or_would_have_no_effect_is_told_before_anything_beg
 
 
 def test_settings_that_go_together_are_taken():
-    settings = settings_of(None, ["league.weighting = 'hard'", "league.hardness = 3.0", "alpha = 0.5"], {})
+    settings = HockeyTraining.read(
+        None, changes_of(["league.weighting = 'hard'", "league.hardness = 3.0", "alpha = 0.5"], {})
+    )
     assert settings.league.weighting == "hard" and settings.league.hardness == 3.0, "one does not undo the other"
-    many = marl_settings_of(None, ["world.turns = 5", "world.height = 9", "ppo.epochs = 2", "ppo.clip = 0.1"], {})
-    assert many.world == {"turns": 5, "height": 9} and (many.ppo.epochs, many.ppo.clip) == (2, 0.1)
+    many = MarlTraining.read(
+        None, changes_of(["world.turns = 5", "world.height = 9", "ppo.n_epochs = 2", "ppo.clip_range = 0.1"], {})
+    )
+    assert many.world == {"turns": 5, "height": 9} and (many.ppo.n_epochs, many.ppo.clip_range) == (2, 0.1)
     assert WorkflowTraining(quirk=True).quirk
 
 
@@ -128,11 +133,11 @@ def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(t
 
     with monkeypatch.context() as patched, pytest.raises(ServerGone):
         patched.setattr(photo_run, "evaluate_policy", gone)
-        photo_run.run(PHOTO, tmp_path, Silence(), command="jurybox train photo", damages=2)
+        photo_run.run(PHOTO, tmp_path, Silence(), command="jurybox train photo", serial=True)
     assert "the server went away" in (tmp_path / "report.html").read_text()
     assert '"env_steps": 32' in (tmp_path / "summary.json").read_text()
     assert photo_run.evaluate_policy is evaluate_policy
-    photo_run.run(PHOTO, tmp_path, Silence(), command="", damages=2, resume=True)
+    photo_run.run(PHOTO, tmp_path, Silence(), command="", resume=True, serial=True)
     assert "held-out photos" in (tmp_path / "report.html").read_text()
 
 
@@ -148,7 +153,7 @@ def test_a_server_without_a_status_document_costs_the_report_its_section_only(mo
             raise Refused("the status document is not part of the Open Inference Protocol")
 
     monkeypatch.setattr(photo_run, "connect", lambda *arguments, **more: Remote())
-    assert photo_run._status(replace(PHOTO, environment=replace(PHOTO.environment, scorer="server"))) is None
+    assert photo_run._status(PHOTO.changed(environment=replace(PHOTO.environment, scorer="server"))) is None
 
 
 def test_a_run_whose_report_fails_leaves_one_that_says_so(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurybox.training.recipes.command import _EXTRA
+from jurybox.training.recipes.training import _EXTRA
 
 WITHOUT = """
 import sys

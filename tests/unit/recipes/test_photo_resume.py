@@ -1,6 +1,5 @@
 import json
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +13,13 @@ from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import CheckpointError, RunLog, read_metrics
 
 SMALL = PhotoTraining(
-    environment=PhotoConfig(scorer="local", juror="tests.unit.recipes.cheap_juror:middle_grey", seed=3),
+    environment=PhotoConfig(scorer="local", juror="tests.unit.recipes.cheap_juror:middle_grey"),
+    seed=3,
     steps=32,
-    workers=2,
-    single_process=True,
+    envs=2,
+    damages=2,
     rollout=16,
-    epochs=2,
+    n_epochs=2,
     batch_size=8,
     hidden=(8,),
     checkpoint_every=16,
@@ -28,7 +28,7 @@ SMALL = PhotoTraining(
 
 def trained(folder, settings=SMALL, resume=None):
     with RunLog(folder, METRICS, resume_at=resume.env_steps if resume else None) as log:
-        return train(settings, log, resume=resume)
+        return train(settings, log, resume=resume, serial=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_resumed_run_counts_on(first, tmp_path):
     folder = tmp_path / "run"
     earlier = trained(folder)
     checkpoint = checkpoints.latest(folder / "checkpoints")
-    trained(folder, replace(SMALL, steps=64), checkpoint)
+    trained(folder, SMALL.changed(steps=64), checkpoint)
     found = summary(folder)
     assert (found["env_steps"], found["episodes"], found["learner_steps"]) == (64, 16, 16)
     assert found["seconds"] > checkpoint.counted["seconds"] > 0
@@ -63,7 +63,7 @@ def test_a_resumed_run_counts_on(first, tmp_path):
 def test_a_checkpoint_gives_back_weights_optimiser_and_every_random_state(first):
     folder, model = first
     checkpoint = checkpoints.latest(folder / "checkpoints")
-    environments = make_environments(SMALL)
+    environments = make_environments(SMALL, serial=True)
     loaded = type(model).load(checkpoint.model, environments)
     for name, value in model.policy.state_dict().items():
         torch.testing.assert_close(loaded.policy.state_dict()[name], value, rtol=0, atol=0)
@@ -88,7 +88,7 @@ def test_a_checkpoint_gives_back_weights_optimiser_and_every_random_state(first)
 def test_the_same_seed_trains_the_same_policy(first, tmp_path):
     _, model = first
     again = trained(tmp_path / "again")
-    other = trained(tmp_path / "other", replace(SMALL, environment=replace(SMALL.environment, seed=4)))
+    other = trained(tmp_path / "other", SMALL.changed(seed=4))
     ours = model.policy.state_dict()["action_net.weight"]
     torch.testing.assert_close(again.policy.state_dict()["action_net.weight"], ours, rtol=0, atol=0)
     assert not torch.equal(other.policy.state_dict()["action_net.weight"], ours)
@@ -96,7 +96,7 @@ def test_the_same_seed_trains_the_same_policy(first, tmp_path):
 
 def test_old_checkpoints_go_and_half_written_ones_are_never_found(first, tmp_path, monkeypatch):
     _, model = first
-    environments = make_environments(SMALL)
+    environments = make_environments(SMALL, serial=True)
     model.env = environments
     for step in (10, 20, 30, 40):
         model.num_timesteps = step
@@ -118,12 +118,12 @@ def test_there_must_be_something_to_resume(tmp_path):
 
 def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(tmp_path):
     def again(settings, resume):
-        return run(settings, tmp_path, Silence(), command="jurybox train photo", damages=2, resume=resume)
+        return run(settings, tmp_path, Silence(), command="jurybox train photo", resume=resume, serial=True)
 
     again(SMALL, False)
     with pytest.raises(CheckpointError, match=r"learning_rate was 0\.001, is 0\.5"):
-        again(replace(SMALL, learning_rate=0.5), True)
-    again(replace(SMALL, steps=48), True)
+        again(SMALL.changed(learning_rate=0.5), True)
+    again(SMALL.changed(steps=48), True)
     assert summary(tmp_path)["env_steps"] == 48
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {"summary.json", "metrics.csv", "report.html", "checkpoints", "tensorboard", "evaluation.csv"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,12 +18,12 @@ from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.search.trainer import DONE, FINAL, REFERENCE, SEARCH, WorkflowTrainer
 
 SETTINGS = WorkflowTraining(
-    n_envs=8,
+    envs=8,
     episode_length=12,
     total_episodes=8 * 20,
     max_train_episodes_per_env=3,
     evaluation_episodes=8,
-    ppo=PPOSettings(minibatch=48, hidden=(16,)),
+    ppo=PPOSettings(batch_size=48, hidden=(16,)),
 )
 
 
@@ -37,7 +36,7 @@ def one_thread():
 
 
 def trainer(**changed) -> WorkflowTrainer:
-    settings = replace(SETTINGS, **changed)
+    settings = SETTINGS.changed(**changed)
     return WorkflowTrainer(settings, environments.make(settings, 0), environments.make(settings, 1))
 
 
@@ -125,9 +124,9 @@ def test_a_score_pays_for_what_compliance_lacks() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for changed in ({"n_envs": 0}, {"total_episodes": 3}, {"reference_share": 0.6, "final_share": 0.5}, {"gate": 0.0}):
+    for changed in ({"envs": 0}, {"total_episodes": 3}, {"reference_share": 0.6, "final_share": 0.5}, {"gate": 0.0}):
         with pytest.raises(ValueError, match="expected"):
-            replace(SETTINGS, **changed)
+            SETTINGS.changed(**changed)
 
 
 FILES = {"metrics.csv", "workflows.csv", "summary.json", "report.html", "settings.json", "checkpoints", "tensorboard"}
@@ -184,7 +183,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(who
     with pytest.raises(RunLogError, match="holds a run already"):
         workflow_run.run(SETTINGS, whole[0])
     with pytest.raises(CheckpointError, match="align_lambda was 30"):
-        workflow_run.run(replace(SETTINGS, align_lambda=10.0), whole[0], resume=True)
+        workflow_run.run(SETTINGS.changed(align_lambda=10.0), whole[0], resume=True)
     with pytest.raises(CheckpointError, match="start without --resume"):
         workflow_run.run(SETTINGS, tmp_path, resume=True)
 

@@ -29,19 +29,19 @@ class ValueSettings:
 
     Attributes:
         learning_rate: of Adam (epsilon 0.01 / batch_size is the paper's for DQN; Adam's own is used here).
-        discount: of one step.
-        n_step: steps of a return before it is bootstrapped.
-        target_interval: learner steps between two copies of the network to the target network.
+        gamma: the discount of one step.
+        n_steps: steps of a return before it is bootstrapped.
+        target_update_interval: learner steps between two copies of the network to the target network.
         hidden: units of the hidden layers.
-        gradient_norm: gradients are scaled down to it.
+        max_grad_norm: gradients are scaled down to it.
     """
 
     learning_rate: float = 0.00025
-    discount: float = 0.95
-    n_step: int = 3
-    target_interval: int = 200
+    gamma: float = 0.95
+    n_steps: int = 3
+    target_update_interval: int = 200
     hidden: tuple[int, ...] = (128, 128)
-    gradient_norm: float = 10.0
+    max_grad_norm: float = 10.0
 
 
 class ValueNetwork(nn.Module):
@@ -123,10 +123,10 @@ class ValueLearner(ABC):
         loss = self.loss(tensors)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.gradient_norm)
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
         self.optimiser.step()
         self.steps += 1
-        if self.steps % self.settings.target_interval == 0:
+        if self.steps % self.settings.target_update_interval == 0:
             self.target.load_state_dict(self.network.state_dict())
         return float(loss.detach())
 

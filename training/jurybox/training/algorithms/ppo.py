@@ -75,18 +75,18 @@ class PPOSettings:
     Attributes:
         learning_rate, betas: of Adam.
         gamma: discount.
-        epochs: passes over a rollout.
-        minibatch: rows of one optimiser step.
-        clip: how far the ratio of probabilities may move.
-        entropy: weight of the entropy bonus.
-        value_weight: weight of the value loss.
-        max_gradient: norm at which gradients are clipped.
+        n_epochs: passes over a rollout.
+        batch_size: rows of one optimiser step.
+        clip_range: how far the ratio of probabilities may move.
+        ent_coef: weight of the entropy bonus.
+        vf_coef: weight of the value loss.
+        max_grad_norm: norm at which gradients are clipped.
         gae: generalised advantage estimation; else the discounted return minus the value.
         gae_lambda: its lambda.
         bootstrap: an episode cut by its length counts the value of its last state; else it counts nothing.
-        normalise_advantages: to mean 0 and deviation 1 in a minibatch.
+        normalize_advantage: to mean 0 and deviation 1 in a minibatch.
         normalise_returns: the critic learns returns scaled by their running mean and deviation.
-        clip_value: keep new values within `clip` (of normalised returns) of the old ones.
+        clip_value: keep new values within `clip_range` (of normalised returns) of the old ones.
         target_kl: stop an update when the policy has moved 1.5 times this far; None never stops.
         hidden: widths of the hidden layers.
     """
@@ -94,16 +94,16 @@ class PPOSettings:
     learning_rate: float = 0.002
     betas: tuple[float, float] = (0.9, 0.99)
     gamma: float = 0.99
-    epochs: int = 4
-    minibatch: int = 2500
-    clip: float = 0.2
-    entropy: float = 0.01
-    value_weight: float = 0.5
-    max_gradient: float = 0.5
+    n_epochs: int = 4
+    batch_size: int = 2500
+    clip_range: float = 0.2
+    ent_coef: float = 0.01
+    vf_coef: float = 0.5
+    max_grad_norm: float = 0.5
     gae: bool = True
     gae_lambda: float = 0.95
     bootstrap: bool = True
-    normalise_advantages: bool = True
+    normalize_advantage: bool = True
     normalise_returns: bool = True
     clip_value: bool = True
     target_kl: float | None = 0.02
@@ -220,17 +220,17 @@ class PPO:
         count = len(batch["actions"])
         totals: dict[str, float] = {}
         steps, stopped = 0, False
-        for _ in range(settings.epochs):
+        for _ in range(settings.n_epochs):
             order = torch.randperm(count, generator=self._random)
-            for first in range(0, count, settings.minibatch):
-                chosen = order[first : first + settings.minibatch]
+            for first in range(0, count, settings.batch_size):
+                chosen = order[first : first + settings.batch_size]
                 loss, told = self._loss({name: each[chosen] for name, each in batch.items()})
                 if settings.target_kl is not None and told["approx_kl"] > 1.5 * settings.target_kl:
                     stopped = True
                     break
                 self._optimiser.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.max_gradient)
+                torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.max_grad_norm)
                 self._optimiser.step()
                 steps += 1
                 for name, value in told.items():
@@ -266,17 +266,17 @@ class PPO:
         change = log_probs.gather(1, batch["actions"][:, None]).squeeze(1) - batch["log_probs"]
         ratio = change.exp()
         advantages = batch["advantages"]
-        if settings.normalise_advantages and len(advantages) > 1:  # one alone has no deviation
+        if settings.normalize_advantage and len(advantages) > 1:  # one alone has no deviation
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+        bounded = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
         errors = (values - batch["returns"]).square()
         if settings.clip_value:
-            near = batch["values"] + (values - batch["values"]).clamp(-settings.clip, settings.clip)
+            near = batch["values"] + (values - batch["values"]).clamp(-settings.clip_range, settings.clip_range)
             errors = torch.max(errors, (near - batch["returns"]).square())
         value_loss = 0.5 * errors.mean()
         entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).mean()
-        loss = policy_loss + settings.value_weight * value_loss - settings.entropy * entropy
+        loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
         with torch.no_grad():
             told = {
                 "policy_loss": float(policy_loss),
@@ -284,7 +284,7 @@ class PPO:
                 "entropy": float(entropy),
                 # Schulman's estimator of the divergence: never negative, small variance.
                 "approx_kl": float((ratio - 1 - change).mean()),
-                "clip_fraction": float(((ratio - 1).abs() > settings.clip).float().mean()),
+                "clip_fraction": float(((ratio - 1).abs() > settings.clip_range).float().mean()),
             }
         return loss, told
 

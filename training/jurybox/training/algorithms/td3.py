@@ -229,8 +229,8 @@ class TD3:
         self.target_critic = deepcopy(self.critic).requires_grad_(False)
         self._generator = torch.Generator(self.device).manual_seed(seed)
         # Fused: one call for all parameters instead of a dozen each.
-        self._actor_optimizer = torch.optim.Adam(self.actor.parameters(), s.actor_rate, fused=True)
-        self._critic_optimizer = torch.optim.Adam(self.critic.parameters(), s.critic_rate, fused=True)
+        self._actor_optimizer = torch.optim.Adam(self.actor.parameters(), s.actor_learning_rate, fused=True)
+        self._critic_optimizer = torch.optim.Adam(self.critic.parameters(), s.critic_learning_rate, fused=True)
         self._actor_parameters = list(self.actor.parameters())
         self._critic_parameters = list(self.critic.parameters())
         self._live: list[Tensor] = [*self._actor_parameters, *self._critic_parameters]
@@ -256,8 +256,8 @@ class TD3:
         action = batch["action"]
         with torch.no_grad():
             following = self.policy.normalised(batch["next_observation"])
-            noise = torch.empty_like(action).normal_(0.0, s.target_noise, generator=self._generator)
-            noise.clamp_(-s.target_clip, s.target_clip)
+            noise = torch.empty_like(action).normal_(0.0, s.target_policy_noise, generator=self._generator)
+            noise.clamp_(-s.target_noise_clip, s.target_noise_clip)
             next_action = self.target_actor(following).add_(noise).clamp_(-1.0, 1.0)
             bootstrap = self.target_critic(following, next_action).amin(0)
             target = torch.addcmul(batch["reward"] * s.reward_scale, batch["discount"], bootstrap)

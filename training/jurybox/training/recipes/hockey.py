@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey_actor import fields
 from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
-from jurybox.training.recipes.launchers import check_gpus, launcher_named
-from jurybox.training.recipes.progress import require, trackers
+from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.recorded_run import recorded_run
-from jurybox.training.recipes.run_command import changes_of, conclude
+from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.replay import Episodes, Field
 from jurybox.training.run_folder import Tracker
 from jurybox.training.runtime.launching import Launcher
@@ -38,7 +35,6 @@ from jurybox.training.runtime.plan import (
     Plan,
     ReplaySpec,
     RoleSpec,
-    refuse_unused,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 
@@ -72,12 +68,9 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
         engine: name of an engine with them somewhere in a cluster, likewise; a launcher serves it.
 
     Raises:
-        ConfigError: the environment cannot be made, or the ratio is too small.
+        ConfigError: the environment cannot be made.
     """
     sizes = sizes_of(settings)
-    ratio = Fraction(settings.ratio).limit_denominator(100)
-    if not ratio:
-        raise ConfigError(f"ratio={settings.ratio}: expected at least one learner step for 100 env steps")
     told: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
     served = {**told, "address": address}
     folders = {POOL: str(folder.resolve() / "pool")} | ({BOOK: str(folder.resolve() / "engines")} if engine else {})
@@ -118,7 +111,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
         replays=(
             ReplaySpec(
                 ROWS,
-                settings.capacity,
+                settings.buffer_size,
                 fields(*sizes),
                 episodes=Episodes(),
                 prioritized=settings.prioritized,
@@ -127,7 +120,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
             ReplaySpec(RESULTS, _RESULTS_KEPT, {"opponent": Field((), "int64"), "winner": Field((), "int32")}),
         ),
         channels=(ChannelSpec(CHANNEL, layout),),
-        pace=Pace(ratio.denominator, ratio.numerator, settings.warmup, settings.max_ahead),
+        pace=Pace(settings.train_freq, settings.gradient_steps, settings.learning_starts, settings.max_ahead),
         budget=Budget(
             settings.steps,
             None if settings.minutes is None else 60 * settings.minutes,
@@ -146,31 +139,6 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
 
 # ----
 # A hockey training from its settings to the report: what `jurybox train hockey` does.
-
-
-# What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
-MAY_CHANGE = (
-    "steps",
-    "minutes",
-    "target",
-    "workers",
-    "envs_per_worker",
-    "policy",
-    "device",
-    "learner_gpus",
-    "engine_gpus",
-    "max_ahead",
-    "publish_interval",
-    "weight_sync_interval",
-    "max_lag",
-    "evaluate_every",
-    "evaluation_games",
-    "matrix_games",
-    "film_games",
-    "checkpoint_every",
-    "log_every",
-    "on_failure",
-)
 
 
 def columns(settings: HockeyTraining) -> tuple[str, ...]:
@@ -240,7 +208,7 @@ def train(
             lambda outcome, rows: report(settings, outcome, rows, folder, command),
             serial=serial,
             resume=resume,
-            may_change=MAY_CHANGE,
+            may_change=settings.may_change,
             console=console,
             signals=signals,
             trackers=trackers,
@@ -248,61 +216,14 @@ def train(
         )
 
 
-# ----
-# What `jurybox train hockey` does with its options.
-
-
-def settings_of(config: Path | None, changes: Sequence[str], given: Mapping[str, Any]) -> HockeyTraining:
-    """Settings of a file, then of ``NAME=VALUE`` strings, then of options that were given (not None).
-
-    Raises:
-        ConfigError: something in it is unknown, out of its bounds or unreadable.
-    """
-    return HockeyTraining.read(config, changes_of(changes, given))
-
-
-def train_hockey(
-    settings: HockeyTraining,
-    folder: Path,
-    console: Console,
-    *,
-    serial: bool,
-    resume: bool,
-    mlflow: bool,
-    wandb: bool,
-    launcher: str = "local",
-    address: str | None = None,
-) -> str:
-    """Train, and say how it ended.
-
-    Args:
-        launcher: "local", or "ray" with the `address` of a cluster (None: Ray on this machine).
-
-    Raises:
-        RunError: there is no such launcher, or no such cluster.
-        RunFailed: a role failed for good.
-        KeyboardInterrupt: it was told to stop, and has, in order.
-    """
-    require(mlflow=mlflow, wandb=wandb)
-    if serial:
-        refuse_unused(() if launcher == "local" else ("--launcher",), {"--launcher": "--serial runs in this process"})
-    signals = Signals()
-    with launcher_named(launcher, address) as chosen:
-        outcome = train(
-            settings,
-            folder,
-            serial=serial,
-            resume=resume,
-            console=console,
-            signals=signals,
-            command=shlex.join(["jurybox", *sys.argv[1:]]),
-            trackers=lambda: trackers("hockey", folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
-            launcher=chosen,
-        )
-    conclude(outcome, signals)
+def _work(settings: HockeyTraining, run: Run) -> str:
+    outcome = carry_out(partial(train, settings, run.folder), run)
     said = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
     for who in settings.league.anchors:
         won, lost = (outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "losses"))
         if won is not None and lost is not None:
             said.append(f"against {who}: {won:.0%} won, {lost:.0%} lost")
     return "\n".join(said)
+
+
+TRAINING = Training("hockey", HockeyTraining, _work)

@@ -283,7 +283,7 @@ class HockeyActor(Actor):
 
     def step(self) -> int:
         held_back = self._held_back()
-        made, results = self.collector.step(warm=self.context.env_steps < self._settings.warmup)
+        made, results = self.collector.step(warm=self.context.env_steps < self._settings.learning_starts)
         self.context.words[Word.FORCED] += self._held_back() - held_back
         for result in results:
             self._results.add(opponent=number_of(result.opponent, self._anchors), winner=result.winner)

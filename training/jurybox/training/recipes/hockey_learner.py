@@ -49,8 +49,8 @@ class HockeyLearner(Learner):
         self._results = Cursor(context.replay(RESULTS))
         self._snapshot_at = 0
         self._restored = False
-        windows = Windows(n_step=s.n_step, gamma=s.discount, next=("observation",))
-        self._batch = self._replay.batch(s.batch, windows, pinned=s.device != "cpu")
+        windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=("observation",))
+        self._batch = self._replay.batch(s.batch_size, windows, pinned=s.device != "cpu")
         self._tensors = self._batch.torch()
         self._weights = None if self._batch.weights is None else torch.from_numpy(self._batch.weights)
         self._mirrors = mirrors(*sizes) if s.mirror else None
@@ -70,9 +70,9 @@ class HockeyLearner(Learner):
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _LOOK == 0:
             self._look()
-        self._replay.sample(s.batch, self._batch, beta=s.beta)
+        self._replay.sample(s.batch_size, self._batch, beta=s.beta)
         if self._mirrors is not None:
-            half, (observation, action) = s.batch // 2, self._mirrors
+            half, (observation, action) = s.batch_size // 2, self._mirrors
             self._batch["observation"][:half] *= observation
             self._batch["next_observation"][:half] *= observation
             self._batch["action"][:half] *= action

@@ -1,19 +1,16 @@
-"""What a hockey training is told."""
+"""The settings of a hockey training."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
 from jurybox.training.algorithms.league import LeagueSettings
 from jurybox.training.algorithms.td3_actor import TD3Settings
-from jurybox.training.recipes.run_command import merged
-from jurybox.training.runtime.plan import ConfigError, refuse_unused
+from jurybox.training.runtime.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +33,30 @@ ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
 LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
 
 
-class HockeyTraining(BaseModel):
+class HockeyTraining(Settings):
     """Settings of one training; a TOML file and the command line hold the same names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    title = "hockey"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "warmup": "learning_starts",
+        "ratio": "gradient_steps learner steps for every train_freq env steps",
+        "batch": "batch_size",
+        "n_step": "n_steps",
+        "discount": "gamma",
+        "capacity": "buffer_size",
+        "envs_per_worker": "envs, of all workers together",
+        "learner.actor_rate": "learner.actor_learning_rate",
+        "learner.critic_rate": "learner.critic_learning_rate",
+        "learner.target_noise": "learner.target_policy_noise",
+        "learner.target_clip": "learner.target_noise_clip",
+    }
+    # What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
+    may_change = (
+        *("steps", "minutes", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
+        *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
+        *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
+    )
 
-    seed: int = Field(0, ge=0, description="Everything random comes from it.")
     steps: int = Field(40_000_000, ge=1, description="Env steps in all: steps of games, whoever plays.")
     minutes: float | None = Field(None, gt=0, description="Stop after so many.")
     target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation's points reach it.")
@@ -49,26 +64,27 @@ class HockeyTraining(BaseModel):
     environment: str | None = Field(None, description="module:Class made like the original; none: this package's own.")
     mode: Literal[0, 1, 2] = Field(0, description="0 whole games, 1 shooting, 2 defence.")
     workers: int = Field(1, ge=1, description="Collecting processes.")
-    envs_per_worker: int = Field(8, ge=2, description="Games of each; one half steps while the other is computed.")
+    envs: int | None = Field(None, ge=2, description="Games of all workers together; none: 8 for each.")
     policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
 
-    warmup: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
+    learning_starts: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
     # A learner step costs about what 39 env steps cost: with one collector, both are busy.
-    ratio: float = Field(1 / 36, gt=0, description="Learner steps for each env step.")
+    train_freq: int = Field(36, ge=1, description="Env steps for `gradient_steps` learner steps.")
+    gradient_steps: int = Field(1, ge=1)
     max_ahead: int = Field(2000, ge=0, description="Env steps that collectors may be ahead of the learner.")
     publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
     weight_sync_interval: int = Field(10, ge=1, description="A collector's steps between two looks for new weights.")
     max_lag: int | None = Field(20, ge=0, description="Publications that a collector may be behind; then it syncs.")
 
-    batch: int = Field(128, ge=2)
-    n_step: int = Field(8, ge=1)
-    discount: float = Field(0.99, ge=0, le=1)
-    capacity: int = Field(1_000_000, ge=1, description="Rows of the replay.")
+    batch_size: int = Field(128, ge=2)
+    n_steps: int = Field(8, ge=1, description="Steps of a return before it is bootstrapped.")
+    gamma: float = Field(0.99, ge=0, le=1)
+    buffer_size: int = Field(1_000_000, ge=1, description="Rows of the replay.")
     prioritized: bool = True
-    alpha: float = Field(0.6, ge=0, le=1, description="How much priorities count.")
-    beta: float = Field(0.4, ge=0, le=1, description="How much importance weights do.")
+    alpha: float = Field(0.6, ge=0, le=1, description="The exponent of the priorities.")
+    beta: float = Field(0.4, ge=0, le=1, description="The exponent of the importance weights.")
     both_sides: bool = Field(True, description="Keep what opponents saw and did: the learner is off-policy.")
-    mirror: bool = Field(True, description="Half of each sample as in a looking-glass: the game is symmetric.")
+    mirror: bool = Field(True, description="Mirror half of each sample left to right: the game is symmetric.")
     # A ladder over all games, as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018: some show
     # what the policy does, others what it does not do any more.
     noise: tuple[float, float] = Field((0.05, 0.5), description="Exploration in the first and in the last game.")
@@ -89,23 +105,18 @@ class HockeyTraining(BaseModel):
     log_every: int = Field(20_000, ge=1, description="Env steps between two rows of metrics.")
     on_failure: Literal["end", "serial"] = Field("end", description="When a process has failed too often.")
 
-    @classmethod
-    def read(cls, path: Path | None, changes: Mapping[str, Any]) -> HockeyTraining:
-        """Settings of a TOML file (if there is one) with `changes`, which win.
+    @model_validator(mode="after")
+    def _whole(self) -> HockeyTraining:
+        if self.envs is not None and (self.envs % self.workers or self.envs < 2 * self.workers):
+            raise ValueError(
+                f"envs={self.envs} with workers={self.workers}: expected the same number of games for each, two or more"
+            )
+        return self
 
-        Raises:
-            ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
-        """
-        try:
-            said = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
-            settings = cls(**said)
-            refuse_unused(_flat(said), settings.unused())
-            return settings
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"settings of the hockey training: {told}") from error
+    @property
+    def envs_per_worker(self) -> int:
+        """Games of each collector; one half steps while actions for the other are computed."""
+        return 8 if self.envs is None else self.envs // self.workers
 
     def unused(self) -> dict[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``league.NAME``."""
@@ -124,20 +135,3 @@ class HockeyTraining(BaseModel):
         if self.device == "cpu":
             unused["learner_gpus"] = 'device is "cpu": the learner would not use them'
         return unused
-
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, for reports and trackers: parts as ``learner.NAME``."""
-        flat: dict[str, Any] = {}
-        for name, value in self.model_dump(mode="json").items():
-            flat |= (
-                {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-            )
-        return flat
-
-
-def _flat(said: Mapping[str, Any]) -> list[str]:
-    """Names of settings, those of parts as ``part.NAME``."""
-    names = []
-    for name, value in said.items():
-        names += [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else [name]
-    return names

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.recipes.marl_policies import ON_POLICY, Algorithm, make_network
 from jurybox.training.recipes.marl_worlds import Sight, make_world, sights
-from jurybox.training.recipes.run_command import merged
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.runtime.plan import (
@@ -28,6 +26,7 @@ from jurybox.training.runtime.plan import (
     Timeouts,
     refuse_unused,
 )
+from jurybox.training.runtime.settings import Settings
 
 _ROLES = "jurybox.training.recipes.marl_roles"
 _LEARNERS = "jurybox.training.recipes.marl_learners"
@@ -39,37 +38,52 @@ class OnPolicy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rollout: int = Field(256, ge=2, description="Turns between two updates.")
-    epochs: int = Field(4, ge=1, description="Passes over a rollout, in parts of batch_size.")
-    clip: float = Field(0.2, gt=0)
-    entropy: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
+    n_steps: int = Field(256, ge=2, description="Turns between two updates.")
+    n_epochs: int = Field(4, ge=1, description="Passes over a rollout, in parts of batch_size.")
+    clip_range: float = Field(0.2, gt=0)
+    ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     gae_lambda: float = Field(0.95, ge=0, le=1)
     max_stale: int = Field(1, ge=0, description="Updates that the policy of a transition may be old.")
 
 
+_EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_steps")
 # What agents may have of their own.
 OWN = frozenset(
     {
         "algorithm",
         "publish_interval",
-        "buffer_capacity",
+        "buffer_size",
         "batch_size",
         "learning_rate",
-        "discount",
-        "n_step",
-        "target_interval",
+        "gamma",
+        "n_steps",
+        "target_update_interval",
         "frames",
         "hidden",
-        "epsilon",
+        "exploration_initial_eps",
+        "exploration_final_eps",
+        "exploration_steps",
         "ppo",
     }
 )
 
 
-class MarlTraining(BaseModel):
+class MarlTraining(Settings):
     """Settings of a multi-agent training; a TOML file and the command line hold the same names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    title = "multi-agent"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "buffer_capacity": "buffer_size",
+        "train_interval": "train_freq",
+        "discount": "gamma",
+        "n_step": "n_steps",
+        "target_interval": "target_update_interval",
+        "epsilon": "exploration_initial_eps, exploration_final_eps and exploration_steps",
+        "ppo.rollout": "ppo.n_steps",
+        "ppo.epochs": "ppo.n_epochs",
+        "ppo.clip": "ppo.clip_range",
+        "ppo.entropy": "ppo.ent_coef",
+    }
 
     environment: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
@@ -80,21 +94,22 @@ class MarlTraining(BaseModel):
     own: dict[str, dict[str, Any]] = Field({}, description="By agent, settings that differ from the others'.")
     steps: int = Field(200_000, ge=1, description="Turns of the world.")
     seconds: float | None = Field(None, gt=0, description="Stop after so many.")
-    seed: int = Field(0, ge=0)
 
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
-    buffer_capacity: int = Field(10_000, ge=1, description="Transitions of a learner's replay.")
+    buffer_size: int = Field(10_000, ge=1, description="Transitions of a learner's replay.")
     batch_size: int = Field(64, ge=1)
-    train_interval: int = Field(4, ge=1, description="Turns for one step of every learner.")
+    train_freq: int = Field(4, ge=1, description="Turns for one step of every learner.")
     learning_rate: float = Field(0.00025, gt=0)
     learning_starts: int = Field(1000, ge=1, description="Transitions before a learner's first step.")
-    discount: float = Field(0.95, ge=0, le=1)
-    n_step: int = Field(3, ge=1)
-    target_interval: int = Field(200, ge=1)
+    gamma: float = Field(0.95, ge=0, le=1)
+    n_steps: int = Field(3, ge=1, description="Steps of a return before it is bootstrapped.")
+    target_update_interval: int = Field(200, ge=1, description="Learner steps.")
     frames: int = Field(2, ge=1, description="Observations that are stacked.")
     hidden: tuple[int, ...] = (128, 128)
-    epsilon: tuple[float, float, int] = Field((1.0, 0.05, 5000), description="First, last, learner steps in between.")
+    exploration_initial_eps: float = Field(1.0, ge=0, le=1)
+    exploration_final_eps: float = Field(0.05, ge=0, le=1)
+    exploration_steps: int = Field(5000, ge=0, description="Learner steps from the first to the last.")
 
     device_per_agent: bool = Field(True, description="Learner i on cuda:(i modulo devices); without CUDA on the CPU.")
     learner_gpus: float = Field(0.0, ge=0, description="With --launcher ray: GPUs that are set aside for each learner.")
@@ -148,10 +163,11 @@ class MarlTraining(BaseModel):
     def _unused(self) -> dict[str, str]:
         if self.algorithm == ON_POLICY:
             unused = dict.fromkeys(
-                ("n_step", "target_interval", "epsilon"), f"{ON_POLICY} has no replayed values and draws its actions"
+                ("n_steps", "target_update_interval", *_EXPLORATION),
+                f"{ON_POLICY} has no replayed values and draws its actions",
             )
             unused |= dict.fromkeys(
-                ("train_interval", "learning_starts"), f"the pace of {ON_POLICY} is ppo.rollout, from the first turn on"
+                ("train_freq", "learning_starts"), f"the pace of {ON_POLICY} is ppo.n_steps, from the first turn on"
             )
             unused |= dict.fromkeys(("learner_gpus", "device_per_agent"), f"{ON_POLICY} computes on the CPU")
             if self.publish_interval > 1:
@@ -163,22 +179,6 @@ class MarlTraining(BaseModel):
         if self.environment != TREASURE:
             unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `world`"
         return unused
-
-    @classmethod
-    def read(cls, path: Path | None, changes: Mapping[str, Any]) -> MarlTraining:
-        """Settings of a TOML file (if there is one) with `changes`, which win.
-
-        Raises:
-            ConfigError: the file cannot be read, or a setting is unknown or out of its bounds.
-        """
-        try:
-            said = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
-            return cls(**merged(said, changes))
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"settings of the multi-agent training: {told}") from error
 
     @property
     def world_settings(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def plan(settings: MarlTraining) -> Plan:
                 {
                     **played,
                     "episodes": settings.evaluate_episodes,
-                    "epsilon": {name: own.epsilon[1] for name, own in of_group.items()},
+                    "epsilon": {name: own.exploration_final_eps for name, own in of_group.items()},
                 },
                 reads=names,
                 evaluate_every=settings.evaluate_interval,
@@ -249,16 +249,16 @@ def plan(settings: MarlTraining) -> Plan:
             ),
         ),
         replays=tuple(
-            ReplaySpec(name, own.buffer_capacity, {"observation": sight[name].field, **fields}, episodes=Episodes())
+            ReplaySpec(name, own.buffer_size, {"observation": sight[name].field, **fields}, episodes=Episodes())
             for name, own in of_group.items()
         ),
         channels=tuple(
             ChannelSpec(name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), settings.publish_mode)
             for name, network in networks.items()
         ),
-        pace=Pace(settings.ppo.rollout, 1, 0, settings.max_ahead)
+        pace=Pace(settings.ppo.n_steps, 1, 0, settings.max_ahead)
         if on_policy
-        else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
+        else Pace(settings.train_freq, 1, settings.learning_starts, settings.max_ahead),
         budget=Budget(settings.steps, settings.seconds),
         # One that is killed again and again, every few seconds, is started again and again.
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
@@ -299,20 +299,20 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
         device = "cuda:0"  # of those that it is shown, wherever it is placed
     made: dict[str, Any] = {"group": group, "network": network}
     if settings.algorithm == ON_POLICY:
-        rollout = settings.ppo.rollout * len(group.split("+"))
-        if settings.buffer_capacity < 2 * rollout:
+        rollout = settings.ppo.n_steps * len(group.split("+"))
+        if settings.buffer_size < 2 * rollout:
             raise ConfigError(
-                f"buffer_capacity {settings.buffer_capacity} is too small for {group}: two rollouts of all its agents "
+                f"buffer_size {settings.buffer_size} is too small for {group}: two rollouts of all its agents "
                 f"have {2 * rollout} transitions"
             )
         made |= {
             "settings": {
                 "learning_rate": settings.learning_rate,
-                "gamma": settings.discount,
-                "minibatch": settings.batch_size,
-                "epochs": settings.ppo.epochs,
-                "clip": settings.ppo.clip,
-                "entropy": settings.ppo.entropy,
+                "gamma": settings.gamma,
+                "batch_size": settings.batch_size,
+                "n_epochs": settings.ppo.n_epochs,
+                "clip_range": settings.ppo.clip_range,
+                "ent_coef": settings.ppo.ent_coef,
                 "gae_lambda": settings.ppo.gae_lambda,
                 # It would be measured from the policies that acted: a rollout that is one update old would end at once.
                 "target_kl": None,
@@ -325,13 +325,17 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
         made |= {
             "settings": {
                 "learning_rate": settings.learning_rate,
-                "discount": settings.discount,
-                "n_step": settings.n_step,
-                "target_interval": settings.target_interval,
+                "gamma": settings.gamma,
+                "n_steps": settings.n_steps,
+                "target_update_interval": settings.target_update_interval,
             },
             "batch_size": settings.batch_size,
             "first": settings.learning_starts,
-            "epsilon": settings.epsilon,
+            "epsilon": (
+                settings.exploration_initial_eps,
+                settings.exploration_final_eps,
+                settings.exploration_steps,
+            ),
             "device": device,
         }
         make, publish_every = f"{_LEARNERS}:ReplayLearner", settings.publish_interval

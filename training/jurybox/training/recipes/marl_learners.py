@@ -57,8 +57,8 @@ class ReplayLearner(Learner):
         assert isinstance(made, ValueNetwork)
         self.learner = _LEARNERS[network["algorithm"]](made, values, device, self._seed)
         windows = Windows(
-            n_step=values.n_step,
-            gamma=values.discount,
+            n_step=values.n_steps,
+            gamma=values.gamma,
             next=("observation",),
             stack=network["shape"][0],
             stacked=("observation",),

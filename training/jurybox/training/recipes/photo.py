@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field, model_validator
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import LinearSchedule
@@ -35,6 +36,7 @@ from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps
 from jurybox.training.run_folder import RunLog, Summary
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.settings import Settings
 from jurybox.training.vector.sb3_env import WorkerVecEnv
 
 METRICS = (*COLUMNS, "score_before", "score_after")
@@ -42,64 +44,94 @@ METRICS = (*COLUMNS, "score_before", "score_after")
 ROLLOUT = 4000  # steps of all environments together between two updates
 
 
-@dataclass(frozen=True, slots=True)
-class PhotoTraining:
-    """Settings of one training.
+class PhotoTraining(Settings):
+    """Settings of one training; a TOML file and the command line hold the same names.
 
     Attributes:
-        environment: of every worker; its seed is the base seed, environment i gets ``seed + i``.
-        steps: env steps in all; rounded up to whole rollouts.
-        workers: environments side by side, each in a process of its own.
-        single_process: all environments in this process instead, one after the other, for debugging.
-        per_worker: environments of one worker on a cluster; of two, one renders while the other waits for its score.
-        rollout: env steps of all workers together between two updates.
-        epochs, batch_size: passes over a rollout, and steps of it in one optimiser step.
-        learning_rate, final_learning_rate: at the first and the last step, linear in between.
-        discount, smoothing, clip: gamma, lambda and clip range of PPO (Schulman et al., 2017; 2016 for lambda).
-        hidden: units of the layers of policy and value network.
-        log_deviation: logarithm of the actions' deviation at the start.
-        checkpoint_every: env steps between two checkpoints.
-        patience: seconds that a worker waits for a server that went away.
-        seconds: stop training after so many; None trains all steps.
+        environment: of every worker; environment i gets the seed ``seed + i``.
+        gamma, gae_lambda, clip_range: of PPO (Schulman et al., 2017; 2016 for lambda).
     """
 
-    environment: PhotoConfig = field(default_factory=PhotoConfig)
-    steps: int = 40_000
-    workers: int = 8
-    single_process: bool = False
-    per_worker: int = 2
-    rollout: int = ROLLOUT
-    epochs: int = 10
-    batch_size: int = 64
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 1e-4
-    discount: float = 0.0
-    smoothing: float = 0.9
-    clip: float = 0.2
-    hidden: tuple[int, ...] = (64, 64)
-    log_deviation: float = -1.2
-    checkpoint_every: int = ROLLOUT
-    patience: float = 60.0
-    seconds: float | None = None
+    title = "photo"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "single_process": "the option --serial",
+        "per_worker": "workers, the number of processes",
+        "epochs": "n_epochs",
+        "discount": "gamma",
+        "smoothing": "gae_lambda",
+        "clip": "clip_range",
+        "log_deviation": "log_std_init",
+        "environment.seed": "seed",
+    }
+    # What may be different when a run is resumed; all else would make it another run.
+    may_change = (
+        *("steps", "envs", "workers", "checkpoint_every", "patience", "seconds", "damages"),
+        *("environment.address", "environment.timeout"),
+    )
+
+    environment: PhotoConfig = PhotoConfig()
+    steps: int = Field(40_000, ge=1, description="Edit steps in all; rounded up to whole rollouts.")
+    envs: int | None = Field(None, ge=1, description="Environments side by side; none: one for each worker, or 8.")
+    workers: int | None = Field(
+        None, ge=1, description="Processes; none: one for each environment, on a cluster one for two."
+    )
+    rollout: int = Field(ROLLOUT, ge=1, description="Env steps of all environments together between two updates.")
+    n_epochs: int = Field(10, ge=1, description="Passes over a rollout.")
+    batch_size: int = Field(64, ge=1, description="Steps of a rollout in one optimiser step.")
+    learning_rate: float = Field(1e-3, gt=0, description="At the first step.")
+    final_learning_rate: float = Field(1e-4, ge=0, description="At the last step; linear in between.")
+    gamma: float = Field(0.0, ge=0, le=1)
+    gae_lambda: float = Field(0.9, ge=0, le=1)
+    clip_range: float = Field(0.2, gt=0)
+    hidden: tuple[int, ...] = Field((64, 64), description="Units of the layers of policy and value network.")
+    log_std_init: float = Field(-1.2, description="Logarithm of the actions' deviation at the start.")
+    checkpoint_every: int | None = Field(None, ge=1, description="Env steps between two checkpoints; none: a rollout.")
+    patience: float = Field(60.0, ge=0, description="Seconds that a worker waits for a server that went away.")
+    seconds: float | None = Field(None, gt=0, description="Stop training after so many.")
+    damages: int = Field(24, ge=2, description="Seeds of degradation in the evaluation.")
+
+    @model_validator(mode="after")
+    def _one_seed(self) -> PhotoTraining:
+        if self.environment.seed:
+            raise ValueError(f"environment.seed is now {self.renamed['environment.seed']}")
+        return self
 
     @property
-    def seed(self) -> int:
-        return self.environment.seed
+    def config(self) -> PhotoConfig:
+        """The environment's settings, seed included."""
+        return replace(self.environment, seed=self.seed)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, for reports and trackers: the environment's settings as ``environment.NAME``."""
-        own = {name: value for name, value in asdict(self).items() if name != "environment"}
-        return own | {f"environment.{name}": value for name, value in asdict(self.environment).items()}
+    @property
+    def n_envs(self) -> int:
+        return self.envs or self.workers or 8
 
 
-def make_environments(settings: PhotoTraining, spread: Spread | None = None, far: str | None = None) -> VecEnv:
-    """The environments of a training: worker processes, objects in this one, or workers of a cluster (see `train`)."""
+def check_workers(settings: PhotoTraining) -> None:
+    """Raises ConfigError for other than one worker for each environment, as it is on one machine."""
+    if settings.workers not in (None, settings.n_envs):
+        raise ConfigError(
+            f"workers={settings.workers} with envs={settings.envs}: on one machine each environment has a process of "
+            "its own; leave one of the two out (--launcher ray takes both)"
+        )
+
+
+def make_environments(
+    settings: PhotoTraining, spread: Spread | None = None, far: str | None = None, *, serial: bool = False
+) -> VecEnv:
+    """The environments of a training: worker processes, objects in this one, or workers of a cluster (see `train`).
+
+    Raises:
+        ConfigError: fewer or more workers than environments on this machine, where each has a process of its own.
+    """
     if spread is not None:
         return _on_cluster(settings, spread, far)
-    make = [environment_maker(settings.environment, i, settings.patience) for i in range(settings.workers)]
+    make = [environment_maker(settings.config, i, settings.patience) for i in range(settings.n_envs)]
+    if serial:
+        return DummyVecEnv(list(make))
+    check_workers(settings)
     # A step may wait for a server that is restarted, and then for its score.
     timeout = 120.0 + settings.patience + 2 * settings.environment.timeout
-    return DummyVecEnv(list(make)) if settings.single_process else WorkerVecEnv(make, timeout)
+    return WorkerVecEnv(make, timeout)
 
 
 def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> VecEnv:
@@ -107,7 +139,9 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> Vec
     from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
     from jurybox.training.recipes.photo_worker import env_group
 
-    config, numbers = settings.environment, dealt(settings.workers, settings.per_worker)
+    config, n = settings.config, settings.n_envs
+    # Of two in one worker, one renders while the other waits for its score.
+    numbers = dealt(n, 2 if settings.workers is None else -(-n // settings.workers))
     way = None if config.scorer == "local" else spread.way_to(config.address, far)
     makers = [partial(env_group, config, each, settings.patience, way) for each in numbers]
     # A step may wait for a server that is restarted, and then for its score.
@@ -128,6 +162,7 @@ def train(
     watcher: Watcher | None = None,
     spread: Spread | None = None,
     far: str | None = None,
+    serial: bool = False,
 ) -> PPO:
     """Train; leaves metrics, checkpoints and summary.json in the log's folder.
 
@@ -136,6 +171,7 @@ def train(
         watcher: is told how it goes.
         spread: the cluster that holds the environments; None: this machine. far: the server's address for its other
             machines; None: asked of the server.
+        serial: all environments in this process, one after the other, for debugging.
 
     Returns:
         The trained model; its environments are closed.
@@ -146,7 +182,7 @@ def train(
     """
     watcher = watcher or Silence()
     torch.set_num_threads(1)  # a network this small is slower on two
-    environments = make_environments(settings, spread, far)
+    environments = make_environments(settings, spread, far, serial=serial)
     try:
         model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
         model.set_logger(Logger(None, []))
@@ -154,7 +190,7 @@ def train(
             log,
             watcher,
             checkpoint_folder=log.folder / "checkpoints",
-            checkpoint_every=settings.checkpoint_every,
+            checkpoint_every=settings.checkpoint_every or min(settings.rollout, settings.steps),
             counted=resume.counted if resume else None,
             episode_numbers=_scores,
             seconds=settings.seconds,
@@ -180,17 +216,17 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
         return PPO(
             "MlpPolicy",
             environments,
-            n_steps=steps_per_environment(settings.workers, min(settings.rollout, settings.steps)),
+            n_steps=steps_per_environment(settings.n_envs, min(settings.rollout, settings.steps)),
             batch_size=settings.batch_size,
-            n_epochs=settings.epochs,
+            n_epochs=settings.n_epochs,
             learning_rate=LinearSchedule(settings.learning_rate, settings.final_learning_rate, 1.0),
-            gamma=settings.discount,
-            gae_lambda=settings.smoothing,
-            clip_range=settings.clip,
+            gamma=settings.gamma,
+            gae_lambda=settings.gae_lambda,
+            clip_range=settings.clip_range,
             policy_kwargs={
                 "net_arch": {"pi": hidden, "vf": hidden},
                 "activation_fn": torch.nn.Tanh,
-                "log_std_init": settings.log_deviation,
+                "log_std_init": settings.log_std_init,
             },
             seed=settings.seed,
             device="cpu",
@@ -198,7 +234,7 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
 
 
 def _resumed(settings: PhotoTraining, environments: VecEnv, checkpoint: Checkpoint) -> PPO:
-    n_steps = steps_per_environment(settings.workers, min(settings.rollout, settings.steps))
+    n_steps = steps_per_environment(settings.n_envs, min(settings.rollout, settings.steps))
     model: PPO = PPO.load(checkpoint.model, environments, device="cpu", n_steps=n_steps)
     # Loading seeds everything anew, so the environments' seeds are used up before their states are put back.
     environments.reset()

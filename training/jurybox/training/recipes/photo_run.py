@@ -14,29 +14,18 @@ from jurybox.training import interrupts
 from jurybox.training import run_folder as runlog
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.recipes import checkpoints
-from jurybox.training.recipes.launchers import Spread
-from jurybox.training.recipes.photo import METRICS, PhotoTraining, policy_of, train
+from jurybox.training.recipes.launchers import Spread, spread_named
+from jurybox.training.recipes.photo import METRICS, PhotoTraining, check_workers, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
-from jurybox.training.recipes.progress import Watcher
+from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
 from jurybox.training.recipes.recorded_run import begin_anew, check_same, failed_report, write_settings
+from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
 from jurybox.training.run_folder import NoCheckpoint, RunLog, Tracker, write_atomically
 from jurybox.training.runtime.local_server import LocalServer
 
 _log = logging.getLogger(__name__)
-# What may be different when a run is resumed; all else would make it another run.
-_MAY_CHANGE = (
-    "steps",
-    "workers",
-    "single_process",
-    "per_worker",
-    "checkpoint_every",
-    "patience",
-    "seconds",
-    "environment.address",
-    "environment.timeout",
-)
 
 
 def run(
@@ -45,23 +34,22 @@ def run(
     watcher: Watcher,
     *,
     command: str,
-    damages: int,
     resume: bool = False,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
     before: Mapping[str, float] | None = None,
     spread: Spread | None = None,
     far: str | None = None,
+    serial: bool = False,
 ) -> Verdict:
     """Train, evaluate on held-out photos, and write the report.
 
     Args:
         folder: where everything goes.
         command: that does this again, for the report.
-        damages: seeds of degradation in the evaluation.
         resume: go on from the newest checkpoint in `folder`.
         trackers: makes those that record the run elsewhere; called when the folder has been found usable.
         before: seconds that something took before this, by name, for the report.
-        spread, far: see `train`.
+        spread, far, serial: see `train`.
 
     Returns:
         The verdict, which is also in the report and in summary.json.
@@ -74,21 +62,21 @@ def run(
     if resume:
         try:
             checkpoint = checkpoints.latest(folder / "checkpoints")
-            check_same(folder, settings.as_dict(), _MAY_CHANGE)
+            check_same(folder, settings.as_dict(), settings.may_change)
         except NoCheckpoint:
-            watcher.say(begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
+            watcher.say(begin_anew(folder, settings.as_dict(), settings.may_change))
     checkpoints.sweep(folder / "checkpoints")
     took = dict(before or {})
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
         write_settings(folder, settings.as_dict())
         log.add_trackers(trackers())
         began = time.monotonic()
-        model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far)
+        model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far, serial=serial)
         took["training"] = time.monotonic() - began
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
         try:
-            evaluation = evaluate_policy(settings.environment, policy_of(model), damages, watcher)
+            evaluation = evaluate_policy(settings.config, policy_of(model), settings.damages, watcher)
         except Exception as error:
             trained = f"{model.num_timesteps:,} edit steps were trained; the evaluation on held-out photos failed."
             failed_report(folder, trained, error, settings.as_dict(), command)
@@ -98,7 +86,7 @@ def run(
         interrupts.check()
         verdict = judge(found := comparisons(evaluation))
         evaluation.save(folder / "evaluation.csv")
-        facts = _facts(settings, took, "processes" if spread is None else "by Ray")
+        facts = _facts(settings, took, "in this process" if serial else "processes" if spread is None else "by Ray")
         text = render(
             PhotoRun(evaluation, log.rows(), status, settings.environment.model, settings.as_dict(), facts, command)
         )
@@ -125,13 +113,36 @@ def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
 
 
 def _facts(settings: PhotoTraining, took: Mapping[str, float], where: str) -> dict[str, str]:
-    place = "in this process" if settings.single_process else where
     return {
         "Seed": str(settings.seed),
         "Steps": f"{settings.steps:,} edit steps, {settings.rollout} between two updates",
-        "Workers": f"{settings.workers} {place}",
+        "Environments": f"{settings.n_envs} {where}",
         "Time": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took.items()),
     }
+
+
+def _work(settings: PhotoTraining, given: Run) -> str:
+    far = given.more.get("network_address")
+    if given.launcher == "local":
+        given.refuse({"--network-address": "it goes with --launcher ray"})
+        check_workers(settings)
+    check_server(settings.environment.address, settings.environment.model)
+    with spread_named(given.launcher, given.ray_address) as spread:
+        verdict = run(
+            settings,
+            given.folder,
+            ConsoleProgress(given.console) if given.console else Silence(),
+            command=given.command,
+            resume=given.resume,
+            trackers=given.trackers,
+            spread=spread,
+            far=far,
+            serial=given.serial,
+        )
+    return "\n".join((verdict.headline, *verdict.sentences))
+
+
+TRAINING = Training("photo", PhotoTraining, _work)
 
 
 # ----
@@ -152,16 +163,21 @@ def settings(
     steps: int = STEPS,
     seconds: float | None = None,
     workers: int = WORKERS,
+    damages: int = DAMAGES,
     address: str | None = None,
 ) -> PhotoTraining:
     """The demo's settings: the training's, with a rollout of 256 steps instead of 4000."""
-    return PhotoTraining(
-        environment=PhotoConfig(address=address, seed=seed),
-        steps=steps,
-        seconds=seconds,
-        workers=workers,
-        rollout=_ROLLOUT,
-        checkpoint_every=4 * _ROLLOUT,
+    return PhotoTraining.model_validate(
+        {
+            "environment": PhotoConfig(address=address),
+            "seed": seed,
+            "steps": steps,
+            "seconds": seconds,
+            "envs": workers,
+            "damages": damages,
+            "rollout": _ROLLOUT,
+            "checkpoint_every": 4 * _ROLLOUT,
+        }
     )
 
 
@@ -206,11 +222,10 @@ def demo(
     started = time.monotonic() - began
     watcher.say(f"the server is ready after {started:.0f} s; while it runs: http://{server.http}/")
     verdict = run(
-        settings(seed, steps=steps, seconds=seconds, workers=workers, address=server.address),
+        settings(seed, steps=steps, seconds=seconds, workers=workers, damages=damages, address=server.address),
         folder,
         watcher,
         command=f"jurybox demo photo --out {folder} --seed {seed} --steps {steps}",
-        damages=damages,
         before={"server start": started},
     )
     server.stop()

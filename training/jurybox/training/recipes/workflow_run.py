@@ -18,9 +18,10 @@ import torch
 
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
-from jurybox.training.recipes.launchers import Spread
-from jurybox.training.recipes.progress import Silence, Watcher
+from jurybox.training.recipes.launchers import Spread, spread_named
+from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
 from jurybox.training.recipes.recorded_run import begin_anew, check_same, failed_report, write_settings
+from jurybox.training.recipes.training import Run, Training
 from jurybox.training.recipes.workflow_served import served_policy
 from jurybox.training.run_folder import CheckpointError, NoCheckpoint, RunLog, Summary, Tracker, write_atomically
 from jurybox.training.runtime.plan import refuse_unused
@@ -97,17 +98,20 @@ def _found(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def networks(settings: WorkflowTraining, spread: Spread | None) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
+def networks(
+    settings: WorkflowTraining, spread: Spread | None, *, serial: bool = False
+) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
     """Those of training and of evaluation, for the length of the block, and what counts replaced env workers.
 
     Args:
         spread: the cluster that holds them; None: this machine.
+        serial: all of them in this process.
     """
     with ExitStack() as held:
         if spread is None:
             made = []
             for stream in range(environments.STREAMS):
-                parts = environments.make(settings, stream)
+                parts = environments.make(settings, stream, serial=serial)
                 made.append(parts)
                 for part in parts:
                     held.callback(part.close)
@@ -164,8 +168,6 @@ _WORKFLOW_COLUMNS = (
     *("episodes", "passed"),
 )
 _CHECKPOINT_EVERY = 10  # updates
-# What may be different when a run is resumed; all else would make it another run.
-_MAY_CHANGE = ("total_episodes", "workers", "served")
 
 
 def run(
@@ -177,11 +179,13 @@ def run(
     resume: bool = False,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
     spread: Spread | None = None,
+    serial: bool = False,
 ) -> str:
     """Search, and write the report; returns what came of it in a few sentences.
 
     Args:
         spread: the cluster that holds the networks; None: this machine.
+        serial: all networks in this process.
 
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set.
@@ -196,14 +200,14 @@ def run(
     if resume:
         try:
             found = latest_checkpoint(folder / "checkpoints")
-            check_same(folder, settings.as_dict(), _MAY_CHANGE)
+            check_same(folder, settings.as_dict(), settings.may_change)
         except NoCheckpoint:
-            watcher.say(begin_anew(folder, settings.as_dict(), _MAY_CHANGE))
+            watcher.say(begin_anew(folder, settings.as_dict(), settings.may_change))
     resume_at = None if found is None else int(found[0]["counted"][2])
     with (
         RunLog(folder, METRICS, resume_at=resume_at) as log,
         _one_thread(),
-        _trainer(settings, folder, spread) as (
+        _trainer(settings, folder, spread, serial) as (
             trainer,
             restarts,
         ),
@@ -241,11 +245,11 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _trainer(
-    settings: WorkflowTraining, folder: Path, spread: Spread | None
+    settings: WorkflowTraining, folder: Path, spread: Spread | None, serial: bool
 ) -> Iterator[tuple[WorkflowTrainer, Callable[[], int]]]:
     """The trainer, and what tells how many env workers were replaced."""
     with (
-        networks(settings, spread) as (env, evaluation, restarts),
+        networks(settings, spread, serial=serial) as (env, evaluation, restarts),
         served_policy(settings, folder / "server.log") as policy,
     ):
         yield WorkflowTrainer(settings, env, evaluation, policy), restarts
@@ -339,8 +343,27 @@ def _more(trainer: WorkflowTrainer) -> dict[str, Any]:
 def _facts(settings: WorkflowTraining, seconds: float) -> dict[str, str]:
     return {
         "Seed": str(settings.seed),
-        "Budget": f"{settings.total_episodes:,} episodes of {settings.episode_length} steps, {settings.n_envs} at once",
+        "Budget": f"{settings.total_episodes:,} episodes of {settings.episode_length} steps, {settings.envs} at once",
         "Attacker": f"{settings.red}, {'CybORG' if settings.env == 'cyborg' else 'our simulator'}",
-        "Policy": "served" if settings.served else "in this process",
+        "Policy": "served" if settings.policy == "served" else "in this process",
         "Time": f"{seconds:.0f} s",
     }
+
+
+def _work(settings: WorkflowTraining, given: Run) -> str:
+    if given.serial and settings.workers is not None:
+        refuse_unused(("workers",), {"workers": "--serial runs in this process"})
+    with spread_named(given.launcher, given.ray_address) as spread:
+        return run(
+            settings,
+            given.folder,
+            ConsoleProgress(given.console) if given.console else None,
+            command=given.command,
+            resume=given.resume,
+            trackers=given.trackers,
+            spread=spread,
+            serial=given.serial,
+        )
+
+
+TRAINING = Training("workflow", WorkflowTraining, _work)

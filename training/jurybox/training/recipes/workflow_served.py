@@ -86,20 +86,20 @@ class ServedPolicy:
 @contextmanager
 def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], Any] | None]:
     """Makes a policy for a learner, where the settings want it served; the server lives as long as the block."""
-    if not settings.served:
+    if settings.policy == "local":
         yield None
         return
     hidden = settings.ppo.hidden
     if hidden != (64, 64):
         raise ConfigError(f"expected the default network, which is what the server makes, got hidden {hidden}")
     server = LocalServer(
-        {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.n_envs}}, log, http=False
+        {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.envs}}, log, http=False
     )
     try:
         server.start()
         server.wait()
         with server.connect() as connection, connection.publisher(MODEL) as publisher:
-            model = connection.model(MODEL, rows=settings.n_envs)
+            model = connection.model(MODEL, rows=settings.envs)
             yield lambda learner: ServedPolicy(learner, model, publisher)
     finally:
         server.stop()

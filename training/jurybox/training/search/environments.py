@@ -28,12 +28,12 @@ TRUTH = {"true_state": (np.int8, (13,))}
 STREAMS = 2  # training, evaluation
 
 
-def make(settings: WorkflowTraining, stream: int) -> Parts:
-    """`n_envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use of them."""
+def make(settings: WorkflowTraining, stream: int, *, serial: bool = False) -> Parts:
+    """`envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use of them."""
     made: list[Part] = []
     try:
         for rows in halves(settings):
-            made.append(_here(settings, rows))
+            made.append(_here(settings, rows, serial))
             reset(made[-1], settings, stream, rows)
     except BaseException:
         for part in made:
@@ -44,7 +44,7 @@ def make(settings: WorkflowTraining, stream: int) -> Parts:
 
 def halves(settings: WorkflowTraining) -> tuple[range, ...]:
     """Rows of the parts: all, or two halves."""
-    return share_out(range(settings.n_envs), 2 if settings.halves else 1)
+    return share_out(range(settings.envs), 2 if settings.halves else 1)
 
 
 def share_out(rows: range, among: int) -> tuple[range, ...]:
@@ -61,7 +61,7 @@ def maker(settings: WorkflowTraining, rows: range) -> Maker:
             len(rows),
             settings.red,
             first=rows.start,
-            of=settings.n_envs,
+            of=settings.envs,
             masks=settings.use_masks,
             episode_length=settings.episode_length,
             quirk=settings.quirk,
@@ -97,11 +97,11 @@ def _call(part: Part, name: str, *arguments: Any) -> Any:
     return everywhere(name, *arguments)[0]
 
 
-def _here(settings: WorkflowTraining, rows: range) -> Part:
-    if settings.env == "cage":
+def _here(settings: WorkflowTraining, rows: range, serial: bool) -> Part:
+    if serial or settings.env == "cage":
         return maker(settings, rows)()
     workers = settings.workers or len(os.sched_getaffinity(0))
-    own = max(1, workers * len(rows) // settings.n_envs)
+    own = max(1, workers * len(rows) // settings.envs)
     return ProcessVectorEnv([_cyborg(settings)] * len(rows), workers=own, info_fields=TRUTH)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import combinations, permutations
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.environments.cage import RedName
 from jurybox.training.environments.cage.tables import UNIT_TYPES
-from jurybox.training.runtime.plan import ConfigError, refuse_unused
+from jurybox.training.runtime.settings import Settings
 
 # ----
 # Workflows: the 120 orders in which the five types of units may have priority.
@@ -68,15 +68,14 @@ def _signs(orders: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 # What a search over workflows can be told.
 
 
-@dataclass(frozen=True, slots=True)
-class WorkflowTraining:
-    """A search over workflows.
+class WorkflowTraining(Settings):
+    """A search over workflows; a TOML file and the command line hold the same names.
 
     Attributes:
         env: "cage", our simulator, or "cyborg", the real CybORG in worker processes.
         red: the attacker.
         quirk: of the original; see `Networks`.
-        n_envs: networks; an update follows one episode of each.
+        envs: networks; an update follows one episode of each.
         episode_length: steps.
         total_episodes: the budget of training, all phases together. Evaluations are not counted.
         reference_share: of the budget, for training without a workflow first: the return to compare with, and with
@@ -94,57 +93,64 @@ class WorkflowTraining:
         evaluation_episodes: after a workflow's training; ten times as many at the end.
         workers: that networks are spread over: processes, with "cyborg"; actors of a cluster, with either.
         halves: act for half of the networks while the other half steps. Draws other random numbers than acting for all.
-        served: actions come from a policy server that this training starts, instead of from this process.
-        seed: everything random comes from it.
+        policy: "local", or "served": actions come from a policy server that this training starts.
         ppo: the learner's settings.
     """
+
+    title = "workflow"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "n_envs": "envs",
+        "served": 'policy, "local" or "served"',
+        "ppo.minibatch": "ppo.batch_size",
+        "ppo.epochs": "ppo.n_epochs",
+        "ppo.clip": "ppo.clip_range",
+        "ppo.entropy": "ppo.ent_coef",
+        "ppo.value_weight": "ppo.vf_coef",
+        "ppo.max_gradient": "ppo.max_grad_norm",
+        "ppo.normalise_advantages": "ppo.normalize_advantage",
+    }
+    # What may be different when a run is resumed; all else would make it another run.
+    may_change = ("total_episodes", "workers", "policy")
 
     env: Literal["cage", "cyborg"] = "cage"
     red: RedName = "B_line"
     quirk: bool = False
-    n_envs: int = 100
-    episode_length: int = 100
-    total_episodes: int = 100_000
-    reference_share: float = 0.2
-    final_share: float = 0.2
-    max_train_episodes_per_env: int = 100
-    gate: float = 0.95
+    envs: int = Field(100, ge=1)
+    episode_length: int = Field(100, ge=1)
+    total_episodes: int = Field(100_000, ge=1)
+    reference_share: float = Field(0.2, ge=0, lt=1)
+    final_share: float = Field(0.2, ge=0, lt=1)
+    max_train_episodes_per_env: int = Field(100, ge=1)
+    gate: float = Field(0.95, gt=0, le=1)
     min_fixes: float = 1.0
-    align_lambda: float = 30.0
+    align_lambda: float = Field(30.0, ge=0)
     no_fix_penalty: float = 0.2
     strict: bool = False
     inherit: bool = True
     use_masks: bool = False
-    beta: float = 2.0
+    beta: float = Field(2.0, ge=0)
     length: float = 0.5
     noise: float = 0.1
     revisit: bool = False
     shortfall_cost: float = 100.0
-    evaluation_episodes: int = 200
-    workers: int | None = None
+    evaluation_episodes: int = Field(200, ge=1)
+    workers: int | None = Field(None, ge=1)
     halves: bool = False
-    served: bool = False
-    seed: int = 0
-    ppo: PPOSettings = field(default_factory=PPOSettings)
+    policy: Literal["local", "served"] = "local"
+    ppo: PPOSettings = PPOSettings()
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _agree(self) -> WorkflowTraining:
         shares = self.reference_share, self.final_share
-        if self.n_envs < 1 or self.total_episodes < self.n_envs:
-            raise ConfigError(
-                f"expected at least one environment and an episode for each, got n_envs {self.n_envs}, "
-                f"total_episodes {self.total_episodes}"
+        if self.total_episodes < self.envs:
+            raise ValueError(
+                f"expected an episode for each network, got envs {self.envs}, total_episodes {self.total_episodes}"
             )
-        if min(shares) < 0 or sum(shares) >= 1:
-            raise ConfigError(f"expected shares of at least 0 that leave something for the search, got {shares}")
-        if self.halves and self.n_envs < 2:
-            raise ConfigError(f"expected at least 2 environments to make halves of, got n_envs {self.n_envs}")
-        if self.quirk and self.env == "cyborg":
-            refuse_unused(("quirk",), {"quirk": "it is of our simulator; CybORG is as it is"})
-        if not 0 < self.gate <= 1:
-            raise ConfigError(f"expected a gate above 0 and up to 1, got {self.gate}")
+        if sum(shares) >= 1:
+            raise ValueError(f"expected shares that leave something for the search, got {shares}")
+        if self.halves and self.envs < 2:
+            raise ValueError(f"expected at least 2 networks to make halves of, got envs {self.envs}")
+        return self
 
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, for settings.json and trackers: the learner's settings as ``ppo.NAME``."""
-        found = asdict(self)
-        ppo = found.pop("ppo")
-        return {**found, **{f"ppo.{name}": value for name, value in ppo.items()}}
+    def unused(self) -> Mapping[str, str]:
+        return {"quirk": "it is of our simulator; CybORG is as it is"} if self.env == "cyborg" else {}

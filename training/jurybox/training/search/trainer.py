@@ -128,8 +128,8 @@ class WorkflowTrainer:
             self._keep(played)
         told = self.learner.update(rollout)
         self.updates += 1
-        self.episodes += settings.n_envs
-        self.env_steps += settings.n_envs * settings.episode_length
+        self.episodes += settings.envs
+        self.env_steps += settings.envs * settings.episode_length
         self.recent = played.returns.tolist()
         numbers = {
             "phase": float(_PHASES.index(self.phase)),
@@ -138,7 +138,7 @@ class WorkflowTrainer:
             "return_mean": float(played.returns.mean()),
             "return_std": float(played.returns.std()),
             "compliance": played.rate,
-            "fixes": played.fixes / settings.n_envs,
+            "fixes": played.fixes / settings.envs,
             **told,
         }
         self._move_on(played)
@@ -156,7 +156,7 @@ class WorkflowTrainer:
                 strict=self.settings.strict,
                 use_masks=self.settings.use_masks,
             )[1]
-            for _ in range(-(-episodes // self.settings.n_envs))
+            for _ in range(-(-episodes // self.settings.envs))
         ]
         returns = np.concatenate([run.returns for run in runs])
         fixes, complied = sum(run.fixes for run in runs), sum(run.complied for run in runs)
@@ -215,9 +215,9 @@ class WorkflowTrainer:
             self.reference = self.evaluate(None, 10 * settings.evaluation_episodes)
             self.phase = SEARCH
         elif self.phase == SEARCH:
-            passed = self.passes(played.rate, played.fixes / settings.n_envs)
+            passed = self.passes(played.rate, played.fixes / settings.envs)
             spent = self.episodes >= (1 - settings.final_share) * total
-            if passed or spent or self.episodes - self._began >= settings.n_envs * settings.max_train_episodes_per_env:
+            if passed or spent or self.episodes - self._began >= settings.envs * settings.max_train_episodes_per_env:
                 self._finish(passed)
             if spent:
                 self.best = max(self.search.trace, key=lambda trial: trial.score).order
@@ -239,7 +239,7 @@ class WorkflowTrainer:
 
     def _keep(self, played: Episodes) -> None:
         """Remember the policy that just played, when it is the best of those that comply."""
-        if not self.passes(played.rate, played.fixes / self.settings.n_envs):
+        if not self.passes(played.rate, played.fixes / self.settings.envs):
             return
         returns = float(played.returns.mean())
         if self._kept is None or returns > self._kept[0]:

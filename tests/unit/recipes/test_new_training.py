@@ -1,0 +1,123 @@
+"""A new training is a `Training` and a row of the command line's table; everything else it gets from the skeleton."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import typer
+from pydantic import Field
+from tests.unit.runtime import toys
+from typer.testing import CliRunner
+
+from jurybox.training import interrupts
+from jurybox.training.cli import SEED, STEPS, TRAININGS, Command, Flag, command_of
+from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.training import Run, Training, carry_out
+from jurybox.training.run_folder import read_metrics
+from jurybox.training.runtime.progress import COLUMNS
+from jurybox.training.runtime.settings import Settings
+
+
+class ToyTraining(Settings):
+    title = "toy"
+    renamed = {"warmup": "learning_starts"}
+    may_change = ("steps",)
+
+    steps: int = Field(40, ge=1)
+    gamma: float = Field(0.9, ge=0, le=1)
+    learning_starts: int = Field(4, ge=0)
+
+
+def train(settings, folder, *, command, **how):
+    """The whole of the training's own: a plan, and a report's own text."""
+    planned = toys.plan(steps=settings.steps, seed=settings.seed)
+    report = lambda outcome, rows: f"<p>{command}: {outcome.text}</p>"  # noqa: E731
+    return recorded_run(planned, folder, COLUMNS, settings.as_dict(), report, may_change=settings.may_change, **how)
+
+
+def work(settings: ToyTraining, run: Run) -> str:
+    outcome = carry_out(partial(train, settings, run.folder), run)
+    return f"{outcome.text}: {outcome.env_steps} steps of toys"
+
+
+TRAINING = Training("toy", ToyTraining, work)
+FLAGS = (SEED, STEPS, Flag("gamma", float, "The discount."))
+
+
+@pytest.fixture(autouse=True)
+def signals_are_pytests(monkeypatch):
+    for take in ("take_over", "ignore_from_now_on"):
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
+
+
+def run(*arguments):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("toy")(command_of(Command(f"{__name__}:TRAINING", "Teach toys.", FLAGS)))
+    app.command("other")(lambda: None)
+    return CliRunner().invoke(app, ["toy", *arguments])
+
+
+def test_it_has_every_common_flag_and_its_own():
+    shown = run("--help").output
+    for flag in ("--out", "--config", "--set", "--serial", "--resume", "--launcher", "--ray-address", "--gamma"):
+        assert flag in shown
+
+
+def test_it_leaves_what_every_training_leaves(tmp_path):
+    config = tmp_path / "toy.toml"
+    config.write_text("steps = 30\ngamma = 0.5\n")
+    out = tmp_path / "run"
+    done = run("--config", str(config), "--out", str(out), "--set", "gamma = 0.25", "--seed", "3", "--serial")
+    assert done.exit_code == 0, done.output
+    assert "steps of toys" in done.output and f"report: {out / 'report.html'}" in done.output.replace("\n", "")
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings == {"seed": 3, "steps": 30, "gamma": 0.25, "learning_starts": 4}
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["env_steps"] >= 30 and summary["seed"] == 3
+    assert (out / "report.html").exists() and (out / "checkpoints").is_dir() and read_metrics(out / "metrics.csv")
+    refused = run("--out", str(out), "--set", "gamma = 0.5", "--seed", "3", "--serial", "--resume")
+    assert refused.exit_code == 2 and "gamma was 0.25, is 0.5" in refused.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--set", "gamma = 2"], "gamma: Input should be less than or equal to 1"),
+        (["--set", "warmup = 2"], "warmup is now learning_starts"),
+        (["--set", "warm = 2"], "warm"),
+        (["--serial", "--launcher", "ray"], "--launcher"),
+        (["--ray-address", "auto"], "--launcher ray"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_begins(tmp_path, arguments, told):
+    done = run("--out", str(tmp_path / "run"), *arguments)
+    assert done.exit_code == 2 and told in " ".join(done.output.split()), done.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_trainings_flags_name_settings_it_has(name):
+    module, _, attribute = TRAININGS[name].training.partition(":")
+    training = getattr(pytest.importorskip(module), attribute)
+    assert training.name == name
+    for flag in TRAININGS[name].flags:
+        first, _, inner = flag.setting.partition(".")
+        if not first.startswith("+"):
+            assert first in training.settings.model_fields
+            default = training.settings.model_fields[first].get_default(call_default_factory=True)
+            assert not inner or hasattr(default, inner)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_names_of_earlier_releases_are_refused_with_the_new_name(name):
+    module, _, attribute = TRAININGS[name].training.partition(":")
+    settings = getattr(pytest.importorskip(module), attribute).settings
+    assert settings.renamed
+    for old, new in settings.renamed.items():
+        first, _, inner = old.partition(".")
+        with pytest.raises(ValueError, match="is now"):
+            settings(**{first: {inner: 1} if inner else 1})
+        if new.isidentifier():
+            assert new in settings.model_fields

@@ -1,0 +1,298 @@
+"""The skeleton of every training: its settings are read, its launcher chosen, its run carried out, its end told.
+
+A training is a `Training`: a name, its `Settings`, and a function that does the work. Whether that function hands a
+plan to the runtime (`carry_out`) or has a loop of its own, the command line, signals, trackers, exit status and what an
+error says are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from jurybox.training import interrupts
+
+if TYPE_CHECKING:
+    from jurybox.training.run_folder import Tracker
+    from jurybox.training.runtime.plan import Outcome
+    from jurybox.training.runtime.settings import Settings
+
+_FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
+
+# What pyproject.toml's extra `training` installs, as it is imported.
+_EXTRA = (
+    "gymnasium", "pettingzoo", "cloudpickle", "stable_baselines3", "cv2", "skimage", "sklearn", "matplotlib",
+    "tensorboard", "lz4", "zstandard", "Box2D", "imageio", "threadpoolctl",
+)  # fmt: skip
+
+_NO_SERVER = """\
+{error}
+
+A training asks a running server for its scores. Start one in another terminal:
+
+    printf '[models.{model}]\\nfactory = "jurybox.server.jurors:panel"\\n' > photo.toml
+    jurybox serve photo.toml
+
+or see the whole with a server of its own: jurybox demo photo --out demo-out"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a training's work is given beside its settings.
+
+    Attributes:
+        folder: where everything goes.
+        console: where it says how it goes.
+        command: that does this again, for the report.
+        serial: everything in this process.
+        resume: go on from the newest checkpoint in the folder.
+        launcher: "local", or "ray".
+        ray_address: of the Ray cluster; None: Ray of this machine alone.
+        trackers: makes those that record the run elsewhere; called when the folder has been found usable.
+        more: options that this training alone has.
+    """
+
+    folder: Path
+    console: Console | None
+    command: str = ""
+    serial: bool = False
+    resume: bool = False
+    launcher: str = "local"
+    ray_address: str | None = None
+    trackers: Callable[[], Sequence[Tracker]] = lambda: ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse(self, why: Mapping[str, str]) -> None:
+        """Raises ConfigError where an option is given that has no effect; `why` by the option's name."""
+        from jurybox.training.runtime.plan import refuse_unused
+
+        given = {
+            "--serial": self.serial,
+            "--launcher": self.launcher != "local",
+            **{f"--{name.replace('_', '-')}": value is not None for name, value in self.more.items()},
+        }
+        refuse_unused([name for name, there in given.items() if there], why)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One of the trainings.
+
+    Attributes:
+        name: ``jurybox train NAME``; of its experiments in trackers too.
+        settings: its settings.
+        work: trains, and says how it ended in a few sentences.
+    """
+
+    name: str
+    settings: type[Settings]
+    work: Callable[[Any, Run], str]
+
+
+def train(
+    training: str,
+    *,
+    out: Path | None,
+    config: Path | None,
+    changes: Sequence[str],
+    given: Mapping[str, Any],
+    mlflow: bool = False,
+    wandb: bool = False,
+    debug_state: bool = False,
+    **options: Any,
+) -> None:
+    """Do what a training's command says, and end the process with its exit status.
+
+    Args:
+        training: where the `Training` is: "package.module:NAME". It is imported when the extra is known to be there.
+        out: folder of the run; None: the setting ``log_dir``, or "NAME-out".
+        config: settings as TOML. changes: ``NAME=VALUE`` strings, which win over it. given: settings that options
+            name, which win over both; None: not given.
+        debug_state: say what the run in that folder shares at this moment, instead of training.
+        options: `Run`'s.
+    """
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.recipes.progress import require, trackers
+        from jurybox.training.runtime.settings import changes_of
+
+        require(mlflow=mlflow, wandb=wandb)
+        module, _, name = training.partition(":")
+        found: Training = getattr(import_module(module), name)
+        settings = found.settings.read(config, changes_of(changes, given))
+        folder: Path = out or getattr(settings, "log_dir", None) or Path(f"{found.name}-out")
+        if debug_state:
+            from jurybox.training.runtime.scoreboard import debug_state as state_of
+
+            return state_of(folder)
+        run = Run(
+            folder,
+            console,
+            shlex.join(["jurybox", *sys.argv[1:]]),
+            trackers=lambda: trackers(found.name, folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+            **options,
+        )
+        if run.serial:
+            run.refuse({"--launcher": "--serial runs in this process"})
+        return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
+
+    until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+
+
+def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
+    """Have a plan carried out where the run's launcher says; gives how it ended, if it came to an end of its own.
+
+    Args:
+        start: takes serial, resume, console, signals, command, trackers and launcher, as `recorded_run` does.
+
+    Raises:
+        RunError: there is no such launcher, or no such cluster.
+        RunFailed: a role failed for good.
+        KeyboardInterrupt: it was told to stop, and has, in order.
+    """
+    from jurybox.training.interrupts import Signals
+    from jurybox.training.recipes.launchers import launcher_named
+    from jurybox.training.runtime.plan import End
+
+    signals = Signals()
+    with launcher_named(run.launcher, run.ray_address) as launcher:
+        outcome = start(
+            serial=run.serial,
+            resume=run.resume,
+            console=run.console,
+            signals=signals,
+            command=run.command,
+            trackers=run.trackers,
+            launcher=launcher,
+        )
+    if outcome.end is End.SIGNAL:
+        signal.raise_signal(signals.first)  # to whoever handled signals before the run
+    if outcome.end is End.FAILED:
+        raise RunFailed(outcome.text)
+    return outcome
+
+
+class RunFailed(RuntimeError):
+    """The run could not go on; the message is its reason."""
+
+
+def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
+    """Do the work and end the process with its exit status; whatever happens, what it started is stopped.
+
+    An error is told in a sentence. The traceback of one that nobody foresaw is written to a file, in `out` if it is
+    there.
+    """
+    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    resources = ExitStack()
+    interrupts.take_over(lambda: errors.print(told, highlight=False))
+    status, said = 0, ""
+    try:
+        require_extra()
+        said = work(console, resources)
+    except KeyboardInterrupt:
+        status = interrupts.exit_status() or 130
+    except Exception as error:  # noqa: BLE001 (the outermost place: resources are closed below)
+        status = _status_of(error)
+        errors.print(_sentence(error, out), highlight=False, markup=False)
+    interrupts.ignore_from_now_on()
+    resources.close()
+    if status == 0:
+        console.print(f"\n{said}", highlight=False, markup=False)
+    raise typer.Exit(status)
+
+
+def _status_of(error: Exception) -> int:
+    """Exit status for an error: those that the user can mend are told without a traceback."""
+    if isinstance(error, ExtraMissing):  # first: what follows imports what is missing
+        return _USAGE
+    from jurybox.client import Error
+    from jurybox.training.environments.cage.cyborg import CyborgMissing
+    from jurybox.training.environments.photo import PhotoError
+    from jurybox.training.recipes.progress import TrackerMissing
+    from jurybox.training.run_folder import CheckpointError, RunLogError, StateDamaged
+    from jurybox.training.runtime.local_server import ServerNotStarted
+    from jurybox.training.runtime.plan import RunError
+
+    usage = RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing | StateDamaged
+    if isinstance(error, usage | ModuleNotFoundError):
+        return _USAGE
+    return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED
+
+
+def _sentence(error: Exception, out: Path | None) -> str:
+    """What to tell of an error: what it says itself, and for one that nobody foresaw also where its traceback is."""
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        return f"{package or error} is not installed, and this training needs it: pip install 'jurybox[training]'"
+    if _status_of(error) != _FAILED or type(error).__name__ == "RunFailed":
+        return str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        told = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            told = f"the disk is full: {told}. Make room and go on with --resume"
+    else:
+        first = str(error).strip().partition("\n")[0]
+        told = f"the training ended with {type(error).__name__}: {first}" if first else f"it ended with {error!r}"
+    where = _written(error, out)
+    return f"{told}\n(the traceback is in {where})" if where else told
+
+
+def _written(error: Exception, out: Path | None) -> Path | None:
+    """The file that the traceback was written to; None where that could not be."""
+    text = "".join(traceback.format_exception(error))
+    for folder in (out, Path(tempfile.gettempdir())):
+        if folder is not None and folder.is_dir():
+            try:
+                fd, name = tempfile.mkstemp(prefix="jurybox-error-", suffix=".txt", dir=folder)
+                with os.fdopen(fd, "w", encoding="utf-8") as file:
+                    file.write(text)
+                return Path(name)
+            except OSError:
+                continue
+    return None
+
+
+class ExtraMissing(RuntimeError):
+    """What trainings need is not installed."""
+
+
+def require_extra() -> None:
+    """Raises ExtraMissing, with the line that installs it, where a package of the extra `training` is missing.
+
+    It looks for them without importing them, which would take seconds.
+    """
+    if missing := [name for name in _EXTRA if find_spec(name) is None]:
+        raise ExtraMissing(
+            f"trainings need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. Install "
+            "with: pip install 'jurybox[training]' (from a clone: pip install '.[training]')"
+        )
+
+
+class NoServer(RuntimeError):
+    """There is no server to train against, or it has no such juror."""
+
+
+def check_server(address: str | None, model: str) -> None:
+    """Raises NoServer where none answers at that address, or it has no such model."""
+    from jurybox.client import Error, connect
+
+    try:
+        with connect(address, timeout=2.0) as server:
+            server.describe(model)
+    except Error as error:
+        raise NoServer(_NO_SERVER.format(error=error, model=model)) from error

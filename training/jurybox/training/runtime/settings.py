@@ -1,0 +1,122 @@
+"""The base of every training's settings: read from a TOML file and the command line, checked, written down.
+
+A training declares its settings as fields of a subclass of `Settings`. Names are those of Stable-Baselines3 where it
+has one: ``learning_rate``, ``gamma``, ``batch_size``, ``buffer_size``, ``learning_starts``, ``gradient_steps``,
+``train_freq``, ``tau``, ``gae_lambda``, ``n_epochs``, ``ent_coef``, ``clip_range``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from jurybox.training.runtime.plan import ConfigError, refuse_unused
+
+
+class Settings(BaseModel):
+    """Settings of a training; a TOML file and the command line hold the same names.
+
+    Class attributes:
+        title: what an error calls them: "settings of the {title} training".
+        renamed: names of earlier releases and what stands there now; "part.NAME" for those of parts. They are refused.
+        may_change: what may be different when a run is resumed; None: everything may.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    title: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    may_change: ClassVar[Sequence[str] | None] = None
+
+    seed: int = Field(0, ge=0, description="Everything random comes from it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_renamed(cls, said: Any) -> Any:
+        if isinstance(said, Mapping):
+            old = [f"{name} is now {cls.renamed[name]}" for name in flat_names(said) if name in cls.renamed]
+            old += [f"{name} is now {cls.renamed[name]}" for name in said if name in cls.renamed and "." not in name]
+            if old:
+                raise ValueError("; ".join(dict.fromkeys(old)))
+        return said
+
+    @classmethod
+    def read(cls, path: Path | None, changes: Mapping[str, Any]) -> Self:
+        """Settings of a TOML file (if there is one) with `changes`, which win.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
+        """
+        try:
+            said = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
+            settings = cls(**said)
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        except ValidationError as error:
+            told = "; ".join(
+                ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, "))))
+                for each in error.errors()
+            )
+            raise ConfigError(f"settings of the {cls.title} training: {told}") from error
+        refuse_unused(flat_names(said), settings.unused())
+        return settings
+
+    def unused(self) -> Mapping[str, str]:
+        """Settings that have no effect beside the others, and why; parts as ``part.NAME``."""
+        return {}
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with other values, checked like the first."""
+        said = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**said, **changes})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, as JSON holds it, for settings.json, reports and trackers: parts as ``part.NAME``."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json").items():
+            part = getattr(self, name)
+            if isinstance(part, BaseModel) or dataclasses.is_dataclass(part):
+                found |= {f"{name}.{inner}": each for inner, each in value.items()}
+            else:
+                found[name] = value
+        return found
+
+
+def flat_names(said: Mapping[str, Any]) -> list[str]:
+    """Names of settings, those of parts as ``part.NAME``."""
+    names: list[str] = []
+    for name, value in said.items():
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else [name]
+    return names
+
+
+def changes_of(changes: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``NAME=VALUE`` strings, then of options that were given (not None).
+
+    Raises:
+        ConfigError: a string is of another form.
+    """
+    changed: dict[str, Any] = {}
+    for change in changes:
+        try:
+            changed = merged(changed, tomllib.loads(change))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--set {change!r}: expected NAME=VALUE with a value as in TOML ({error})") from error
+    for name, value in given.items():
+        if value is not None:
+            first, _, inner = name.partition(".")
+            changed = merged(changed, {first: {inner: value} if inner else value})
+    return changed
+
+
+def merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables within them joined too: ``learner.tau = 0.01`` changes that one alone."""
+    found = dict(said)
+    for name, value in changes.items():
+        before = found.get(name)
+        found[name] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return found
