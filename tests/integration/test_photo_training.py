@@ -37,10 +37,11 @@ def server(tmp_path_factory):
 
 def command(*arguments, **environment):
     return subprocess.run(
-        [*CLI, *map(str, arguments)], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [*CLI, *map(str, arguments)], capture_output=True, text=True, timeout=150, env={**os.environ, **environment}
     )
 
 
+@pytest.mark.timeout(400)
 def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path, server):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]

@@ -161,6 +161,7 @@ def test_gpus_are_set_aside_by_ray_alone(tmp_path):
         train(MarlTraining(learner_gpus=1, log_dir=tmp_path))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("base", "kills"), [(DQN, 2), (PPO, 1)], ids=["dqn", "ppo"])
 def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base, kills):
     steps = 150 * kills + 100
