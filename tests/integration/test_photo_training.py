@@ -183,10 +183,11 @@ def demo(tmp_path, shared_memory):
     running.process.wait()
 
 
+@pytest.mark.timeout(400)
 def test_a_demo_leaves_its_report_and_nothing_that_runs(demo):
-    wait_until(lambda: demo.says("evaluating"), 60, "the evaluation")
+    wait_until(lambda: demo.says("evaluating"), 200, "the evaluation")
     assert demo.family
-    assert demo.process.wait(30) == 0, demo.log.read_text()
+    assert demo.process.wait(100) == 0, demo.log.read_text()
     assert (demo.out / "report.html").stat().st_size > 10_000
     assert "report:" in demo.log.read_text()
     demo.leaves_nothing()
@@ -224,8 +225,9 @@ MOMENTS = {
         ),
     ],
 )
+@pytest.mark.timeout(400)
 def test_ctrl_c_leaves_no_process_and_no_shared_memory(demo, moment, presses):
-    wait_until(lambda: MOMENTS[moment](demo), 60, moment)
+    wait_until(lambda: MOMENTS[moment](demo), 200, moment)
     for _ in range(presses):
         demo.ctrl_c()
     assert demo.process.wait(15) == 130, demo.log.read_text()
