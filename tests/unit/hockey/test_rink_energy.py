@@ -13,8 +13,8 @@ from Box2D import b2PolygonShape
 from jurybox.training.environments.hockey import Bot, HockeyGame, RandomPlayer
 from jurybox.training.environments.hockey.rink import PUCK_RADIUS, SIDES, Rink
 
-# A shot adds 60 to its holder's velocity, and nobody runs faster than 11.7. The original's puck is never faster than 71.3
-# in a thousand games of actions at their bounds, nor than 68 in thousands of random actions and of bots (docs/hockey.md).
+# A shot adds 60 to its holder's velocity, and nobody runs faster than 11.7. The original's puck is never faster than
+# 71.3 in a thousand games of actions at their bounds, nor than 68 in thousands of random play and of bots' (the docs).
 FASTEST_PUCK, FASTEST_PLAYER = 72.0, 11.8
 SLOP = 0.02  # Box2D lets bodies overlap by this much: its slop, and the skin of polygons
 
