@@ -380,6 +380,8 @@ class Lane:
             ticket = self.in_flight.get(answer.sequence)
             if ticket is None:
                 continue  # answered already, by the engine it was sent to before
+            if answer.incarnation != ticket.incarnation and not self._far:
+                continue  # by an engine that is dead; another writes to these rows now, perhaps of other weights
             if answer.code == Code.STALE_LEASE:
                 self.gone = error_for(answer.code, answer.message)
             ticket.answer = answer

@@ -165,6 +165,11 @@ class Model:
         with self.lock:
             self._lane.receive_now()
 
+    def room(self) -> int:
+        """How many neighbouring rows are free. What has more goes in pieces, each with weights of its own version."""
+        with self.lock:
+            return self._lane.largest if self._lane.gone is None else self._lane.rows
+
     # ---- zero-copy
 
     def rows(self, n: int = 1) -> Rows:

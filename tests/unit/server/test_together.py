@@ -24,6 +24,7 @@ class Lane:
     """A model whose lane answers as told: each item is raised, awaited for ever (None) or answered (True)."""
 
     name, spec, max_batch = "m", SPEC, 8
+    free = 8
 
     def __init__(self, *behaviour, look=None):
         self.behaviour = list(behaviour)
@@ -42,6 +43,9 @@ class Lane:
 
     async def infer_reply_async(self, inputs, *, timeout, version):
         return await self.infer_async(inputs, timeout=timeout, version=version)
+
+    def room(self):
+        return self.free
 
     def look(self):
         if self.looks is not None:
@@ -70,6 +74,26 @@ async def test_whatever_a_lane_raises_is_told_to_its_callers_at_once(wrong):
     await asyncio.sleep(0.01)
     assert told == ["broken", "idle"]
     assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7  # and whoever comes after is answered
+
+
+class Scattered(Lane):
+    """Few rows are free; what does not fit goes in pieces, whose version grows. An output says it with each row."""
+
+    free = 2
+
+    async def infer_reply_async(self, inputs, *, timeout, version):
+        await asyncio.sleep(0.01)
+        rows = inputs["x"]
+        versions = [self.tickets + 1 + at // self.free for at in range(len(rows))]
+        self.tickets = versions[-1]
+        return Reply(rows * np.array(versions, np.float32)[:, None], versions[0])
+
+
+async def test_no_request_is_told_the_version_of_another_ones_rows():
+    together, _ = coalescer(Scattered())
+    answers = await asyncio.gather(*(together.ask(ROW, 1, 20.0, 0) for _ in range(7)))
+    for outputs, version in answers:
+        np.testing.assert_array_equal(outputs["y"], version * ROW["x"])
 
 
 async def test_of_requests_that_went_together_only_the_one_that_breaks_is_told_so():

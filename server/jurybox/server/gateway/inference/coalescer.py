@@ -146,12 +146,17 @@ class RequestCoalescer:
             self._idle()
 
     def _take(self) -> list[_Asked]:
-        """The next ticket's requests: those that wait longest, of one weights version."""
+        """The next ticket's requests: those that wait longest, of one weights version.
+
+        They fit into neighbouring rows. What goes in pieces is answered with the oldest of their versions, which is not
+        to be told to a caller all of whose rows were in a later one.
+        """
         taken: list[_Asked] = []
         rows = 0
+        most = self._most if len(self._waiting) < 2 else min(self._most, self._model.room())
         while self._waiting:
             asked = self._waiting[0]
-            if taken and (rows + asked.n > self._most or asked.version != taken[0].version):
+            if taken and (rows + asked.n > most or asked.version != taken[0].version):
                 break
             self._waiting.popleft()
             if not asked.answer.done():  # its caller has given up

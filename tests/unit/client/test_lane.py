@@ -1,0 +1,57 @@
+"""What a lane makes of answers and of engines that die, over a transport that does as told."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+
+from jurybox.client.lane import Lane
+from jurybox.client.transports.transport import Answer
+from jurybox.protocol.errors import Code
+from jurybox.protocol.scoreboard import ENGINE, EngineState
+
+SERVING = int(EngineState.SERVING)
+
+
+class Transport:
+    """Keeps what is sent; answers what is in `there`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+        self.there: list[Answer] = []
+
+    def send(self, ticket):
+        self.sent.append((ticket.engine, ticket.incarnation))
+
+    def receive(self, timeout):
+        there, self.there = self.there, []
+        return there
+
+    def holds(self, ticket):
+        return True
+
+    def close(self):
+        pass
+
+
+def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
+    """Its successor writes to the same rows by then, and perhaps with weights of another version."""
+    engines = np.zeros(2, ENGINE)
+    engines["incarnation"], engines["state"][0] = (11, 22), SERVING
+    arena = SimpleNamespace(inputs={}, outputs={}, close=lambda: None)
+    transport = Transport()
+    scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: True)
+    lane = Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None)
+    deadline = time.monotonic_ns() + 10**11
+    ticket = lane.submit(0, 2, deadline)
+    engines["incarnation"][0], engines["state"] = 0, (0, SERVING)
+    lane._look_after((ticket,))
+    assert transport.sent == [(0, 11), (1, 22)]
+    transport.there = [Answer(ticket.sequence, Code.OK, "", 5, 11)]  # read only now
+    lane.receive_now()
+    assert ticket.answer is None and ticket.sequence in lane.in_flight
+    transport.there = [Answer(ticket.sequence, Code.OK, "", 6, 22)]
+    assert lane.wait(ticket, deadline).version == 6
+    lane.close()
