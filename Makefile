@@ -47,7 +47,7 @@ test-browser: setup  ## needs chromium
 fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over gRPC, to HTTP's infer and into shared memory; HTTP by its description
 	FUZZ_FIGURES=1 $(BIN)/python -m pytest tests/fuzz -m slow --timeout 3000
 
-chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, in CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md
+chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, half an hour on two cores of its own, CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md
 	nice -n 5 $(BIN)/python -m pytest -s -m slow -k thousand tests/faults/test_kills.py
 
 soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anything grew; benchmarks/soak/results
