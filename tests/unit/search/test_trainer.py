@@ -125,7 +125,7 @@ def test_a_score_pays_for_what_compliance_lacks() -> None:
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     for changed in ({"envs": 0}, {"total_episodes": 3}, {"reference_share": 0.6, "final_share": 0.5}, {"gate": 0.0}):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError, match="settings of the workflow training: "):
             SETTINGS.changed(**changed)
 
 

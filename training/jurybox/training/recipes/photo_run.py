@@ -126,7 +126,8 @@ def _work(settings: PhotoTraining, given: Run) -> str:
     if given.launcher == "local":
         given.refuse({"--network-address": "it goes with --launcher ray"})
         check_workers(settings)
-    check_server(settings.environment.address, settings.environment.model)
+    if settings.environment.scorer == "server":
+        check_server(settings.environment.address, settings.environment.model)
     with spread_named(given.launcher, given.ray_address) as spread:
         verdict = run(
             settings,
@@ -167,7 +168,7 @@ def settings(
     address: str | None = None,
 ) -> PhotoTraining:
     """The demo's settings: the training's, with a rollout of 256 steps instead of 4000."""
-    return PhotoTraining.model_validate(
+    return PhotoTraining.checked(
         {
             "environment": PhotoConfig(address=address),
             "seed": seed,

@@ -53,26 +53,36 @@ class Settings(BaseModel):
         """
         try:
             said = merged(tomllib.loads(path.read_text(encoding="utf-8")) if path else {}, changes)
-            settings = cls(**said)
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+        settings = cls.checked(said)
+        refuse_unused(flat_names(said), settings.unused())
+        return settings
+
+    @classmethod
+    def checked(cls, said: Mapping[str, Any]) -> Self:
+        """The settings of these names and values.
+
+        Raises:
+            ConfigError: one is unknown or out of its bounds; the message names it.
+        """
+        try:
+            return cls(**said)
         except ValidationError as error:
             told = "; ".join(
                 ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, "))))
                 for each in error.errors()
             )
             raise ConfigError(f"settings of the {cls.title} training: {told}") from error
-        refuse_unused(flat_names(said), settings.unused())
-        return settings
 
     def unused(self) -> Mapping[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``part.NAME``."""
         return {}
 
     def changed(self, **changes: Any) -> Self:
-        """A copy with other values, checked like the first."""
+        """A copy with other values, checked like the first; raises ConfigError as `checked` does."""
         said = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**said, **changes})
+        return self.checked({**said, **changes})
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, as JSON holds it, for settings.json, reports and trackers: parts as ``part.NAME``."""
