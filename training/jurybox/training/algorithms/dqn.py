@@ -7,14 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.torch_states import optimiser_state, restore_optimiser
+from jurybox.training.algorithms.torch_states import optimiser_state, perceptron, restore_optimiser
 
 # ----
 # DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016) and n-step returns.
@@ -77,15 +76,6 @@ def as_floats(seen: torch.Tensor, scale: float) -> torch.Tensor:
     """Stacked observations as rows of float32, times `scale`."""
     floats = seen.flatten(1).float()
     return floats if scale == 1.0 else floats * scale
-
-
-def perceptron(inputs: int, hidden: tuple[int, ...], outputs: int) -> nn.Sequential:
-    """Linear layers with ReLU in between."""
-    sizes = (inputs, *hidden)
-    layers: list[nn.Module] = []
-    for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
 class ValueLearner(ABC):

@@ -1,16 +1,47 @@
-"""Torch objects and arrays: optimiser states for state files, published weights loaded into modules."""
+"""What the algorithms share of torch: perceptrons, optimiser states for state files, published weights in a module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
+
+
+def perceptron(
+    inputs: int,
+    hidden: Sequence[int],
+    outputs: int,
+    *,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+    last_gain: float | None = None,
+) -> nn.Sequential:
+    """Linear layers with activations in between: (n, inputs) to (n, outputs).
+
+    Args:
+        hidden: widths of the hidden layers.
+        last_gain: weights begin orthogonal, with gain sqrt(2), and this one in the last layer; biases at 0. None:
+            torch's own start.
+    """
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [_linear(inputs, width, None if last_gain is None else 2**0.5), activation()]
+        inputs = width
+    return nn.Sequential(*layers, _linear(inputs, outputs, last_gain))
+
+
+def _linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    if gain is not None:
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:

@@ -62,10 +62,11 @@ class PhotoTraining(Settings):
         "clip": "clip_range",
         "log_deviation": "log_std_init",
         "environment.seed": "seed",
+        "patience": "server_timeout",
     }
     # What may be different when a run is resumed; all else would make it another run.
     may_change = (
-        *("steps", "envs", "workers", "checkpoint_every", "patience", "seconds", "damages"),
+        *("steps", "envs", "workers", "checkpoint_every", "server_timeout", "seconds", "damages"),
         *("environment.address", "environment.timeout"),
     )
 
@@ -86,7 +87,7 @@ class PhotoTraining(Settings):
     hidden: tuple[int, ...] = Field((64, 64), description="Units of the layers of policy and value network.")
     log_std_init: float = Field(-1.2, description="Logarithm of the actions' deviation at the start.")
     checkpoint_every: int | None = Field(None, ge=1, description="Env steps between two checkpoints; none: a rollout.")
-    patience: float = Field(60.0, ge=0, description="Seconds that a worker waits for a server that went away.")
+    server_timeout: float = Field(60.0, ge=0, description="Seconds that a worker waits for a server that went away.")
     seconds: float | None = Field(None, gt=0, description="Stop training after so many.")
     damages: int = Field(24, ge=2, description="Seeds of degradation in the evaluation.")
 
@@ -125,12 +126,12 @@ def make_environments(
     """
     if spread is not None:
         return _on_cluster(settings, spread, far)
-    make = [environment_maker(settings.config, i, settings.patience) for i in range(settings.n_envs)]
+    make = [environment_maker(settings.config, i, settings.server_timeout) for i in range(settings.n_envs)]
     if serial:
         return DummyVecEnv(list(make))
     check_workers(settings)
     # A step may wait for a server that is restarted, and then for its score.
-    timeout = 120.0 + settings.patience + 2 * settings.environment.timeout
+    timeout = 120.0 + settings.server_timeout + 2 * settings.environment.timeout
     return WorkerVecEnv(make, timeout)
 
 
@@ -143,9 +144,9 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> Vec
     # Of two in one worker, one renders while the other waits for its score.
     numbers = dealt(n, 2 if settings.workers is None else -(-n // settings.workers))
     way = None if config.scorer == "local" else spread.way_to(config.address, far)
-    makers = [partial(env_group, config, each, settings.patience, way) for each in numbers]
+    makers = [partial(env_group, config, each, settings.server_timeout, way) for each in numbers]
     # A step may wait for a server that is restarted, and then for its score.
-    timeout = settings.patience + 2 * config.timeout + 60.0
+    timeout = settings.server_timeout + 2 * config.timeout + 60.0
     workers = spread.workers(makers, environment=credentials(), timeout=timeout)
     try:
         return SpreadVecEnv(workers, [len(each) for each in numbers], settings.seed)
@@ -177,7 +178,7 @@ def train(
         The trained model; its environments are closed.
 
     Raises:
-        WorkerFailed: an environment failed; among others because no server came back within `patience`.
+        WorkerFailed: an environment failed; among others because no server came back within `server_timeout`.
         KeyboardInterrupt: the run was interrupted; the checkpoints written so far are whole.
     """
     watcher = watcher or Silence()

@@ -50,7 +50,7 @@ class ServedPolicy:
         self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
     ) -> None:
         self._learner, self._model, self._publisher = learner, model, publisher
-        self._patience = adopted
+        self._timeout = adopted
         self._published: tuple[int, int] | None = None  # learner steps, version
         self._adopted = False
 
@@ -67,7 +67,7 @@ class ServedPolicy:
 
     def _ask(self, observations: Floats) -> Any:
         assert self._published is not None
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + self._timeout
         while True:
             reply = self._model.submit(observations).result(timeout=30.0)
             if self._adopted or reply.version >= self._published[1]:
@@ -77,7 +77,7 @@ class ServedPolicy:
             if time.monotonic() > until:
                 raise WeightsNotAdopted(
                     f"the policy server has not adopted version {self._published[1]} of {MODEL} within "
-                    f"{self._patience:g} s; its answers are of version {reply.version}. Its log (server.log) says why; "
+                    f"{self._timeout:g} s; its answers are of version {reply.version}. Its log (server.log) says why; "
                     "go on from the newest checkpoint with --resume, or with --policy local"
                 )
             time.sleep(_PAUSE)

@@ -76,7 +76,7 @@ class Cursor:
 FIRST, UNKNOWN = -1, -2
 NOT_YET, ENDED = -1, -2
 # So long a reserved row may take to be written before it is given up: its writer was killed in the midst of it.
-_PATIENCE = 1.0
+_TIMEOUT = 1.0
 _ENDED_WORD = np.uint64(2**64 - 1)
 
 
@@ -238,6 +238,6 @@ class NewRows:
 
     def _give_up(self, newest: int) -> None:
         for ticket, since in list(self._late.items()):
-            if ticket < newest - self._capacity or time.monotonic() - since > _PATIENCE:
+            if ticket < newest - self._capacity or time.monotonic() - since > _TIMEOUT:
                 del self._late[ticket]
                 self.missed += 1
