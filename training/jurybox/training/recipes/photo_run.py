@@ -213,7 +213,7 @@ def demo(
     runlog.clear(folder)
     rows = 2 * workers + 16  # few: the demo should also run where shared memory is small
     models: dict[str, dict[str, str | int]] = {
-        "photo": {"factory": juror, "max_batch": 16, "rows": rows, "lane_rows": 1}
+        "photo": {"factory": juror, "max_batch": 16, "rows": rows, "lane_rows": 1, "deterministic": True}
     }
     server = LocalServer(models, folder / "server.log")
     resources.callback(server.stop)

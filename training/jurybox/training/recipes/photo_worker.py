@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
 # Between two looks for a server that is not there; a client that waits for it sleeps in between by itself.
 _PAUSE = 0.2
-DECIMALS = 4
 
 
 class SteadyScorer:
     """Wraps a scorer; a picture whose server went away is scored by the server that comes next.
 
-    Scores are rounded to four decimals. Which pictures meet in a batch is chance, and can change the last bit of a
-    score: harmless in itself, but a training makes another policy of it in a few thousand steps. Rounded, the same
-    seed gives the same policy (but for one score in thousands that lies on the edge); rewards lose nothing by it.
+    Which pictures meet in a batch is chance, and can change the last bit of a score; a training makes another policy of
+    it in a few thousand steps. So the demo's juror is served with `deterministic`: the same seed gives the same policy.
 
     An engine that restarts is the client's to bridge, a server that was restarted already is the scorer's. This is
     for the time between: a server that drains, refuses, and is gone for a while before there is another.
@@ -70,7 +68,7 @@ class SteadyScorer:
             try:
                 if give_up is not None:
                     np.copyto(self._scorer.buffer, picture)
-                return round(self._scorer.score(), DECIMALS)
+                return self._scorer.score()
             except (ServerGone, Refused, Timeout):
                 now = self._clock()
                 give_up = now + self._patience if give_up is None else give_up
