@@ -40,7 +40,7 @@ def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
     """Its successor writes to the same rows by then, and perhaps with weights of another version."""
     engines = np.zeros(2, ENGINE)
     engines["incarnation"], engines["state"][0] = (11, 22), SERVING
-    arena = SimpleNamespace(inputs={}, outputs={}, close=lambda: None)
+    arena = SimpleNamespace(inputs={}, outputs={}, columns={}, close=lambda: None)
     transport = Transport()
     scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: True)
     lane = Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None)
