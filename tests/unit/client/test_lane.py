@@ -9,10 +9,13 @@ import numpy as np
 
 from jurybox.client.lane import Lane
 from jurybox.client.transports.transport import Answer
+from jurybox.protocol import ModelSpec, TensorSpec
+from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 
 SERVING = int(EngineState.SERVING)
+SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 
 
 class Transport:
@@ -40,7 +43,7 @@ def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
     """Its successor writes to the same rows by then, and perhaps with weights of another version."""
     engines = np.zeros(2, ENGINE)
     engines["incarnation"], engines["state"][0] = (11, 22), SERVING
-    arena = SimpleNamespace(inputs={}, outputs={}, columns={}, close=lambda: None)
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
     transport = Transport()
     scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: True)
     lane = Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None)
