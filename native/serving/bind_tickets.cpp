@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <stdexcept>
 
 #include "bindings.hpp"
@@ -65,6 +66,28 @@ void bind_tickets(nb::module_& m) {
         },
         nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
         "Copy the rows of table (rows, ...) that the tickets name to packed, one after another.");
+    m.def(
+        "gather_padded",
+        [](nb::handle table, nb::handle tickets, nb::handle lengths, nb::handle packed) {
+            const Read from(table), these(tickets), sizes(lengths);
+            const Write to(packed);
+            const Ticket* each = these.records<const Ticket>();
+            const std::int64_t* used = sizes.records<const std::int64_t>();
+            std::size_t total = 0;
+            for (std::size_t i = 0; i < these.rows(); ++i) {
+                if (std::size_t{each[i].first} + each[i].rows > from.rows())
+                    throw std::out_of_range("a ticket's rows end behind the table");
+                total += each[i].rows;
+            }
+            if (total > to.rows() || total > sizes.rows())
+                throw std::out_of_range("the packed array or the lengths hold fewer rows than the tickets");
+            const auto most = static_cast<std::int64_t>(std::min(to.row_bytes(), from.row_bytes()));
+            for (std::size_t i = 0; i < total; ++i)
+                if (used[i] < 0 || used[i] > most) throw std::out_of_range("a length is beyond its row");
+            gather_padded(from.bytes(), from.row_bytes(), each, these.rows(), used, to.bytes(), to.row_bytes());
+        },
+        nb::arg("table"), nb::arg("tickets"), nb::arg("lengths"), nb::arg("packed"),
+        "As gather, of each row its first bytes, as many as lengths (int64) says, with zeros behind them in packed.");
     m.def(
         "scatter",
         [](nb::handle table, nb::handle tickets, nb::handle packed) {

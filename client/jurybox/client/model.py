@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.link import seconds
 from jurybox.client.row_codec import Checked, shaped, words
-from jurybox.client.rows import CallRow, Rows
+from jurybox.client.rows import CallRow, OpenCallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol import forks
@@ -62,6 +62,7 @@ class Model:
         self._lane, self.spec, self.max_batch = lease(rows, True)
         self._codec = self._lane.codec
         self._call_dtype, self._call_shape = _only_input(self.spec)
+        self._is_open = self.spec.open and not self.spec.state
         forks.register(self)
 
     # ---- one call, one answer
@@ -79,6 +80,13 @@ class Model:
                     kept = self._keep_row()
                 if kept is not None:
                     return kept.ask(row, self._default_timeout if timeout is None else seconds(timeout))
+        if self._is_open:
+            given, _ = self._codec.one(row)
+            with self.lock:
+                if (open_row := self._row) is None or open_row.lane.gone is not None or open_row.lane.in_flight:
+                    open_row = self._keep_row()
+                if isinstance(open_row, OpenCallRow):
+                    return open_row.ask_for(given, self._default_timeout if timeout is None else seconds(timeout))
         outputs = self._asked(lambda: self._codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
@@ -302,6 +310,7 @@ class Model:
         if spec != self.spec:
             old, self.spec, self._codec = self.spec, spec, lane.codec
             self._call_dtype, self._call_shape = _only_input(spec)
+            self._is_open = spec.open and not spec.state
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def _roomy(self, n: int) -> Lane:
@@ -332,7 +341,7 @@ class Model:
         self._give_up_row()
         first = lane.find(1)
         if first is not None:
-            self._row = CallRow(lane, first)
+            self._row = OpenCallRow(lane, first) if self._is_open else CallRow(lane, first)
         return self._row
 
     def _give_up_row(self) -> None:

@@ -11,11 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane, row_failed
+from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, InFlight
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
+
+
+_EMPTY = np.empty(0, np.uint8)
 
 
 class Rows:
@@ -223,3 +227,31 @@ class CallRow:
         if type(self._outputs) is dict:
             return {name: array.copy() for name, array in self._outputs.items()}
         return self._outputs.copy()
+
+
+class OpenCallRow(CallRow):
+    """As CallRow, of a model whose rows differ in size."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self, lane: Lane, first: int) -> None:
+        self.first, self.rows = first, 1
+        self.lane = lane
+        lane.hold(self)
+        self._place: NDArray[Any] = _EMPTY  # its inputs are written beforehand
+        self._taken = any(spec.variable for spec in lane.codec.spec.outputs.values())
+        outputs = {
+            name: array[first : first + 1].reshape(array.shape[1:]) for name, array in lane.columns.outputs.items()
+        }
+        self._outputs: Any = _EMPTY if self._taken else next(iter(outputs.values())) if len(outputs) == 1 else outputs
+        self._prepare()
+
+    def ask_for(self, given: Checked, seconds: float) -> Any:
+        """The outputs for one row, as the codec has checked it."""
+        lane = self.lane
+        lane.codec.put(lane.columns, given, 0, 1, self.first)
+        answered = self.ask(_EMPTY, seconds)
+        if not self._taken:
+            return answered
+        outputs = lane.codec.take(lane.columns, self.first, 1)
+        return shaped({name: value[0] for name, value in outputs.items()})

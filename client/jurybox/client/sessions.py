@@ -43,6 +43,9 @@ class Sessions:
         self._lost = np.zeros(n, np.bool_)
         self._pinned = np.zeros(n, np.uint64) if pin_version else None
         self.version = 0
+        self._all = np.arange(n)
+        self._records = np.zeros(n, SESSION)
+        self._records["slot"] = self._all
 
     def __len__(self) -> int:
         return self._n
@@ -78,7 +81,8 @@ class Sessions:
             given, ids, steps = self._prepared(inputs, session, reset)
             replies = []
             for part, wanted in self._by_version(ids, steps, version):
-                with self._stepping(ids[part], steps[part]):
+                whole = len(part) == len(ids)
+                with self._stepping(ids if whole else ids[part], steps if whole else steps[part]):
                     replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
             return self._joined(len(ids), ids, replies)
 
@@ -175,7 +179,7 @@ class Sessions:
 
     def _ids(self, session: Numbers | None) -> NDArray[np.intp]:
         if session is None:
-            return np.arange(self._n)
+            return self._all
         ids = np.asarray(session)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise SpecMismatch(f"session is {ids.dtype} of shape {ids.shape}: expected whole numbers, one for each row")
@@ -193,17 +197,21 @@ class Sessions:
         ids = self._ids(session)
         if len(ids) != n:
             raise SpecMismatch(f"{n} rows came for {len(ids)} sessions: expected one row for each")
-        begin = np.zeros(n, np.bool_) if reset is None else np.asarray(reset, np.bool_)
-        if begin.shape != (n,):
-            raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
-        self._require(ids[~begin])
-        steps = np.where(begin, 0, self._next[ids]).astype(np.uint32)
-        records = np.zeros(n, SESSION)
-        records["slot"], records["step"] = ids, steps
+        steps = self._next[ids]  # a copy
+        if reset is None:
+            self._require(ids)
+        else:
+            begin = np.asarray(reset, np.bool_)
+            if begin.shape != (n,):
+                raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
+            self._require(ids[~begin])
+            steps[begin] = 0
+        records = self._records[ids]
+        records["step"] = steps
         return given | {SESSIONS: records}, ids, steps
 
     def _require(self, ids: NDArray[np.intp]) -> None:
-        if len(lost := ids[self._lost[ids]]):
+        if self._lost.any() and len(lost := ids[self._lost[ids]]):
             raise SessionLost(
                 f"sessions {lost.tolist()} of {self._model.name!r} have lost their state: begin them anew with reset",
                 sessions=lost.tolist(),
@@ -213,7 +221,7 @@ class Sessions:
         self, ids: NDArray[np.intp], steps: NDArray[np.uint32], version: int
     ) -> list[tuple[NDArray[np.intp], int]]:
         """Which rows go together, and the weights version that they ask for."""
-        everything = np.arange(len(ids))
+        everything = self._all[: len(ids)]
         if self._pinned is None or version:
             return [(everything, version)]
         wanted = np.where(steps == 0, 0, self._pinned[ids])

@@ -7,6 +7,7 @@ changes them later changes nothing. A row that does not fit fails alone.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,33 @@ class OpenServed(Served):
             self._by_name = self._by_name and _accepts(self.module, lengths)
         self._fixed = {item.name: item for item in self._inputs}
         self._states = States(model, columns, lanes, self.device) if self.spec.state else None
+        # Whole batches in one call, as Served has them: nothing in them is looked at row by row.
+        self._dense = (
+            self._collate == "pad"
+            and self._states is None
+            and not self.shapes
+            and not self._finite
+            and len(self._outputs) == len(self.spec.outputs)
+        )
+
+    def _run_dense(self, tickets: NDArray[Any], rows: int) -> bool:
+        """Compute a batch that needs no look at its rows one by one; False, and nothing is done, where it does."""
+        staged: dict[str, Any] = {}
+        for key, spec in self.spec.inputs.items():
+            if not spec.variable:
+                staged[key] = self._fixed[key].gather(tickets, rows)
+                continue
+            dense = self._variable[key].dense(tickets, rows, self._max_padding, self._max_elements)
+            if dense is None:
+                return False
+            staged[key], staged[f"{key}_lengths"] = dense
+        results = self._called(staged)
+        if self._row_errors:
+            self._row_errors = {}
+            return False  # the model is asked once more, row by row
+        for item in self._outputs:
+            native.scatter(item.array, tickets, item.checked(results, rows))
+        return True
 
     @property
     def max_cost(self) -> int:
@@ -80,6 +108,8 @@ class OpenServed(Served):
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`. Rows are computed in groups of their own where size, padding or a session asks for it."""
         self._use(version)
+        if self._dense and self._run_dense(tickets, rows):
+            return None
         outcome = Outcome()
         batch = _Rows(tickets, rows)
         for key, variable in self._variable.items():
@@ -184,7 +214,14 @@ class OpenServed(Served):
             self._row_errors = {}
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            outcome.errors.append((batch.tickets_of(group), error))
+            numbers = batch.tickets_of(group)
+            if len(numbers) == 1:
+                outcome.errors.append((numbers, error))
+                return
+            # One of them may be what the model cannot bear: the others are answered.
+            halves = np.isin(batch.owner[group], numbers[: len(numbers) // 2])
+            for half in (group[halves], group[~halves]):
+                self._compute_group(half, fixed, batch, outcome)
             return
         batch.failed.update({int(group[row]): reason for row, reason in failed.items()})
         if self._states is not None:
@@ -277,6 +314,7 @@ class _Rows:
         self.records: NDArray[Any] | None = None
         self.slots: NDArray[np.intp] = self.places
         self.left_out: NDArray[np.bool_] | None = None  # rows of tickets that are refused
+        self.distinct = True  # whether no session stands here twice
 
     def tickets_of(self, group: NDArray[np.intp]) -> list[int]:
         """The numbers of the tickets that have rows in a group."""
@@ -287,7 +325,7 @@ class _Rows:
         rows = np.arange(self.rows)
         if self.left_out is not None:
             rows = rows[~self.left_out]
-        if self.records is None or len(np.unique(self.slots[rows])) == len(rows):
+        if self.records is None or self.distinct:
             return [rows] if len(rows) else []
         wave_of: dict[int, int] = {}
         waves: dict[int, list[int]] = {}
@@ -329,6 +367,7 @@ class States:
         self._owner = np.zeros(rows, np.uint64)  # lease
         self._next = np.zeros(rows, np.uint32)
         self._records = np.zeros(0, SESSION)
+        self._marks = np.zeros(rows, np.intp)
 
     def initial(self, rows: int) -> dict[str, torch.Tensor]:
         """The state of so many sessions that begin."""
@@ -356,7 +395,10 @@ class States:
         ahead: dict[int, int] = {}
         lost = ~inside
         fits = inside & (begins | (known & (steps == expected)))
-        if not fits.all() or len(np.unique(batch.slots)) != batch.rows:
+        # A session twice in a batch: the numbers written to their places are not all read again.
+        self._marks[batch.slots] = numbers = np.arange(batch.rows)
+        batch.distinct = bool((self._marks[batch.slots] == numbers).all())
+        if not batch.distinct or not fits.all():
             for row in range(batch.rows):  # rare: something is lost, or a session stands here twice
                 if lost[row]:
                     continue
@@ -467,9 +509,45 @@ class _Variable:
         self._tensor = torch.from_numpy(self._slots)
         self._extents = columns.input_extents[name]
         self._read = np.zeros((max_batch, spec.extents), np.int64)
+        self._lengths = np.zeros(max_batch, np.int64)
+        self._staging = np.zeros(0, np.uint8)
+        self._bytes = self._slots.view(np.uint8) if self._slots.dtype != np.bool_ else self._slots
+        self._unit = int(np.prod([size for size in spec.shape if size > 0], dtype=np.int64))
+        self._dtype = dtype_of(spec)
         self._places: NDArray[np.intp] = np.zeros(0, np.intp)
         self.sizes = self._read[:0]
         self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def dense(
+        self, tickets: NDArray[Any], rows: int, max_padding: float, max_elements: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A batch's rows, padded, with their sizes, in one call; None where they must be looked at one by one."""
+        native.gather(self._extents, tickets, self._read)
+        sizes = self._read[:rows]  # read once: only this copy is used
+        smallest, largest = sizes.min(axis=0), sizes.max(axis=0)
+        spec = self._spec
+        alike = bool((smallest == largest).all())
+        if int(smallest.min()) < 0 or (not alike and (sizes.shape[1] > 1 or spec.shape[1:])):
+            return None
+        most = math.prod(largest.tolist()) * self._unit
+        if most > spec.capacity or most == 0 or (max_elements and most * rows > max_elements):
+            return None
+        item = self._slots.itemsize
+        lengths = self._lengths[:rows]
+        if alike:
+            lengths.fill(most * item)
+        else:
+            np.multiply(sizes[:, 0], self._unit * item, out=lengths)
+            if most * item * rows - int(lengths.sum()) > max_padding * most * item * rows:
+                return None
+        needed = rows * most * item
+        if len(self._staging) < needed:
+            self._staging = np.zeros(needed, np.uint8)
+        packed = self._staging[:needed].reshape(rows, most * item)
+        native.gather_padded(self._bytes, tickets, lengths, packed)
+        shape = (rows, *spec.measured(largest.tolist()))
+        padded = torch.from_numpy(packed.reshape(-1)).view(self._dtype).reshape(shape)
+        return padded, torch.from_numpy(sizes[:, 0].copy() if sizes.shape[1] == 1 else sizes.copy())
 
     def read(self, tickets: NDArray[Any], rows: int) -> None:
         """Take the extents of a batch's rows; from here on these copies count. `counts` is -1 where one is wrong."""
