@@ -79,7 +79,7 @@ def image(*, open_: bool = False) -> ServedModel:
 
 def text(*, open_: bool = False) -> ServedModel:
     spec = TensorSpec("bytes", capacity=TEXT) if open_ else TensorSpec("uint8", (TEXT,))
-    return ServedModel(Bag(), {"x": spec}, {"y": TensorSpec("float32")}, collate="pad")
+    return ServedModel(Bag(), {"x": spec}, {"y": TensorSpec("float32")}, collate="pad", max_padding=0.9)
 
 
 def memory(*, open_: bool = False) -> ServedModel:

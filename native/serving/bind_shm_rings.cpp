@@ -31,7 +31,7 @@ struct Client {
 };
 // Calls of one row, over and over on the same row of the arena.
 struct Caller {
-    nb::object client, place, engine, outputs;  // kept, and with them what the others point to
+    nb::object client, place, engine, outputs, size;  // kept, and with them what the others point to
     ShmRingsClient* rings;
     std::byte* input;
     std::size_t bytes;
@@ -39,6 +39,8 @@ struct Caller {
     std::uint32_t first;
     std::uint64_t incarnation;
     std::int64_t most_ns;
+    std::int64_t* length;  // of a row of any length its number of elements; null: rows fill their place
+    std::size_t item;
 
     nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
         const int code = ask(row, sequence, seconds);
@@ -49,8 +51,10 @@ struct Caller {
         if (!record->serves(incarnation)) return kNotSent;
         {
             const Read given(row);
-            if (given.size() != bytes) throw std::invalid_argument("the row and its place differ in size");
-            std::memcpy(input, given.bytes(), bytes);
+            if (length == nullptr ? given.size() != bytes : given.size() > bytes)
+                throw std::invalid_argument("the row and its place differ in size");
+            if (length != nullptr) *length = static_cast<std::int64_t>(given.size() / item);
+            std::memcpy(input, given.bytes(), given.size());
         }
         const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
         if (!rings->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {incarnation}})) return kNotSent;
@@ -209,16 +213,23 @@ void bind_shm_rings(nb::module_& m) {
         .def(
             "__init__",
             [](Caller* self, nb::object client, nb::object place, nb::object outputs, nb::object engine,
-               std::uint32_t first, std::uint64_t incarnation, double most) {
+               std::uint32_t first, std::uint64_t incarnation, double most, nb::object length, std::size_t item) {
                 Client& of = nb::cast<Client&>(client);
                 const Write to(place), record(engine);
-                new (self) Caller{client, place, engine, outputs, &of.rings, to.bytes(), to.size(), record.records<const EngineRecord>(),
-                                  first, incarnation, static_cast<std::int64_t>(most * 1e9)};
+                std::int64_t* size = nullptr;
+                if (!length.is_none()) {
+                    const Write one(length);
+                    if (one.size() != sizeof(std::int64_t) || item == 0) throw std::invalid_argument("a length is one int64, of whole items");
+                    size = one.records<std::int64_t>();
+                }
+                new (self) Caller{client, place, engine, outputs, length, &of.rings, to.bytes(), to.size(), record.records<const EngineRecord>(),
+                                  first, incarnation, static_cast<std::int64_t>(most * 1e9), size, item};
             },
             nb::arg("client"), nb::arg("place"), nb::arg("outputs"), nb::arg("engine"), nb::arg("first"), nb::arg("incarnation"),
-            nb::arg("most"),
+            nb::arg("most"), nb::arg("length") = nb::none(), nb::arg("item") = 1,
             "`place` is row `first` of the arena, `outputs` its only output row or a dict of them, `engine` the record of scoreboard.ENGINE whose life is `incarnation`; a call waits "
-            "`most` seconds, then gives the ticket up to its caller.")
+            "`most` seconds, then gives the ticket up to its caller. With `length`, int64 (1,), rows may be shorter than "
+            "their place: it is set to their number of items of so many bytes.")
         .def("__call__", &Caller::call, nb::arg("row"), nb::arg("sequence"), nb::arg("seconds"),
              "Copy the row in, post its ticket, due in so many seconds, and wait. Returns a copy of the outputs, or a "
              "failure's code; NOT_SENT where the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")

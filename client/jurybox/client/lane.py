@@ -244,7 +244,9 @@ class Lane:
         self._stale = stale
         return answer
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any) -> tuple[Caller | None, int]:
+    def caller(
+        self, first: int, place: NDArray[Any], outputs: Any, length: NDArray[Any] | None = None
+    ) -> tuple[Caller | None, int]:
         """What makes whole calls of a row, and the engine's life it is for; None where there is no such thing.
 
         Its user puts a ticket in `in_flight` for each call, and makes none while another is there.
@@ -255,7 +257,7 @@ class Lane:
         incarnation = self._incarnations.item(engine)
         try:
             return self._transport.caller(
-                first, place, outputs, self._scoreboard.engines[engine : engine + 1], incarnation
+                first, place, outputs, self._scoreboard.engines[engine : engine + 1], incarnation, length
             ), incarnation
         except TooManyFiles:
             return None, 0

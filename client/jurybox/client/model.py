@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.link import seconds
 from jurybox.client.row_codec import Checked, shaped, words
-from jurybox.client.rows import CallRow, OpenCallRow, Rows
+from jurybox.client.rows import CallRow, FlatCallRow, OpenCallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, RowFailed, SpecMismatch, Timeout
-from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.spec import BYTES, VARIABLE, ModelSpec
 
 if TYPE_CHECKING:
     import asyncio
@@ -63,6 +63,7 @@ class Model:
         self._codec = self._lane.codec
         self._call_dtype, self._call_shape = _only_input(self.spec)
         self._is_open = self.spec.open and not self.spec.state
+        self._flat = _flat(self.spec)
         forks.register(self)
 
     # ---- one call, one answer
@@ -80,7 +81,13 @@ class Model:
                     kept = self._keep_row()
                 if kept is not None:
                     return kept.ask(row, self._default_timeout if timeout is None else seconds(timeout))
-        if self._is_open:
+        if self._flat is not None and (row_of := self._flat_row(row)) is not None:
+            with self.lock:
+                if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
+                    kept = self._keep_row()
+                if kept is not None:
+                    return kept.ask(row_of, self._default_timeout if timeout is None else seconds(timeout))
+        elif self._is_open:
             given, _ = self._codec.one(row)
             with self.lock:
                 if (open_row := self._row) is None or open_row.lane.gone is not None or open_row.lane.in_flight:
@@ -311,6 +318,7 @@ class Model:
             old, self.spec, self._codec = self.spec, spec, lane.codec
             self._call_dtype, self._call_shape = _only_input(spec)
             self._is_open = spec.open and not spec.state
+            self._flat = _flat(spec)
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def _roomy(self, n: int) -> Lane:
@@ -341,8 +349,26 @@ class Model:
         self._give_up_row()
         first = lane.find(1)
         if first is not None:
-            self._row = OpenCallRow(lane, first) if self._is_open else CallRow(lane, first)
+            kind = FlatCallRow if self._flat is not None else OpenCallRow if self._is_open else CallRow
+            self._row = kind(lane, first)
         return self._row
+
+    def _flat_row(self, row: Any) -> Any:
+        """The row as it is copied, where it is one of the only input; None where the codec shall look at it."""
+        dtype, most = self._flat or (None, 0)
+        if dtype is None:
+            if type(row) is str:
+                row = row.encode()
+            return row if type(row) is bytes and len(row) <= most else None
+        if (
+            type(row) is np.ndarray
+            and row.dtype == dtype
+            and row.ndim == 1
+            and row.size <= most
+            and row.flags.c_contiguous
+        ):
+            return row
+        return None
 
     def _give_up_row(self) -> None:
         # By name: a traceback somewhere may refer to it.
@@ -504,6 +530,16 @@ class Model:
     def _after_fork_in_child(self) -> None:
         self.lock = threading.RLock()
         self._row = self._watched = None
+
+
+def _flat(spec: ModelSpec) -> tuple[np.dtype[Any] | None, int] | None:
+    """Dtype (None: bytes) and capacity of a model's only input, where rows are of any length; None where not."""
+    only = next(iter(spec.inputs.values()))
+    if spec.state or len(spec.inputs) != 1 or any(output.variable for output in spec.outputs.values()):
+        return None
+    if only.dtype == BYTES:
+        return None, only.capacity
+    return (only.numpy_dtype, only.capacity) if only.shape == (VARIABLE,) else None
 
 
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:

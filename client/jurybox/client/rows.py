@@ -143,7 +143,18 @@ class Rows:
 class CallRow:
     """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
 
-    __slots__ = ("__weakref__", "_call", "_incarnation", "_outputs", "_place", "_ticket", "first", "lane", "rows")
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_incarnation",
+        "_length",
+        "_outputs",
+        "_place",
+        "_ticket",
+        "first",
+        "lane",
+        "rows",
+    )
 
     def __init__(self, lane: Lane, first: int) -> None:
         self.first, self.rows = first, 1
@@ -155,12 +166,13 @@ class CallRow:
             for arrays in (lane.columns.inputs, lane.columns.outputs)
         )
         (self._place,) = inputs.values()
+        self._length: NDArray[np.int64] | None = None
         self._outputs: Any = next(iter(outputs.values())) if len(outputs) == 1 else outputs
         self._prepare()
 
     def _prepare(self) -> None:
         """For the engine that serves now."""
-        self._call, self._incarnation = self.lane.caller(self.first, self._place, self._outputs)
+        self._call, self._incarnation = self.lane.caller(self.first, self._place, self._outputs, self._length)
         self._renew()
 
     def _renew(self) -> None:
@@ -174,7 +186,7 @@ class CallRow:
         lane = self.lane
         return lane.gone is None and not (lane.in_flight and lane.asked(self.first, 1))
 
-    def ask(self, row: NDArray[Any], seconds: float) -> Any:
+    def ask(self, row: Any, seconds: float) -> Any:
         """The outputs for one C-contiguous row of the input's dtype and shape: a copy, or a dict of copies."""
         lane = self.lane
         if (call := self._call) is None or lane.in_flight:
@@ -193,15 +205,18 @@ class CallRow:
         """Give the row back; one that is in flight goes free when the engine has answered."""
         self.lane.release(self)
 
-    def _ask(self, row: NDArray[Any], seconds: float) -> Any:
+    def _ask(self, row: Any, seconds: float) -> Any:
         """As `ask`, by way of the lane."""
-        np.copyto(self._place, row)
+        self._write(row)
         answer = self.lane.ask(self.first, 1, seconds)
         if answer.code:
             raise self.lane.failure(answer, self.first, 1)
         return self._copied()
 
-    def _failed(self, code: int, ticket: InFlight, row: NDArray[Any], seconds: float) -> Any:
+    def _write(self, row: Any) -> None:
+        np.copyto(self._place, row)
+
+    def _failed(self, code: int, ticket: InFlight, row: Any, seconds: float) -> Any:
         """The short way gave no outputs: go the long one, or raise."""
         lane, call = self.lane, self._call
         assert call is not None
@@ -239,6 +254,7 @@ class OpenCallRow(CallRow):
         self.lane = lane
         lane.hold(self)
         self._place: NDArray[Any] = _EMPTY  # its inputs are written beforehand
+        self._length = None
         self._taken = any(spec.variable for spec in lane.codec.spec.outputs.values())
         outputs = {
             name: array[first : first + 1].reshape(array.shape[1:]) for name, array in lane.columns.outputs.items()
@@ -255,3 +271,21 @@ class OpenCallRow(CallRow):
             return answered
         outputs = lane.codec.take(lane.columns, self.first, 1)
         return shaped({name: value[0] for name, value in outputs.items()})
+
+
+class FlatCallRow(CallRow):
+    """As CallRow, of a model with one input, bytes or numbers in a row of any length, and outputs of fixed shapes."""
+
+    __slots__ = ()
+
+    def __init__(self, lane: Lane, first: int) -> None:
+        super().__init__(lane, first)
+        (extents,) = lane.columns.input_extents.values()
+        self._length = extents[first]
+        self._prepare()
+
+    def _write(self, row: Any) -> None:
+        assert self._length is not None
+        flat = np.frombuffer(row, self._place.dtype)
+        self._place[: flat.size] = flat
+        self._length[0] = flat.size

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,8 +80,11 @@ class Sessions:
             given, ids, steps = self._prepared(inputs, session, reset)
             replies = []
             for part, wanted in self._by_version(ids, steps, version):
-                whole = len(part) == len(ids)
-                with self._stepping(ids if whole else ids[part], steps if whole else steps[part]):
+                if len(part) == len(ids):
+                    with self._stepping(ids, steps):
+                        replies.append((part, model._answered(given, len(ids), deadline, wanted)))
+                    continue
+                with self._stepping(ids[part], steps[part]):
                     replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
             return self._joined(len(ids), ids, replies)
 
@@ -197,7 +199,7 @@ class Sessions:
         ids = self._ids(session)
         if len(ids) != n:
             raise SpecMismatch(f"{n} rows came for {len(ids)} sessions: expected one row for each")
-        steps = self._next[ids]  # a copy
+        steps = self._next.copy() if ids is self._all else self._next[ids]
         if reset is None:
             self._require(ids)
         else:
@@ -206,7 +208,7 @@ class Sessions:
                 raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
             self._require(ids[~begin])
             steps[begin] = 0
-        records = self._records[ids]
+        records = self._records.copy() if ids is self._all else self._records[ids]
         records["step"] = steps
         return given | {SESSIONS: records}, ids, steps
 
@@ -227,32 +229,9 @@ class Sessions:
         wanted = np.where(steps == 0, 0, self._pinned[ids])
         return [(everything[wanted == each], int(each)) for each in np.unique(wanted)]
 
-    @contextlib.contextmanager
-    def _stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> Iterator[None]:
-        """Whatever becomes of a request: sessions have taken the step, have not, or are lost."""
-        one_ticket = len(ids) <= self._model.max_batch  # of several, some may have been computed
-        before = self._lost[ids]
-        self._lost[ids] = True
-        try:
-            yield
-        except RowFailed as error:
-            failed = np.zeros(len(ids), np.bool_)
-            failed[list(error.errors)] = True
-            self._next[ids[~failed]] = steps[~failed] + 1
-            self._lost[ids] = before & failed
-            raise
-        except SessionLost as error:
-            gone = np.asarray(error.sessions, np.intp)
-            if one_ticket:
-                self._lost[ids] = before
-                self._lost[ids[gone]] = True
-            raise SessionLost(str(error), sessions=ids[gone].tolist()) from None
-        except _NOT_COMPUTED:
-            if one_ticket:
-                self._lost[ids] = before
-            raise
-        self._next[ids] = steps + 1
-        self._lost[ids] = False
+    def _stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> _Step:
+        # All of them in order are a slice, which NumPy reads and writes without an index.
+        return _Step(self, slice(None) if ids is self._all else ids, ids, steps)
 
     def _joined(self, n: int, ids: NDArray[np.intp], replies: list[tuple[NDArray[np.intp], Reply]]) -> Any:
         if self._pinned is not None:
@@ -304,6 +283,45 @@ class Sessions:
                 for name, array in found.items():
                     array[at : at + most] = columns.state_out[name][rows]
         return found
+
+
+class _Step:
+    """Around a request: whatever becomes of it, sessions have taken the step, have not, or are lost."""
+
+    __slots__ = ("_before", "_ids", "_sessions", "_steps", "_those")
+
+    def __init__(
+        self, sessions: Sessions, those: slice | NDArray[np.intp], ids: NDArray[np.intp], steps: NDArray[np.uint32]
+    ) -> None:
+        self._sessions = sessions
+        self._those = those
+        self._ids = ids
+        self._steps = steps
+        self._before = sessions._lost[those].copy()
+
+    def __enter__(self) -> None:
+        self._sessions._lost[self._those] = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        sessions, those = self._sessions, self._those
+        if error is None:
+            sessions._next[those] = self._steps + 1
+            sessions._lost[those] = False
+            return
+        one_ticket = len(self._ids) <= sessions._model.max_batch  # of several, some may have been computed
+        if isinstance(error, RowFailed):
+            failed = np.zeros(len(self._ids), np.bool_)
+            failed[list(error.errors)] = True
+            sessions._next[self._ids[~failed]] = self._steps[~failed] + 1
+            sessions._lost[those] = self._before & failed
+        elif isinstance(error, SessionLost):
+            gone = self._ids[np.asarray(error.sessions, np.intp)]
+            if one_ticket:
+                sessions._lost[those] = self._before
+                sessions._lost[gone] = True
+            raise SessionLost(str(error), sessions=gone.tolist()) from None
+        elif isinstance(error, _NOT_COMPUTED) and one_ticket:
+            sessions._lost[those] = self._before
 
 
 def _of(given: Checked, part: NDArray[np.intp]) -> Checked:

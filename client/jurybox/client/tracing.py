@@ -76,7 +76,15 @@ class TracedTransport:
             self._end(answer)
         return answer
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+    def caller(
+        self,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        engine: NDArray[Any],
+        incarnation: int,
+        length: NDArray[Any] | None = None,
+    ) -> None:
         """As Transport.caller: none, since every ticket is to be seen here."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

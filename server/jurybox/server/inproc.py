@@ -76,7 +76,15 @@ class InprocTransport:
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+    def caller(
+        self,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        engine: NDArray[Any],
+        incarnation: int,
+        length: NDArray[Any] | None = None,
+    ) -> None:
         """As the client's Transport.caller: `exchange` will do."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

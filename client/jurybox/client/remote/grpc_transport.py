@@ -86,7 +86,15 @@ class GrpcTransport:
                     return answer  # nothing else is waited for
         return None
 
-    def caller(self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int) -> None:
+    def caller(
+        self,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        engine: NDArray[Any],
+        incarnation: int,
+        length: NDArray[Any] | None = None,
+    ) -> None:
         """As Transport.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -79,12 +79,20 @@ class ShmTransport:
         return None if answer is None else Answer(ticket.sequence, *answer, ticket.incarnation)
 
     def caller(
-        self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int
+        self,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        engine: NDArray[Any],
+        incarnation: int,
+        length: NDArray[np.int64] | None = None,
     ) -> native.ShmRingsCaller | None:
         """As Transport.caller."""
         if len(self._engines) > 1 or (rings := self._attached(0, incarnation)) is None:
             return None
-        return native.ShmRingsCaller(rings.client, place, outputs, engine, first, incarnation, LOOK_AFTER)
+        return native.ShmRingsCaller(
+            rings.client, place, outputs, engine, first, incarnation, LOOK_AFTER, length, place.itemsize
+        )
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Transport.receive."""

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
@@ -159,7 +160,13 @@ class Transport(Protocol):
         """Send a ticket while no other is waited for and wait for its answer; None when none came in time."""
 
     def caller(
-        self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int
+        self,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        engine: NDArray[Any],
+        incarnation: int,
+        length: NDArray[np.int64] | None = None,
     ) -> Caller | None:
         """What makes whole calls of one row to the only engine there is; None where there are several.
 
@@ -167,6 +174,7 @@ class Transport(Protocol):
             first: the row of the arena.
             place: where its input goes.
             outputs: its only output, or all of them by name.
+            length: where rows may be shorter than their place, where their number of elements goes, int64 (1,).
             engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant.
         """
 

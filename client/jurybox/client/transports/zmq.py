@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
@@ -79,12 +80,18 @@ class ZmqTransport:
         return None
 
     def caller(
-        self, first: int, place: NDArray[Any], outputs: Any, engine: NDArray[Any], incarnation: int
+        self,
+        first: int,
+        place: NDArray[Any],
+        outputs: Any,
+        engine: NDArray[Any],
+        incarnation: int,
+        length: NDArray[Any] | None = None,
     ) -> _Caller | None:
         """As Transport.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._attached(0, incarnation), first, place, outputs, engine)
+        return _Caller(self._attached(0, incarnation), first, place, outputs, engine, length)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Transport.receive."""
@@ -280,7 +287,9 @@ class _Caller:
         place: NDArray[Any],
         outputs: Any,
         record: NDArray[Any],
+        length: NDArray[Any] | None,
     ) -> None:
+        self._length = length
         self._engine = engine
         self._socket = engine.socket
         self._first = first
@@ -296,7 +305,12 @@ class _Caller:
         incarnation, arrived = engine.incarnation, engine.arrived
         if self._incarnations.item(0) != incarnation or self._states.item(0) != _SERVING:
             return NOT_SENT
-        self._place[...] = row
+        if self._length is None:
+            self._place[...] = row
+        else:
+            flat = np.frombuffer(row, self._place.dtype)
+            self._place[: flat.size] = flat
+            self._length[0] = flat.size
         now = time.monotonic_ns()
         engine.send(sequence, self._first, 1, now, now + int(seconds * 1e9), 0)
         if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
