@@ -12,7 +12,16 @@ from jurybox.client.link import seconds
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
-from jurybox.protocol.errors import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, VersionNotHeld
+from jurybox.protocol.errors import (
+    Busy,
+    Code,
+    ModelFailed,
+    Refused,
+    RowFailed,
+    SessionLost,
+    SpecMismatch,
+    VersionNotHeld,
+)
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -320,8 +329,13 @@ class _Step:
                 sessions._lost[those] = self._before
                 sessions._lost[gone] = True
             raise SessionLost(str(error), sessions=gone.tolist()) from None
-        elif isinstance(error, _NOT_COMPUTED) and one_ticket:
+        elif one_ticket and (isinstance(error, _NOT_COMPUTED) or _not_sent(error)):
             sessions._lost[those] = self._before
+
+
+def _not_sent(error: BaseException) -> bool:
+    """Whether a transport refused what it cannot carry."""
+    return isinstance(error, Refused) and error.code == Code.UNSUPPORTED
 
 
 def _of(given: Checked, part: NDArray[np.intp]) -> Checked:

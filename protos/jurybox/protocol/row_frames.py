@@ -1,7 +1,12 @@
-"""Rows in messages: what of a model's columns crosses a network, a frame each, without the room they do not use."""
+"""Rows in messages: what of a model's columns crosses a network, a frame each, without the room they do not use.
+
+Tensors of the Open Inference Protocol have one shape for all their rows. Byte strings are its exception: each has its
+length before it. What else differs in size goes flat, one row after another, with its sizes as text beside it.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -9,10 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.arena import LOAD, STORE, Columns
-from jurybox.protocol.errors import Code, Error
+from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.spec import TensorSpec
 
 Kind = Literal["inputs", "outputs"]
+MOST_ROWS = 1 << 16  # of variable size in one request of the Open Inference Protocol: each is an object of its own here
+_LENGTH = struct.Struct("<I")
+_DIGITS = 10  # of a size, as text
 
 
 def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool = False) -> list[Any]:
@@ -126,9 +134,9 @@ def elements(spec: TensorSpec, sizes: NDArray[Any]) -> NDArray[np.int64]:
     for size_ in spec.shape:
         fixed *= max(size_, 1)
     bounded = np.clip(sizes, -1, spec.capacity + 1).astype(np.float64)
-    product = bounded.prod(axis=1) * fixed
-    wrong = (sizes < 0).any(axis=1) | (product > spec.capacity)
-    return np.where(wrong, -1, product).astype(np.int64)
+    # A size of 0 excuses no other: where rows are padded to the largest, it would be everybody's.
+    wrong = (sizes < 0).any(axis=1) | (np.maximum(bounded, 1).prod(axis=1) * fixed > spec.capacity)
+    return np.where(wrong, -1, bounded.prod(axis=1) * fixed).astype(np.int64)
 
 
 def _array(what: str, frame: memoryview, like: NDArray[Any]) -> NDArray[Any]:
@@ -142,3 +150,74 @@ def _array(what: str, frame: memoryview, like: NDArray[Any]) -> NDArray[Any]:
 
 def _mismatch(message: str) -> Error:
     return Error(message, Code.SPEC_MISMATCH)
+
+
+# ---- for the Open Inference Protocol
+
+
+def joined_strings(rows: Sequence[bytes]) -> bytes:
+    """Byte strings as the protocol has them raw: each behind its length, four bytes, little-endian."""
+    return b"".join(part for row in rows for part in (_LENGTH.pack(len(row)), row))
+
+
+def split_strings(what: str, data: Any, n: int, most: int) -> list[bytes]:
+    """What `joined_strings` was given.
+
+    Args:
+        what: whose they are, for the message.
+        n: how many are expected.
+        most: bytes of the longest.
+
+    Raises:
+        Error: (SPEC_MISMATCH) a length that lies, another number of strings.
+    """
+    if n * _LENGTH.size > len(data):
+        raise _mismatch(
+            f"{what}: {n} byte strings were expected, {len(data)} bytes came: each has its length before it"
+        )
+    view, at, rows = memoryview(data).cast("B"), 0, []
+    for i in range(n):
+        if at + _LENGTH.size > len(view):
+            raise _mismatch(f"{what}: the data ends before the length of byte string {i} of {n}")
+        (size,) = _LENGTH.unpack_from(view, at)
+        at += _LENGTH.size
+        if size > most:
+            raise _mismatch(f"{what}, row {i}: {size} bytes came, expected at most {most}")
+        if size > len(view) - at:
+            raise _mismatch(f"{what}, row {i}: its length says {size} bytes, {len(view) - at} are left")
+        rows.append(view[at : at + size].tobytes())
+        at += size
+    if at != len(view):
+        raise _mismatch(f"{what}: {len(view) - at} bytes came after the last of {n} byte strings")
+    return rows
+
+
+def extents_text(sizes: Sequence[Sequence[int]]) -> str:
+    """The sizes of rows as text.
+
+    >>> extents_text([(480, 640), (1, 1)])
+    '480,640;1,1'
+    """
+    return ";".join(",".join(map(str, row)) for row in sizes)
+
+
+def extents_of_text(what: str, text: str, spec: TensorSpec) -> tuple[list[tuple[int, ...]], list[int]]:
+    """What `extents_text` was given, with the elements of each row. Raises Error (SPEC_MISMATCH)."""
+    if len(text) > MOST_ROWS * spec.extents * (_DIGITS + 1) or (rows := text.count(";") + 1) > MOST_ROWS:
+        raise _mismatch(f"{what}: extents of more than {MOST_ROWS} rows came: send fewer rows in a request")
+    sizes = np.empty((rows, spec.extents), np.int64)
+    for i, row in enumerate(text.split(";")):
+        parts = row.split(",")
+        if len(parts) != spec.extents or not all(
+            part.isascii() and part.isdigit() and len(part) <= _DIGITS for part in parts
+        ):
+            raise _mismatch(
+                f"{what}, row {i}: extents {plain(row, 40)!r} came, expected {spec.extents} whole numbers with commas "
+                "between them, and semicolons between rows"
+            )
+        sizes[i] = [int(part) for part in parts]
+    counts = elements(spec, sizes)
+    if (wrong := np.flatnonzero(counts < 0)).size:
+        i = int(wrong[0])
+        raise _mismatch(f"{what}, row {i}: sizes {sizes[i].tolist()} came, expected {spec}")
+    return [tuple(row) for row in sizes.tolist()], counts.tolist()

@@ -141,7 +141,7 @@ class TensorSpec:
             want not in (VARIABLE, size) for want, size in zip(self.shape, shape, strict=True)
         ):
             return None
-        if self.variable and math.prod(shape) > self.capacity:
+        if self.variable and math.prod(max(size, 1) for size in shape) > self.capacity:
             return None
         return tuple(size for want, size in zip(self.shape, shape, strict=True) if want == VARIABLE)
 

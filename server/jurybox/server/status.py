@@ -162,6 +162,7 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane],
         "engines": {str(index): state for index, state in sorted(held.engines.items())},
         "inputs": _specs(message.inputs),
         "outputs": _specs(message.outputs),
+        "session_state": _specs(message.session_state),
         "max_batch": message.max_batch,
         "arena": {"segment": message.arena, "rows": message.arena_rows},
         "lanes": {"in_use": len(mine), "rows": sum(lane.rows for lane in mine)},
@@ -200,4 +201,9 @@ def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict
 
 
 def _specs(messages: Sequence[TensorSpecMessage]) -> dict[str, dict[str, Any]]:
-    return {message.name: {"dtype": message.dtype, "shape": list(message.shape)} for message in messages}
+    return {
+        message.name: {"dtype": message.dtype, "shape": list(message.shape)}
+        | ({"capacity": message.capacity} if message.capacity else {})
+        | ({"finite": True} if message.finite else {})
+        for message in messages
+    }

@@ -21,6 +21,12 @@ def gateway(tmp_path_factory):
         "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
         "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
         "policy": {"factory": "tests.models:affine", "publish": "double_buffer", "keep_versions": 2},
+        "text": {"factory": "tests.open_models:shout", "max_batch": 8, "rows": 64},
+        "image": {"factory": "tests.open_models:brightness", "max_batch": 8, "rows": 64},
+        "mask": {"factory": "tests.open_models:threshold", "max_batch": 8, "rows": 64},
+        "prompted": {"factory": "tests.open_models:prompted", "max_batch": 8, "rows": 64},
+        "picky": {"factory": "tests.open_models:picky", "max_batch": 8, "rows": 64},
+        "sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 32},
         "team/moody": {"factory": "tests.models:moody", "max_batch": 8, "rows": 64},
     }
     with serving(tmp_path_factory.mktemp("gateway"), models, http=LOCAL, grpc=LOCAL, **OPT_IN) as running:

@@ -27,7 +27,7 @@ class Engines:
             raise Refused(f"model {name!r} is loading: ask again when it is ready", Code.NOT_READY)
         return SimpleNamespace(spec=SPEC)
 
-    async def ask(self, held, row, n, seconds, version):
+    async def probe(self, held, seconds, version):
         self.asked += 1
         try:
             await asyncio.wait_for(self.back.wait(), seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -17,11 +18,12 @@ from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub
-from jurybox.protocol.errors import Code, ModelFailed, ModelNotFound, Refused, ServerGone, Timeout
+from jurybox.protocol.errors import Code, ModelFailed, ModelNotFound, Refused, ServerGone, Timeout, plain
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from jurybox.protocol.spec import OIP_NAMES, ModelSpec
+from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
+CONTRACT = "jurybox"  # of a model's configuration: the parameter that tells all of its contract
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
 _LATE = 5.0  # seconds that gRPC may need to notice a time-out of its own
 _LOAD = 120.0  # seconds: the gateway answers when the model has loaded
@@ -80,6 +82,9 @@ class GrpcLink:
             metadata = self._call("ModelMetadata", pb.ModelMetadataRequest(name=name), timeout)
             config = self._call("ModelConfig", pb.ModelConfigRequest(name=name), timeout).config
             message.max_batch = max(1, config.max_batch_size)
+            if CONTRACT in config.parameters:  # which says what metadata have no words for
+                _tell(message, config.parameters[CONTRACT].string_value)
+                return message
             for target, tensors in ((message.inputs, metadata.inputs), (message.outputs, metadata.outputs)):
                 target.extend(
                     TensorSpecMessage(name=tensor.name, dtype=_dtype(tensor), shape=tensor.shape[1:])
@@ -133,7 +138,7 @@ class GrpcLink:
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
         transport = GrpcTransport(self._asker, self._stub.ModelInfer, self._metadata, spec, memory)
-        lane = Lane(name, Gateway(), memory, transport, 0, 0, memory.rows, lambda: None, far=True)
+        lane = Lane(name, Gateway(), memory, transport, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch
 
     def _index(self, timeout: float) -> Any:
@@ -157,6 +162,21 @@ class GrpcLink:
             if failed.code == Code.TIMEOUT:
                 raise ServerGone(f"no answer from {self._address} within {timeout:.1f} s") from error
             raise failed from error
+
+
+def _tell(message: ModelMessage, contract: str) -> None:
+    """Write a model's inputs, outputs and state to its message. Raises Refused where they cannot be read."""
+    try:
+        told = json.loads(contract)
+        for target, kind in (
+            (message.inputs, "inputs"),
+            (message.outputs, "outputs"),
+            (message.session_state, "state"),
+        ):
+            for name, spec in specs_from_plain(told[kind]).items():
+                target.add(name=name, dtype=spec.dtype, shape=spec.shape, capacity=spec.capacity, finite=spec.finite)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Refused(f"what the server says of model {message.name!r} cannot be read: {plain(error, 200)}") from None
 
 
 def _dtype(tensor: Any) -> str:

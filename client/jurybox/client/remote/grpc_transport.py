@@ -1,8 +1,14 @@
-"""The transport of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol."""
+"""The transport of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol.
+
+What the protocol has no words for goes in parameters, which a Jurybox gateway knows: `extents` for rows that differ in
+size, `row_errors` for those that failed, `session_client` and `sessions` for the sessions that rows are of.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 import threading
 import time
 from collections import deque
@@ -16,13 +22,19 @@ from jurybox.client.remote.grpc_channel import Asker, failure
 from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.transports.transport import Answer, InFlight, Watching
 from jurybox.protocol import open_inference_pb2 as pb
-from jurybox.protocol.errors import Code
+from jurybox.protocol.errors import Code, Error, plain
+from jurybox.protocol.row_frames import elements, extents_of_text, extents_text, joined_strings, split_strings
 from jurybox.protocol.scoreboard import ENGINE, EngineState
-from jurybox.protocol.spec import OIP_NAMES, ModelSpec
+from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
     import asyncio
 
+_FAREWELL = 0.5  # seconds that telling the gateway of closed sessions may take
+_NO_STATE = (
+    "the state of sessions is not read or written over grpc://: connect with the server's tcp:// address, or with its "
+    "ipc:// address on its host"
+)
 _parents: list[Any] = []  # in a forked child: what gRPC would try to end in its parent's name, were it collected
 
 
@@ -61,20 +73,80 @@ class GrpcTransport:
         self._news = threading.Lock()  # released when something was put there; not an event, whose own lock a
         self._news.acquire()  # KeyboardInterrupt can leave taken
         self._watching: Watching | None = None
+        self._client = secrets.token_hex(16) if spec.state else ""  # names this lane's sessions at the gateway
+        self._base = pb.ModelInferRequest(model_name=spec.name)
+        self._base.parameters["row_errors"].bool_param = True
+        if any(tensor.variable for tensor in spec.outputs.values()):
+            self._base.parameters["extents"].bool_param = True
 
     def send(self, ticket: InFlight) -> None:
         """As Transport.send."""
-        request = pb.ModelInferRequest(
-            model_name=self._spec.name, model_version=str(ticket.version) if ticket.version else ""
-        )
-        for name, tensor in self._spec.inputs.items():
-            rows = self._rows.columns.inputs[name][ticket.first : ticket.first + ticket.rows]
-            request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
-            request.raw_input_contents.append(rows.tobytes())
-        seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
         asked = object()
+        request = pb.ModelInferRequest()
+        request.CopyFrom(self._base)
+        if ticket.version:
+            request.model_version = str(ticket.version)
+        first, end = ticket.first, ticket.first + ticket.rows
+        columns = self._rows.columns
+        if columns.sessions is not None:
+            records = columns.sessions[first:end]
+            if records["flags"].any():
+                self._calls[ticket.sequence] = asked
+                self._arrived(asked, ticket, Error(_NO_STATE, Code.UNSUPPORTED))
+                return
+            steps = zip(records["slot"].tolist(), records["step"].tolist(), strict=True)
+            request.parameters["session_client"].string_param = self._client
+            request.parameters["sessions"].string_param = ";".join(f"{slot}:{step}" for slot, step in steps)
+        for name, tensor in self._spec.inputs.items():
+            rows = columns.inputs[name][first:end]
+            if not tensor.variable:
+                request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
+                request.raw_input_contents.append(rows.tobytes())
+                continue
+            try:
+                self._add(request, name, tensor, rows, columns.input_extents[name][first:end].copy())
+            except Error as error:
+                self._calls[ticket.sequence] = asked
+                self._arrived(asked, ticket, error)
+                return
+        seconds = max(0.001, (ticket.deadline - ticket.submitted) / 1e9)
         self._asker.ask(self._method, request, seconds, self._metadata, lambda call: self._arrived(asked, ticket, call))
         self._calls[ticket.sequence] = asked
+
+    @staticmethod
+    def _add(
+        request: pb.ModelInferRequest, name: str, spec: TensorSpec, slots: NDArray[Any], extents: NDArray[np.int64]
+    ) -> None:
+        """Add an input whose rows differ in size. Raises Error (SPEC_MISMATCH) where a size is none."""
+        counts = elements(spec, extents)
+        if (wrong := np.flatnonzero(counts < 0)).size:
+            row = int(wrong[0])
+            came = extents[row].tolist()
+            raise Error(f"input {name!r}, row {row}: sizes {came} came, expected {spec}", Code.SPEC_MISMATCH)
+        parts = [slots[i, :count].tobytes() for i, count in enumerate(counts.tolist())]
+        if spec.dtype == BYTES:
+            request.inputs.add(name=name, datatype="BYTES", shape=[len(parts)])
+            request.raw_input_contents.append(joined_strings(parts))
+            return
+        tensor = request.inputs.add(name=name, datatype=OIP_NAMES[spec.dtype])
+        if (extents == extents[0]).all():
+            tensor.shape.extend((len(parts), *spec.measured(extents[0].tolist())))
+        else:
+            tensor.shape.append(int(counts.sum()))
+            tensor.parameters["extents"].string_param = extents_text(extents.tolist())
+        request.raw_input_contents.append(b"".join(parts))
+
+    def end_sessions(self) -> None:
+        """Tell the gateway that the sessions are over, if it can be told now; else they end when they were idle."""
+        if not self._client:
+            return
+        request = pb.ModelInferRequest(model_name=self._spec.name)
+        request.parameters["session_client"].string_param = self._client
+        request.parameters["sessions"].string_param = ""
+        told = threading.Lock()
+        told.acquire()
+        self._asker.ask(self._method, request, _FAREWELL, self._metadata, lambda _: told.release())
+        told.acquire(timeout=_FAREWELL)
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Transport.exchange."""
@@ -143,6 +215,8 @@ class GrpcTransport:
         def answer(code: int, message: str, version: int = 0) -> Answer:
             return Answer(ticket.sequence, code, message, version, ticket.incarnation)
 
+        if isinstance(call, Error):  # it was not sent
+            return answer(call.code, str(call))
         if call is None or call.cancelled():
             return answer(Code.SERVER_GONE, "the connection was closed")
         if (error := call.exception()) is not None:
@@ -153,18 +227,81 @@ class GrpcTransport:
             )
             return answer(code, late if code == Code.TIMEOUT else message)
         response: pb.ModelInferResponse = call.result()
-        if wrong := self._take(response, ticket.first, ticket.rows):
-            return answer(Code.PROTOCOL_MISMATCH, wrong)
+        try:
+            lost = self._told(response, "session_lost", ticket)
+            if lost is not None:
+                return answer(Code.SESSION_LOST, f"sessions of model {self._spec.name!r} have lost their state")
+            failed = self._told(response, "row_errors", ticket)
+            self._take(response, ticket.first, ticket.rows)
+        except (Error, ValueError, TypeError, AttributeError) as wrong:
+            return answer(Code.PROTOCOL_MISMATCH, f"the server's answer cannot be read: {plain(wrong, 500)}")
         version = response.model_version
-        return answer(Code.OK, "", int(version) if version.isdigit() else 0)
+        number = int(version) if version.isascii() and version.isdigit() and len(version) < 20 else 0
+        if failed:
+            return answer(Code.ROW_FAILED, f"{failed} of {ticket.rows} rows failed", number)
+        return answer(Code.OK, "", number)
 
-    def _take(self, response: pb.ModelInferResponse, first: int, rows: int) -> str | None:
-        """Copy the outputs to their rows; returns what is wrong with them."""
-        came = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=False))
-        for name, array in self._rows.columns.outputs.items():
-            target = array[first : first + rows]
-            if name not in came or len(came[name]) != target.nbytes:
-                what = f"{len(came[name])} bytes" if name in came else "nothing"
-                return f"output {name!r}: {target.nbytes} raw bytes were expected, came {what}"
-            target[...] = np.frombuffer(came[name], array.dtype).reshape(target.shape)
-        return None
+    def _told(self, response: pb.ModelInferResponse, parameter: str, ticket: InFlight) -> int | None:
+        """Note for its rows what a parameter says of them; returns of how many, None without the parameter.
+
+        Raises ValueError, TypeError where it says nothing sensible.
+        """
+        if parameter not in response.parameters:
+            return None
+        text = response.parameters[parameter].string_param
+        if parameter == "row_errors":
+            reasons = {int(row): plain(reason) for row, reason in json.loads(text).items()}
+        else:
+            reasons = {int(row): "lost" for row in text.split(",") if row}
+        if any(not 0 <= row < ticket.rows for row in reasons):
+            raise ValueError(f"{parameter} of other rows than the {ticket.rows} that were sent")
+        columns = self._rows.columns
+        columns.reasons[ticket.first : ticket.first + ticket.rows] = 0
+        for row, reason in reasons.items():
+            columns.fail(ticket.first + row, reason)
+        return len(reasons)
+
+    def _take(self, response: pb.ModelInferResponse, first: int, rows: int) -> None:
+        """Copy the outputs to their rows. Raises Error, ValueError where they are not what the model promises."""
+        pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+        came = {tensor.name: (tensor, raw) for tensor, raw in pairs}
+        columns = self._rows.columns
+        for name, spec in self._spec.outputs.items():
+            if name not in came:
+                raise ValueError(f"output {name!r} is missing")
+            tensor, raw = came[name]
+            target = columns.outputs[name][first : first + rows]
+            if not spec.variable:
+                if len(raw) != target.nbytes:
+                    raise ValueError(f"output {name!r}: {target.nbytes} raw bytes were expected, came {len(raw)}")
+                target[...] = np.frombuffer(raw, target.dtype).reshape(target.shape)
+                continue
+            self._take_variable(tensor, raw, spec, target, columns.output_extents[name][first : first + rows])
+
+    @staticmethod
+    def _take_variable(
+        tensor: Any, raw: bytes, spec: TensorSpec, target: NDArray[Any], extents: NDArray[np.int64]
+    ) -> None:
+        """Copy an output whose rows differ in size. Raises as `_take`."""
+        what, rows = f"output {tensor.name!r}", len(target)
+        if spec.dtype == BYTES:
+            for i, row in enumerate(split_strings(what, raw, rows, spec.capacity)):
+                target[i, : len(row)] = np.frombuffer(row, np.uint8)
+                extents[i] = len(row)
+            return
+        if "extents" in tensor.parameters:
+            sizes, counts = extents_of_text(what, tensor.parameters["extents"].string_param, spec)
+        else:
+            shape = tuple(tensor.shape)
+            fits = spec.extents_of(shape[1:]) if min(shape, default=-1) >= 0 and shape[0] == rows else None
+            if fits is None:
+                raise ValueError(f"{what}: {rows} rows of {spec} were expected, came shape {list(shape)}")
+            sizes, counts = [fits] * rows, [int(np.prod(shape[1:], dtype=np.int64))] * rows
+        flat = np.frombuffer(raw, spec.numpy_dtype)
+        if len(sizes) != rows or flat.size != sum(counts):
+            raise ValueError(f"{what}: its sizes say {len(sizes)} rows of {sum(counts)} elements, came {flat.size}")
+        at = 0
+        for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            target[i, :count] = flat[at : at + count]
+            extents[i] = size
+            at += count

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -139,8 +138,7 @@ class SelfTest:
         while True:
             try:
                 held = await self._lanes.hold(name, trying=True)
-                row = {key: np.zeros((1, *spec.shape), spec.numpy_dtype) for key, spec in held.spec.inputs.items()}
-                await self._lanes.ask(held, row, 1, until - self._clock(), version)
+                await self._lanes.probe(held, until - self._clock(), version)
             except Error as error:
                 tries -= 1
                 if error.code == Code.STALE_LEASE and tries:

@@ -15,6 +15,7 @@ from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.inference.sequences import IDLE
 from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
@@ -34,7 +35,12 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
     # Clients on other hosts could name this host's memory, so there it is off whatever the setting says.
-    oip = OpenInference(orders["address"], source, shared_memory=access.shared_memory_prefix if local else "")
+    oip = OpenInference(
+        orders["address"],
+        source,
+        shared_memory=access.shared_memory_prefix if local else "",
+        idle=orders.get("sequence_idle", IDLE),
+    )
     try:
         app = create_app(source, oip.reasons, [http_inference.router(oip, most=access.max_message)])
         http = HttpServer(orders["http"], app, access) if orders["http"] else None

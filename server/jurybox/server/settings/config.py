@@ -114,6 +114,7 @@ class ServerSettings(SecuritySettings):
     start_timeout: Seconds = 120.0
     drain_timeout: Seconds = 10.0
     engine_timeout: Seconds = 60.0
+    sequence_idle: Seconds = 60.0
     max_restarts: int = Field(default=5, ge=0, le=1_000_000)
     traces: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"

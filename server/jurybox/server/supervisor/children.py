@@ -276,7 +276,7 @@ def edges(settings: ServerSettings, listening: Mapping[str, str]) -> list[Child]
 
 def _gateway(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
     def configure() -> dict[str, Any]:
-        given = settings.model_dump(mode="json", include=_BOTH)
+        given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle"})
         return {**given, "http": listening["http"], "grpc": listening["grpc"], **Access.of(settings).order()}
 
     # The pools of threads that gRPC makes and ends leave each of malloc's heaps in pieces: with one heap the gateway's

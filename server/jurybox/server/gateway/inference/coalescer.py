@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jurybox.client import Model, Timeout
-from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, said
+from jurybox.client.lane import row_failed
+from jurybox.client.row_codec import shaped
+from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, said
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes where rows differ in size
 
 _IN_FLIGHT = 1
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
@@ -194,19 +195,37 @@ class RequestCoalescer:
         if len(taken) == 1:
             inputs: Arrays = first.inputs
         else:
-            inputs = {name: np.concatenate([asked.inputs[name] for asked in taken]) for name in first.inputs}
+            inputs = {name: _joined([asked.inputs[name] for asked in taken]) for name in first.inputs}
         seconds = max(asked.until for asked in taken) - time.monotonic()
-        reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
-        outputs = reply.outputs if len(self._outputs) > 1 else {self._outputs[0]: reply.outputs}
+        failed: Mapping[int, str] = {}
+        try:
+            reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
+            came, version = reply.outputs, reply.version
+        except RowFailed as error:
+            if len(taken) == 1 or not error.errors:
+                raise
+            came, version, failed = error.outputs, error.version, error.errors
+        outputs = came if len(self._outputs) > 1 else {self._outputs[0]: came}
         at = 0
         for asked in taken:
             end = at + asked.n
             if not asked.answer.done():
                 part = {name: array[at:end] for name, array in outputs.items()}
-                asked.answer.set_result((part, reply.version))
+                mine = {row - at: reason for row, reason in failed.items() if at <= row < end} if failed else {}
+                if mine:
+                    asked.answer.set_exception(row_failed(self._model.name, mine, asked.n, shaped(part), version))
+                else:
+                    asked.answer.set_result((part, version))
             at = end
 
     def _fail(self, taken: list[_Asked], error: Error) -> None:
         for asked in taken:
             if not asked.answer.done():
                 asked.answer.set_exception(error)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The rows of several requests as one's."""
+    if type(parts[0]) is list:
+        return [row for part in parts for row in part]
+    return np.concatenate(parts)

@@ -82,7 +82,7 @@ def message_of(response: InferResponse) -> pb.ModelInferResponse:
     for place, output in enumerate(response.outputs):
         if output.parameters:
             _told(message.outputs[place].parameters, output.parameters)
-    message.raw_output_contents.extend([b"" if o.array is None else o.array.tobytes() for o in response.outputs])
+    message.raw_output_contents.extend([output.raw() for output in response.outputs])
     return message
 
 
@@ -180,7 +180,7 @@ class InferenceServicer:
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         model = await self._oip.described(request.name, request.version)
-        return ParseDict({"config": models.config(model)}, pb.ModelConfigResponse())
+        return ParseDict({"config": models.config(model, self._oip.idle)}, pb.ModelConfigResponse())
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         found = await self._oip.statistics(request.name, request.version)

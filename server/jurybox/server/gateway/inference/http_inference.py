@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for, plain
 from jurybox.server.gateway.app import AnyText
@@ -136,18 +137,43 @@ def _output(output: Output, raw: list[bytes], *, binary: bool) -> dict[str, Any]
     told: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
     parameters = dict(output.parameters)
     if output.array is not None and binary:
-        raw.append(output.array.tobytes())
+        raw.append(output.raw())
         parameters[_SIZE] = len(raw[-1])
+    elif isinstance(output.array, list):
+        told["data"] = _text_of(output.name, output.array)
     elif output.array is not None:
-        if output.array.dtype.kind == "f" and not math.isfinite(float(np.sum(output.array, dtype=np.float64))):
-            raise Refused(
-                f"output {output.name!r} holds NaN or infinity, which JSON cannot say: ask for it with binary_data",
-                Code.UNSUPPORTED,
-            )
-        told["data"] = output.array.ravel().tolist()
+        told["data"] = _numbers(output, output.array)
     if parameters:
         told["parameters"] = parameters
     return told
+
+
+def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
+    """Elements as JSON says them; null in rows that failed, which hold none."""
+    data: list[Any] = array.ravel().tolist()
+    if array.dtype.kind != "f":
+        return data
+    if output.failed and len(array):
+        size = len(data) // len(array)
+        for row in output.failed:
+            data[row * size : (row + 1) * size] = [None] * size
+        array = array[[row for row in range(len(array)) if row not in output.failed]]
+    if not math.isfinite(float(np.sum(array, dtype=np.float64))):
+        raise Refused(
+            f"output {output.name!r} holds NaN or infinity, which JSON cannot say: ask for it with binary_data",
+            Code.UNSUPPORTED,
+        )
+    return data
+
+
+def _text_of(name: str, rows: list[bytes]) -> list[str]:
+    try:
+        return [row.decode() for row in rows]
+    except UnicodeDecodeError:
+        raise Refused(
+            f"output {name!r} holds bytes that are no UTF-8, which JSON cannot say: ask for it with binary_data",
+            Code.UNSUPPORTED,
+        ) from None
 
 
 def _fields(given: dict[str, Any], where: str, known: tuple[str, ...]) -> None:
@@ -256,7 +282,7 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None
     @paths.get(prefix + "/config")
     async def config(name: str, version: str = "") -> dict[str, Any]:
         """The model's configuration."""
-        return models.config(await oip.described(name, version))
+        return models.config(await oip.described(name, version), oip.idle)
 
     @paths.get(prefix + "/stats")
     async def statistics(name: str, version: str = "") -> dict[str, Any]:

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, Error, ModelNotFound, SpecMismatch
-from jurybox.protocol.spec import TensorSpec
+from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.protocol.row_frames import extents_text, joined_strings
+from jurybox.protocol.spec import BYTES, TensorSpec
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.lanes import PATIENCE, Held, Lanes
 from jurybox.server.gateway.inference.models import Repository
-from jurybox.server.gateway.inference.shared_memory import Regions
+from jurybox.server.gateway.inference.sequences import IDLE, Sequences, Turn
+from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
 from jurybox.server.gateway.inference.tensors import (
     NOTHING,
+    Asked,
     Parameters,
     Place,
-    checked_shape,
+    Raw,
+    Rows,
+    Source,
+    Values,
     datatype_of,
-    from_raw,
-    from_values,
     malformed,
     of_request,
     of_tensor,
+    rows_of,
     weights_version,
 )
 from jurybox.server.gateway.live import StatusSource
@@ -77,13 +84,25 @@ class InferRequest:
 
 @dataclass(slots=True)
 class Output:
-    """One output: `array` of shape (n, *row shape), None where it was written to shared memory."""
+    """One output.
+
+    Attributes:
+        array: of shape `shape`, or the byte strings of datatype BYTES; None where it was written to shared memory.
+        failed: rows in which nothing stands.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    array: NDArray[Any] | None
+    array: NDArray[Any] | list[bytes] | None
     parameters: Parameters = field(default_factory=dict)
+    failed: Collection[int] = ()
+
+    def raw(self) -> bytes:
+        """Its elements as they travel; nothing where they are in shared memory."""
+        if self.array is None:
+            return b""
+        return joined_strings(self.array) if isinstance(self.array, list) else self.array.tobytes()
 
 
 @dataclass(slots=True)
@@ -102,6 +121,7 @@ class InferResponse:
 
 
 _TRIES = 3  # lanes that a request is asked on where one after another is taken back
+_GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 _FINAL = {"triton_final_response": True}
 
 
@@ -111,9 +131,14 @@ class Inference:
     Args:
         regions: shared memory that requests may name.
         told: the name of a model, and whether a request to it was answered.
+        idle: seconds without a request after which a sequence is over.
+
+    Attributes:
+        sequences: those of models with state.
     """
 
-    def __init__(self, lanes: Lanes, regions: Regions, told: Callable[[str, bool], None]) -> None:
+    def __init__(self, lanes: Lanes, regions: Regions, told: Callable[[str, bool], None], idle: float = IDLE) -> None:
+        self.sequences = Sequences(idle)
         self._lanes = lanes
         self._regions = regions
         self._told = told
@@ -125,19 +150,52 @@ class Inference:
             Error: with a code of jurybox.protocol.errors that says what the transport should answer.
         """
         asked = of_request(request.parameters) if request.parameters else NOTHING
+        if asked.over:
+            self.sequences.over(request.model, asked.over)
+            return InferResponse(request.model, "", request.id, [])
+        if asked.steps is None:
+            return await self._infer(request, asked, None)
+        with self.sequences.turn(request.model, asked.steps) as turn:  # before anything is waited for
+            try:
+                return await self._infer(request, asked, turn)
+            except SessionLost as error:
+                if not turn.told:
+                    raise
+                lost = {"session_lost": ",".join(map(str, error.sessions))}
+                return InferResponse(request.model, "", request.id, [], lost)
+
+    async def _infer(self, request: InferRequest, asked: Asked, turn: Turn | None) -> InferResponse:
         version = weights_version(request.version)
         seconds = min(value for value in (asked.seconds, request.seconds, PATIENCE) if value is not None)
         until = time.monotonic() + seconds
         tries = _TRIES
+        failed: Mapping[int, str] = {}
         while True:
             held = await self._lanes.hold(request.model)
+            _require_sequence(held, turn)
             inputs, n = self._inputs(held, request.inputs)
             places = self._wanted(held, request.outputs, n)
             try:
-                arrays, used = await self._lanes.ask(held, inputs, n, until - time.monotonic(), version)
+                if turn is None:
+                    arrays, used = await self._lanes.ask(held, inputs, n, until - time.monotonic(), version)
+                else:
+                    arrays, used = await turn.infer(self._lanes, held, inputs, n, until, version)
+                break
+            except RowFailed as error:
+                self._told(request.model, True)
+                if not asked.row_errors or not error.errors:
+                    raise
+                outputs = (
+                    error.outputs if len(held.spec.outputs) > 1 else {next(iter(held.spec.outputs)): error.outputs}
+                )
+                arrays, used, failed = outputs, error.version, error.errors
                 break
             except Error as error:
                 tries -= 1
+                if turn is not None and error.code in _GONE:
+                    self._lanes.retire(held)
+                    if error.code == Code.STALE_LEASE and not turn.begins:
+                        raise turn.lost() from None
                 if error.code == Code.STALE_LEASE and tries:
                     continue  # with another spec perhaps, so everything is checked anew
                 self._told(request.model, False)
@@ -147,13 +205,16 @@ class Inference:
                 f"version {version} of {request.model!r} is not held, {used} is the newest: name one that is, or none"
             )
         self._told(request.model, True)
-        outputs = [self._output(held, name, arrays[name], place) for name, place in places]
-        return InferResponse(request.model, str(used), request.id, outputs, _FINAL if asked.final else {})
+        told: dict[str, Any] = dict(_FINAL) if asked.final else {}
+        if failed:
+            told["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
+        made = [self._output(held, name, arrays[name], place, failed, asked) for name, place in places]
+        return InferResponse(request.model, str(used), request.id, made, told)
 
-    def _inputs(self, held: Held, given: list[Input]) -> tuple[dict[str, NDArray[Any]], int]:
-        """Arrays by name, n rows each."""
+    def _inputs(self, held: Held, given: list[Input]) -> tuple[dict[str, Rows], int]:
+        """Rows by name, n each."""
         specs = held.spec.inputs
-        arrays: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, Rows] = {}
         n = 0
         for tensor in given:
             spec = specs.get(tensor.name)
@@ -168,18 +229,18 @@ class Inference:
             raise SpecMismatch(f"model {held.spec.name!r} takes {', '.join(specs)}; came {', '.join(arrays) or 'none'}")
         return arrays, n
 
-    def _input(self, tensor: Input, spec: TensorSpec) -> NDArray[Any]:
-        shape = checked_shape(tensor.name, tensor.datatype, tensor.shape, spec)
-        place = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else None
+    def _input(self, tensor: Input, spec: TensorSpec) -> Rows:
+        place, extents = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
+        source: Source
         if place is not None:
             if tensor.data is not None:
                 raise malformed(f"input {tensor.name!r} came with data and in shared memory: expected one of the two")
-            return self._regions.read(place, shape, spec.numpy_dtype, tensor.name)
-        if tensor.raw:
-            return from_raw(tensor.name, tensor.data, shape, spec)
-        if tensor.data is None:
-            raise malformed(f"input {tensor.name!r} came without data")
-        return from_values(tensor.name, tensor.data, shape, spec)
+            source = Stretch(self._regions, place, tensor.name)
+        elif tensor.data is None:
+            source = _Nothing(tensor.name)
+        else:
+            source = Raw(tensor.name, tensor.data) if tensor.raw else Values(tensor.name, tensor.data)
+        return rows_of(tensor.name, tensor.datatype, tensor.shape, spec, extents, source)
 
     def _wanted(self, held: Held, wanted: list[Wanted], n: int) -> list[tuple[str, Place | None]]:
         """The outputs to give, each with the shared memory it goes to; refused before anything is computed."""
@@ -192,21 +253,96 @@ class Inference:
                 raise SpecMismatch(f"output {output.name!r} is not the model's; there are {', '.join(specs)}")
             if output.name in places:
                 raise SpecMismatch(f"output {output.name!r} was asked for twice: name each once")
-            place = of_tensor(output.name, output.parameters) if output.parameters else None
+            place, extents = of_tensor(output.name, output.parameters) if output.parameters else (None, None)
+            if extents is not None:
+                raise malformed(f"output {output.name!r}: extents are the answer's to say; ask with extents: true")
             if place is not None:
-                self._regions.check(place, n * specs[output.name].row_bytes, output.name)
+                spec = specs[output.name]  # of what differs in size the answer's size is not known yet
+                self._regions.check(place, 0 if spec.variable else n * spec.row_bytes, output.name)
             places[output.name] = place
         return list(places.items())
 
-    def _output(self, held: Held, name: str, array: NDArray[Any], place: Place | None) -> Output:
-        datatype = datatype_of(held.spec.outputs[name])
+    def _output(
+        self, held: Held, name: str, rows: Rows, place: Place | None, failed: Mapping[int, str], asked: Asked
+    ) -> Output:
+        spec = held.spec.outputs[name]
+        output = _output(name, spec, rows, failed, extents=asked.extents)
         if place is None:
-            return Output(name, datatype, array.shape, array)
-        self._regions.write(place, array, name)
-        told = {"shared_memory_region": place.region, "shared_memory_byte_size": place.size}
+            return output
+        array = output.array
+        written = np.frombuffer(output.raw(), np.uint8) if isinstance(array, list) else array
+        assert written is not None
+        self._regions.write(place, written, name)
+        told = {**output.parameters, "shared_memory_region": place.region, "shared_memory_byte_size": place.size}
         if place.offset:
             told["shared_memory_offset"] = place.offset
-        return Output(name, datatype, array.shape, None, told)
+        return Output(name, output.datatype, output.shape, None, told)
+
+
+class _Nothing(Source):
+    """Of an input without data; says so once all else of it is right."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
+        """Raises ProtocolMismatch."""
+        raise malformed(f"input {self._name!r} came without data")
+
+    def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
+        """Raises ProtocolMismatch."""
+        raise malformed(f"input {self._name!r} came without data")
+
+
+def _require_sequence(held: Held, turn: Turn | None) -> None:
+    """Raises Refused (code UNSUPPORTED), SpecMismatch: a model with state is asked through sequences, and no other."""
+    if held.spec.state and turn is None:
+        raise SpecMismatch(
+            f"model {held.spec.name!r} keeps state ({', '.join(held.spec.state)}): expected the parameter sequence_id, "
+            "and sequence_start with the first request of a sequence"
+        )
+    if turn is not None and not held.spec.state:
+        raise Refused(
+            f"sequence_id: model {held.spec.name!r} keeps no state between requests, expected none", Code.UNSUPPORTED
+        )
+
+
+def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], *, extents: bool) -> Output:
+    """An output as one tensor; nothing of what stands in rows that failed.
+
+    Raises:
+        Refused (code UNSUPPORTED): its rows differ in size, and nobody asked for extents.
+    """
+    nothing = np.nan if spec.dtype.startswith("float") else 0
+    if spec.dtype == BYTES:
+        strings = [b"" if row in failed else value for row, value in enumerate(rows)]
+        return Output(name, "BYTES", (len(strings),), strings, {}, failed)
+    if not spec.variable:
+        assert isinstance(rows, np.ndarray)
+        if failed:
+            rows[list(failed)] = nothing
+        return Output(name, datatype_of(spec), rows.shape, rows, {}, failed)
+    shapes = {value.shape for row, value in enumerate(rows) if row not in failed}
+    if extents and (len(shapes) != 1 or failed):
+        empty = np.zeros(spec.measured([0] * spec.extents), spec.numpy_dtype)
+        values = [empty if row in failed else value for row, value in enumerate(rows)]
+        sizes = [_variable_sizes(spec, value.shape) for value in values]
+        flat = np.concatenate([value.reshape(-1) for value in values])
+        return Output(name, datatype_of(spec), flat.shape, flat, {"extents": extents_text(sizes)})
+    if len(shapes) > 1:
+        raise Refused(
+            f"rows of output {name!r} differ in size ({', '.join(map(str, sorted(shapes)[:3]))}), which one tensor "
+            "cannot hold: ask one row at a time, or for a flat tensor with their sizes, by the parameter extents: true",
+            Code.UNSUPPORTED,
+        )
+    shape = shapes.pop() if shapes else spec.measured([0] * spec.extents)
+    blank = np.full(shape, nothing, spec.numpy_dtype)
+    array = np.stack([blank if row in failed else value for row, value in enumerate(rows)])
+    return Output(name, datatype_of(spec), array.shape, array, {}, failed)
+
+
+def _variable_sizes(spec: TensorSpec, shape: tuple[int, ...]) -> list[int]:
+    return [size for want, size in zip(spec.shape, shape, strict=True) if want < 0]
 
 
 # ----
@@ -219,14 +355,16 @@ class OpenInference:
     Args:
         address: the server's.
         shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
+        idle: seconds without a request after which a sequence is over.
     """
 
-    def __init__(self, address: str, source: StatusSource, *, shared_memory: str) -> None:
+    def __init__(self, address: str, source: StatusSource, *, shared_memory: str, idle: float = IDLE) -> None:
+        self.idle = idle
         self._source = source
         self._lanes = Lanes(address)
         self.self_test = SelfTest(source, self._lanes)
         self.regions = Regions(shared_memory)
-        self.inference = Inference(self._lanes, self.regions, self.self_test.told)
+        self.inference = Inference(self._lanes, self.regions, self.self_test.told, idle)
         self.repository = Repository(self._lanes)
 
     def metadata(self) -> dict[str, Any]:

@@ -9,17 +9,21 @@ server that is slow to answer one question has not let go of any lane.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jurybox.client import Busy, Model, Server, Timeout, connect
-from jurybox.protocol.errors import Code, ModelFailed, Refused
-from jurybox.protocol.spec import ModelSpec
+from jurybox.client.lane import row_failed
+from jurybox.client.row_codec import codec_of, shaped
+from jurybox.client.sessions import Sessions
+from jurybox.protocol.errors import Code, ModelFailed, Refused, RowFailed
+from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
 
@@ -29,6 +33,7 @@ PATIENCE = 60.0  # seconds a request has that brings no time-out of its own
 _CONNECT = 2.0  # seconds the server has for an answer on the control socket
 _AGAIN = 1.0  # seconds between two tries to lease more rows than one
 _BATCHES = 2  # in flight on a lane: one computed, one waiting
+_SESSIONS = 1024  # sequences of a model at most: each has a row of the lane, and a state on the engines' device
 
 
 class Held:
@@ -38,6 +43,7 @@ class Held:
         rows: it has.
         makeshift: it has fewer than there might be, for it was leased to try the model with.
         largest_until: no larger one is asked for until then (s of the monotonic clock), for there was none.
+        sessions: of a model with state, one for each row; else None. `free` are those that no sequence has.
     """
 
     def __init__(self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes) -> None:
@@ -47,9 +53,19 @@ class Held:
         self.makeshift = makeshift
         self.largest_until = 0.0
         self.piece = min(model.max_batch, rows)  # rows of the largest ticket
+        self.codec = codec_of(model.spec)
+        self.sessions: Sessions | None = None
+        self.free: list[int] = []
+        if model.spec.state:
+            self.sessions = Sessions(model, rows)
+            self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are more
         self.together = RequestCoalescer(model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self))
-        self.in_use = 0
+        self.in_use = 0  # callers that are waited for
         self.retired = self.closed = False
+
+    def named(self, outputs: Any) -> Arrays:
+        """Outputs by name, of those that a model's client gives."""
+        return outputs if len(self.spec.outputs) > 1 else {next(iter(self.spec.outputs)): outputs}
 
 
 class Lanes:
@@ -114,6 +130,43 @@ class Lanes:
             held.in_use -= 1
             self.let_go(held)
 
+    async def ask_sessions(
+        self, held: Held, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
+    ) -> tuple[Arrays, int]:
+        """As `ask`, a row of each of some sessions, those that begin from the initial state.
+
+        Raises:
+            SessionLost: `sessions` of it are those that have lost their state. As `ask`.
+        """
+        assert held.sessions is not None
+        if held.retired:
+            raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
+        held.in_use += 1
+        try:
+            outputs = await held.sessions.infer_async(inputs, sessions, begin, timeout=seconds, version=version)
+            # Nothing else runs between its last line and here.
+            return held.named(outputs), held.sessions.version
+        finally:
+            held.in_use -= 1
+            self.let_go(held)
+
+    async def probe(self, held: Held, seconds: float, version: int) -> None:
+        """Ask one row of zeros, small where rows differ in size. Raises as `ask`."""
+        row = {name: _zero(spec) for name, spec in held.spec.inputs.items()}
+        try:
+            if held.sessions is None:
+                await self.ask(held, row, 1, seconds, version)
+            elif held.rows > 1:
+                await self.ask_sessions(held, row, [0], [True], seconds, version)
+            elif held.free:  # else a sequence has it, whose requests say whether the model answers
+                only = held.free.pop()
+                try:
+                    await self.ask_sessions(held, row, [only], [True], seconds, version)
+                finally:
+                    held.free.append(only)
+        except RowFailed:
+            pass  # the model has looked at it: it answers
+
     async def call(self, action: Callable[[Server], T]) -> T:
         """Do something that waits, such as loading a model, with the connection, in a thread."""
         return await asyncio.to_thread(lambda: action(self._connected()))
@@ -149,15 +202,22 @@ class Lanes:
     # ---- inside
 
     async def _in_pieces(self, held: Held, inputs: Arrays, n: int, until: float, version: int) -> tuple[Arrays, int]:
-        outputs = {name: np.empty((n, *spec.shape), spec.numpy_dtype) for name, spec in held.spec.outputs.items()}
+        outputs = held.codec.room(n)
         starts = iter(range(0, n, held.piece))
         versions = []
+        errors: dict[int, str] = {}
 
         async def ask_some() -> None:
             for at in starts:
                 end = min(at + held.piece, n)
                 piece = {name: array[at:end] for name, array in inputs.items()}
-                answer, used = await held.together.ask(piece, end - at, until - time.monotonic(), version)
+                try:
+                    answer, used = await held.together.ask(piece, end - at, until - time.monotonic(), version)
+                except RowFailed as error:
+                    errors.update({at + row: reason for row, reason in error.errors.items()})
+                    held.codec.place(outputs, at, end - at, error.outputs)
+                    versions.append(error.version)
+                    continue
                 versions.append(used)
                 for name, array in answer.items():
                     outputs[name][at:end] = array
@@ -168,6 +228,8 @@ class Lanes:
         finally:
             for worker in workers:
                 worker.cancel()
+        if errors:
+            raise row_failed(held.spec.name, dict(sorted(errors.items())), n, shaped(outputs), min(versions))
         return outputs, min(versions)
 
     def _leased(self, name: str, done: asyncio.Future[Held]) -> None:
@@ -196,7 +258,11 @@ class Lanes:
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
             if message.state != "ready":
                 raise Refused(f"model {name!r} is {message.state}: ask again when it is ready", Code.NOT_READY)
-            rows = 1 if trying else min(_BATCHES * message.max_batch, max(1, message.arena_rows // 2))
+            most = _BATCHES * message.max_batch
+            if message.session_state:
+                # A lane that another supersedes takes its sessions' states with it: it is leased for good.
+                trying, most = False, _SESSIONS
+            rows = 1 if trying else min(most, max(1, message.arena_rows // 2))
             while True:
                 try:
                     model = server.model(name, rows=rows, timeout=0.0)
@@ -224,3 +290,14 @@ class Lanes:
             server, self._server = self._server, None
         if server is not None:
             server.close()
+
+
+def _zero(spec: TensorSpec) -> Any:
+    """One row of zeros; of what differs in size a small one, as the engine's warm-up has it."""
+    if spec.dtype == BYTES:
+        return [b"0" * min(spec.capacity, 4)]
+    if not spec.variable:
+        return np.zeros((1, *spec.shape), spec.numpy_dtype)
+    fixed = math.prod(size for size in spec.shape if size > 0)
+    side = max(1, min(32, int((spec.capacity // fixed) ** (1 / spec.extents))))
+    return [np.zeros([side if size < 0 else size for size in spec.shape], spec.numpy_dtype)]

@@ -6,10 +6,11 @@ JSON and of its messages alike.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
-from jurybox.protocol.spec import OIP_NAMES
+from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import build_version, require_name
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.inference.tensors import Parameters, weights_version
@@ -22,6 +23,7 @@ EXTENSIONS = (
     "model_repository",
     "model_repository(unload_dependents)",
     "parameters",
+    "sequence",
     "statistics",
     "binary_tensor_data",
 )
@@ -79,15 +81,32 @@ def metadata(model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def config(model: dict[str, Any]) -> dict[str, Any]:
-    """The model's configuration, as far as Triton's fields can tell it; `dims` are of one row."""
+def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
+    """The model's configuration, as far as Triton's fields can tell it; `dims` are of one row.
+
+    The rest stands in `parameters.jurybox`, JSON: inputs, outputs and state as spec.plain_specs gives them.
+
+    Args:
+        idle: seconds without a request after which a sequence is over.
+    """
+    state = model["session_state"]
 
     def tensors(specs: dict[str, Any]) -> list[dict[str, Any]]:
         return [
-            {"name": name, "data_type": f"TYPE_{OIP_NAMES[spec['dtype']]}", "dims": list(spec["shape"])}
+            {"name": name, "data_type": _data_type(spec["dtype"]), "dims": list(spec["shape"])}
             for name, spec in specs.items()
         ]
 
+    def plain_specs(specs: dict[str, Any]) -> list[list[Any]]:
+        return [
+            [name, spec["dtype"], spec["shape"], spec.get("capacity", 0), spec.get("finite", False)]
+            for name, spec in specs.items()
+        ]
+
+    contract = {"inputs": model["inputs"], "outputs": model["outputs"], "state": state}
+    scheduling: dict[str, Any] = {"dynamic_batching": {}}
+    if state:
+        scheduling = {"sequence_batching": {"max_sequence_idle_microseconds": int(idle * 1e6)}}
     return {
         "name": model["name"],
         "platform": NAME,
@@ -96,8 +115,15 @@ def config(model: dict[str, Any]) -> dict[str, Any]:
         "max_batch_size": model["max_batch"],
         "input": tensors(model["inputs"]),
         "output": tensors(model["outputs"]),
-        "dynamic_batching": {},
+        "parameters": {
+            NAME: {"string_value": json.dumps({kind: plain_specs(specs) for kind, specs in contract.items()})}
+        },
+        **scheduling,
     }
+
+
+def _data_type(dtype: str) -> str:
+    return "TYPE_STRING" if dtype == BYTES else f"TYPE_{OIP_NAMES[dtype]}"
 
 
 def statistics(model: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Refused, plain
-from jurybox.server.gateway.inference.tensors import Place, malformed
+from jurybox.protocol.row_frames import split_strings
+from jurybox.protocol.spec import TensorSpec
+from jurybox.server.gateway.inference.tensors import Place, Source, malformed
 from jurybox.server.security.access import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects, whatever JURYBOX_SHM_DIR says of ours
@@ -167,3 +169,21 @@ class Regions:
 
     def _shrunk(self, region: Region) -> Exception:
         return malformed(f"region {region.name!r} has been shrunk since it was registered: register it again")
+
+
+class Stretch(Source):
+    """Elements of an input in a registered region."""
+
+    def __init__(self, regions: Regions, place: Place, name: str) -> None:
+        self._regions, self._place, self._name = regions, place, name
+
+    def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
+        """As Source.elements. Raises as `Regions.read`."""
+        return self._regions.read(self._place, shape, spec.numpy_dtype, self._name)
+
+    def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
+        """As Source.strings. Raises as `Regions.read`; Error (SPEC_MISMATCH) where a length lies."""
+        if self._place.size > (most := n * (spec.capacity + 4)):
+            raise malformed(f"tensor {self._name!r} has at most {most} bytes, {self._place.size} were given")
+        data = self._regions.read(self._place, (self._place.size,), np.dtype(np.uint8), self._name)
+        return split_strings(f"input {self._name!r}", data, n, spec.capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for
-from jurybox.protocol.spec import OIP_NAMES, TensorSpec
+from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for, plain
+from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
+from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
 
 Parameters = Mapping[str, Any]  # bool, int, float or str
+Rows = NDArray[Any] | list[Any]  # (n, *row shape); a list of n arrays or bytes where rows differ in size
 
-DTYPES: dict[str, np.dtype[Any]] = {oip: np.dtype(name) for name, oip in OIP_NAMES.items()}
 MOST_DIMENSIONS = 32
 MOST_TENSORS = 1024  # inputs, outputs and parameters that a request may name, of each kind
 
@@ -43,58 +45,162 @@ def checked_shape(name: str, datatype: str, shape: Sequence[Any], spec: TensorSp
     Raises:
         SpecMismatch: datatype or shape are not the model's; says both.
     """
-    if datatype != OIP_NAMES[spec.dtype]:
-        why = "; models here take numbers, not strings" if datatype == "BYTES" else ""
-        raise SpecMismatch(f"input {name!r}: expected datatype {OIP_NAMES[spec.dtype]}, came {datatype!r}{why}")
+    _check_datatype(name, datatype, spec)
     given = tuple(shape)
-    if given[1:] != spec.shape or not given or type(given[0]) is not int or given[0] < 1:
-        expected = ", ".join(map(str, ("n", *spec.shape)))
+    if spec.variable:
+        if not given or any(type(size) is not int or size < 0 for size in given):
+            fits = False
+        else:
+            fits = given[0] > 0 and (len(given) == 1 if spec.dtype == BYTES else spec.extents_of(given[1:]) is not None)
+        if fits and given[0] > MOST_ROWS:
+            raise SpecMismatch(f"input {name!r}: {given[0]} rows came, expected at most {MOST_ROWS} in a request")
+    else:
+        fits = given[1:] == spec.shape and bool(given) and type(given[0]) is int and given[0] > 0
+    if not fits:
+        expected = f"[{', '.join(map(str, ('n', *spec.shape)))}]"
+        if spec.variable and spec.dtype != BYTES:
+            expected += f" with at most {spec.capacity} elements in a row"
         hint = ": the rows come first, 1 for a single one" if given == spec.shape else ""
-        raise SpecMismatch(f"input {name!r}: expected shape [{expected}], came {list(given)[:MOST_DIMENSIONS]}{hint}")
+        raise SpecMismatch(f"input {name!r}: expected shape {expected}, came {_sizes(given)}{hint}")
     return given
 
 
-def from_raw(name: str, data: Any, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-    """An array over bytes in row-major, little-endian order. Raises SpecMismatch where their number is another."""
-    expected = shape[0] * spec.row_bytes
-    if len(data) != expected:
-        raise SpecMismatch(f"input {name!r}: expected {expected} bytes for shape {list(shape)}, came {len(data)}")
-    return np.frombuffer(data, spec.numpy_dtype).reshape(shape)
+def _sizes(shape: tuple[Any, ...]) -> list[Any]:
+    return list(shape)[:MOST_DIMENSIONS]
 
 
-def from_values(name: str, values: Any, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-    """An array of plain numbers, flat or nested as the shape says.
+def _check_datatype(name: str, datatype: str, spec: TensorSpec) -> None:
+    if datatype != OIP_NAMES[spec.dtype]:
+        why = "; this input takes numbers, not strings" if datatype == "BYTES" else ""
+        raise SpecMismatch(
+            f"input {name!r}: expected datatype {OIP_NAMES[spec.dtype]}, came {plain(datatype, 40)!r}{why}"
+        )
+
+
+def rows_of(
+    name: str, datatype: str, shape: Sequence[Any], spec: TensorSpec, extents: str | None, source: Source
+) -> Rows:
+    """An input's rows, checked in all: whoever shares a ticket with them must not meet an error of theirs.
+
+    Args:
+        extents: the sizes of rows that differ, as text; the payload is flat then, `shape` its length.
+        source: gives the elements.
 
     Raises:
-        SpecMismatch: their number, nesting, kind or range is not what datatype and shape ask for.
+        SpecMismatch, Error: (SPEC_MISMATCH) what was expected and what came.
     """
-    dtype = spec.numpy_dtype
-    flat: Any = values
-    if isinstance(values, list) and values and isinstance(values[0], list):
-        flat = _flattened(name, values, shape)
-    if len(flat) != math.prod(shape):
-        raise SpecMismatch(
-            f"input {name!r}: expected {math.prod(shape)} values for shape {list(shape)}, {len(flat)} came"
-        )
-    kinds = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
-    if not isinstance(flat, list):
-        flat = list(flat)  # now that their number is right
-    if not set(map(type, flat)) <= kinds:
-        odd = next(value for value in flat if type(value) not in kinds)
-        raise SpecMismatch(f"input {name!r}: expected values of {OIP_NAMES[spec.dtype]}, came {shown(odd)}")
-    try:
-        return np.array(flat, dtype).reshape(shape)
-    except (OverflowError, ValueError) as error:
-        raise SpecMismatch(f"input {name!r}: a value does not fit {OIP_NAMES[spec.dtype]}: {error}") from error
+    if extents is not None:
+        if not spec.extents or spec.dtype == BYTES:
+            raise SpecMismatch(f"input {name!r}: extents are for rows that differ in size, and not for byte strings")
+        _check_datatype(name, datatype, spec)
+        sizes, counts = extents_of_text(f"input {name!r}", extents, spec)
+        total = sum(counts)
+        if tuple(shape) != (total,):
+            raise SpecMismatch(f"input {name!r}: its extents say {total} elements, shape {_sizes(tuple(shape))} came")
+        flat, at, rows = source.elements((total,), spec), 0, []
+        for count, size in zip(counts, sizes, strict=True):
+            rows.append(flat[at : at + count].reshape(spec.measured(size)))
+            at += count
+        return rows
+    checked = checked_shape(name, datatype, shape, spec)
+    if spec.dtype == BYTES:
+        return source.strings(checked[0], spec)
+    array = source.elements(checked, spec)
+    return list(array) if spec.variable else array
 
 
-def _flattened(name: str, values: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    level: list[Any] = [values]
-    for size in shape:
-        if not all(isinstance(part, list) and len(part) == size for part in level):
-            raise SpecMismatch(f"input {name!r}: data is nested otherwise than shape {list(shape)} says")
-        level = [value for part in level for value in part]
-    return level
+class Source:
+    """Where an input's elements come from: `from_raw` or `from_values`."""
+
+    def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
+        """An array of that shape."""
+        raise NotImplementedError
+
+    def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
+        """n byte strings."""
+        raise NotImplementedError
+
+
+class Raw(Source):
+    """Bytes in row-major, little-endian order; of byte strings each behind its length."""
+
+    def __init__(self, name: str, data: Any) -> None:
+        self._name, self._data = name, data
+
+    def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
+        """As Source.elements. Raises SpecMismatch where their number is another."""
+        expected = math.prod(shape) * spec.numpy_dtype.itemsize
+        if len(self._data) != expected:
+            raise SpecMismatch(
+                f"input {self._name!r}: expected {expected} bytes for shape {list(shape)}, came {len(self._data)}"
+            )
+        return np.frombuffer(self._data, spec.numpy_dtype).reshape(shape)
+
+    def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
+        """As Source.strings. Raises Error (SPEC_MISMATCH) where a length lies."""
+        return split_strings(f"input {self._name!r}", self._data, n, spec.capacity)
+
+
+class Values(Source):
+    """Plain values, flat or nested as the shape says."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        self._name, self._values = name, values
+
+    def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
+        """As Source.elements.
+
+        Raises:
+            SpecMismatch: their number, nesting, kind or range is not what datatype and shape ask for.
+        """
+        dtype, datatype = spec.numpy_dtype, OIP_NAMES[spec.dtype]
+        flat = self._flat(shape)
+        kinds: set[type] = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
+        self._check_kinds(flat, kinds, datatype)
+        try:
+            return np.array(flat, dtype).reshape(shape)
+        except (OverflowError, ValueError) as error:
+            raise SpecMismatch(f"input {self._name!r}: a value does not fit {datatype}: {error}") from error
+
+    def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
+        """As Source.strings, of text (its UTF-8) or bytes. Raises SpecMismatch."""
+        flat = self._flat((n,))
+        self._check_kinds(flat, {str, bytes}, "BYTES")
+        rows: list[bytes] = []
+        for i, value in enumerate(flat):
+            try:
+                row = value if type(value) is bytes else value.encode()
+            except UnicodeEncodeError:
+                raise SpecMismatch(f"input {self._name!r}, row {i}: half a surrogate pair, which is no text") from None
+            if len(row) > spec.capacity:
+                raise SpecMismatch(
+                    f"input {self._name!r}, row {i}: {len(row)} bytes came, expected at most {spec.capacity}"
+                )
+            rows.append(row)
+        return rows
+
+    def _flat(self, shape: tuple[int, ...]) -> list[Any]:
+        values = self._values
+        if isinstance(values, list) and values and isinstance(values[0], list):
+            values = self._flattened(values, shape)
+        if len(values) != math.prod(shape):
+            raise SpecMismatch(
+                f"input {self._name!r}: expected {math.prod(shape)} values for shape {list(shape)}, {len(values)} came"
+            )
+        return values if isinstance(values, list) else list(values)  # now that their number is right
+
+    def _check_kinds(self, flat: list[Any], kinds: set[type], datatype: str) -> None:
+        if not set(map(type, flat)) <= kinds:
+            odd = next(value for value in flat if type(value) not in kinds)
+            raise SpecMismatch(f"input {self._name!r}: expected values of {datatype}, came {shown(odd)}")
+
+    def _flattened(self, values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+        level: list[Any] = [values]
+        for size in shape:
+            if not all(isinstance(part, list) and len(part) == size for part in level):
+                raise SpecMismatch(f"input {self._name!r}: data is nested otherwise than shape {list(shape)} says")
+            level = [value for part in level for value in part]
+        return level
 
 
 # ----
@@ -105,9 +211,29 @@ def _flattened(name: str, values: list[Any], shape: tuple[int, ...]) -> list[Any
 
 _MOST_MICROSECONDS = 86_400_000_000  # a day
 _NEWEST = 2**63 - 1  # no weights version is larger
-_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+_MOST_NAMED = 128  # characters of a sequence's name, as in Triton
 _FINAL = "triton_enable_empty_final_response"
 _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+_EXTENTS = "extents"
+_CLIENT = re.compile(r"[0-9a-f]{32}")
+_KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, row_errors, extents"
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Which sequences of a model with state a request goes on with, one for each of its rows.
+
+    Attributes:
+        sequences: their names: (id,) of a sequence as Triton has them, (client, slot) of a session of our own client.
+        steps: the number of the request since the sequence began, 0 where it begins; None: the next.
+        end: whether they are over after it.
+        told: whether the answer to a lost sequence says so in a parameter, as our client asks, and not by an error.
+    """
+
+    sequences: tuple[tuple[Any, ...], ...]
+    steps: tuple[int | None, ...]
+    end: bool = False
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +243,18 @@ class Asked:
     Attributes:
         seconds: until which an answer is of use; None: not said.
         final: whether the answer should say that it is the only one.
+        row_errors: whether rows that failed are told in a parameter of the answer; else the request fails with them.
+        extents: whether outputs may come flat, with the sizes of their rows in a parameter, where those differ.
+        steps: of sequences; None: it is of none.
+        over: the client of ours whose sessions are over.
     """
 
     seconds: float | None = None
     final: bool = False
+    row_errors: bool = False
+    extents: bool = False
+    steps: Steps | None = None
+    over: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +271,10 @@ NOTHING = Asked()
 
 def of_request(parameters: Parameters) -> Asked:
     """Read the parameters of a request. Raises Refused (code UNSUPPORTED) naming what is not done here."""
-    seconds, final = None, False
+    seconds, client = None, ""
+    flags = dict.fromkeys((_FINAL, "row_errors", _EXTENTS, "sequence_start", "sequence_end"), False)
+    sequence: int | str = 0
+    sessions: str | None = None
     for name, value in parameters.items():
         if name == "timeout":
             microseconds = _whole(name, value, _MOST_MICROSECONDS)
@@ -145,37 +282,87 @@ def of_request(parameters: Parameters) -> Asked:
         elif name == "priority":
             if _whole(name, value, 2**64 - 1):
                 raise _refused(f"priority={value}: requests are answered in the order they come, expected 0 or none")
-        elif name in _SEQUENCE:
-            if value:
-                raise _refused(
-                    f"{name}={shown(value)}: models here keep no state between requests, expected no sequence"
-                )
-        elif name == _FINAL:
-            final = _truth(name, value)
+        elif name == "sequence_id":
+            sequence = _sequence_id(value)
+        elif name in flags:
+            flags[name] = _truth(name, value)
+        elif name == "session_client":
+            if not isinstance(value, str) or not _CLIENT.fullmatch(value):
+                raise malformed(f"parameter {name}={shown(value)}: expected 32 hexadecimal digits")
+            client = value
+        elif name == "sessions":
+            if not isinstance(value, str):
+                raise malformed(f"parameter {name}={shown(value)}: expected text")
+            sessions = value
         else:
-            raise _refused(f"parameter {name!r} is not known here; there are: timeout, priority")
-    return Asked(seconds, final)
+            raise _refused(f"parameter {plain(name, 60)!r} is not known here; there are: {_KNOWN}")
+    steps, over = None, ""
+    if sequence:
+        step = 0 if flags["sequence_start"] else None
+        steps = Steps(((sequence,),), (step,), flags["sequence_end"])
+    elif flags["sequence_start"] or flags["sequence_end"]:
+        raise malformed("sequence_start and sequence_end came without a sequence_id")
+    if (sessions is None) != (not client) or (client and sequence):
+        raise malformed("expected session_client and sessions together, and no sequence_id beside them")
+    if sessions:
+        steps = _steps_of(client, sessions)
+    elif client:
+        over = client
+    return Asked(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over)
 
 
-def of_tensor(name: str, parameters: Parameters) -> Place | None:
-    """Read the parameters of an input or output: a place in shared memory, or None.
+def _sequence_id(value: object) -> int | str:
+    if type(value) is int and 0 <= value < 2**64:
+        return value
+    if type(value) is str and len(value) <= _MOST_NAMED:
+        return value
+    raise malformed(
+        f"parameter sequence_id={shown(value)}: expected a whole number from 0 to 2^64 - 1, or text of at most "
+        f"{_MOST_NAMED} characters"
+    )
+
+
+def _steps_of(client: str, text: str) -> Steps:
+    """Of our own client: "slot:step" of each row, semicolons between them. Raises ProtocolMismatch."""
+    if text.count(";") >= MOST_ROWS or len(text) > 22 * MOST_ROWS:
+        raise malformed(f"sessions of more than {MOST_ROWS} rows came: send fewer rows in a request")
+    names: list[tuple[Any, ...]] = []
+    steps: list[int | None] = []
+    for part in text.split(";"):
+        slot, _, step = part.partition(":")
+        if not all(number.isascii() and number.isdigit() and len(number) <= 10 for number in (slot, step)):
+            raise malformed(f"sessions: {plain(part, 40)!r} came, expected slot:step, and semicolons between rows")
+        names.append((client, int(slot)))
+        steps.append(int(step))
+    if len(set(names)) != len(names):
+        raise malformed("sessions: a session stands in one request twice")
+    return Steps(tuple(names), tuple(steps), False, True)
+
+
+def of_tensor(name: str, parameters: Parameters) -> tuple[Place | None, str | None]:
+    """Read the parameters of an input or output: a place in shared memory, and the sizes of its rows; or None.
 
     Raises:
         Refused (code UNSUPPORTED): a parameter that is not honoured here. ProtocolMismatch: one that makes no sense.
     """
-    if not parameters:
-        return None
     for key in parameters:
         if key == "classification":
             raise _refused(f"output {name!r}: classification is not done here: take the scores and sort them")
-        if key not in (_REGION, _SIZE, _OFFSET):
+        if key not in (_REGION, _SIZE, _OFFSET, _EXTENTS):
             raise _refused(
-                f"tensor {name!r}: parameter {key!r} is not known here; there are: {_REGION}, {_SIZE}, {_OFFSET}"
+                f"tensor {name!r}: parameter {plain(key, 60)!r} is not known here; there are: {_REGION}, {_SIZE}, "
+                f"{_OFFSET}, {_EXTENTS}"
             )
+    extents = parameters.get(_EXTENTS)
+    if extents is not None and not isinstance(extents, str):
+        raise malformed(f"tensor {name!r}: {_EXTENTS}={shown(extents)}: expected text")
+    if not parameters.keys() - {_EXTENTS}:
+        return None, extents
     region = parameters.get(_REGION)
     if not isinstance(region, str) or not region or _SIZE not in parameters:
         raise malformed(f"tensor {name!r}: shared memory needs {_REGION} (a name) and {_SIZE}")
-    return Place(region, _whole(_SIZE, parameters[_SIZE], 2**62), _whole(_OFFSET, parameters.get(_OFFSET, 0), 2**62))
+    place = Place(region, _whole(_SIZE, parameters[_SIZE], 2**62), _whole(_OFFSET, parameters.get(_OFFSET, 0), 2**62))
+    return place, extents
 
 
 def weights_version(text: str) -> int:

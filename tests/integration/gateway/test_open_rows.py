@@ -1,0 +1,667 @@
+"""Rows that differ in size, rows that fail alone and sequences: the same promises over every way into the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tests.serving import wait_until
+from tritonclient.utils import InferenceServerException
+
+from jurybox.client import Refused, RowFailed, SessionLost, SpecMismatch, connect
+from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jurybox.protocol.row_frames import joined_strings, split_strings
+
+NUMPY = {"FP32": np.float32, "UINT8": np.uint8, "BOOL": np.bool_}
+
+
+class Failed(Exception):
+    """A request that was refused, whatever way it went."""
+
+
+class Way:
+    """How a client asks: `infer` gives the outputs as lists of rows, and the answer's parameters."""
+
+    def infer(self, model, inputs, **parameters):
+        raise NotImplementedError
+
+    def one(self, model, inputs, **parameters):
+        """The only output."""
+        (rows,) = self.infer(model, inputs, **parameters)[0].values()
+        return rows
+
+
+def shape_of(rows):
+    return [len(rows)] if isinstance(rows[0], (bytes, str)) else [len(rows), *np.shape(rows[0])]
+
+
+def datatype_of(rows):
+    if isinstance(rows[0], (bytes, str)):
+        return "BYTES"
+    return {np.dtype(np.uint8): "UINT8", np.dtype(np.float32): "FP32"}[np.asarray(rows[0]).dtype]
+
+
+def raw_of(rows):
+    return joined_strings(rows) if isinstance(rows[0], bytes) else np.stack(rows).tobytes()
+
+
+def rows_of(datatype, shape, data):
+    if datatype == "BYTES":
+        return split_strings("answer", data, shape[0], 1 << 20)
+    return list(np.frombuffer(data, NUMPY[datatype]).reshape(tuple(shape)))
+
+
+class Http(Way):
+    def __init__(self, gateway, *, binary):
+        self.client = httpx.Client(base_url=f"http://{gateway.http}", timeout=30)
+        self.binary = binary
+
+    def infer(self, model, inputs, **parameters):
+        tensors, raw = [], []
+        for name, rows in inputs.items():
+            tensor = {"name": name, "shape": shape_of(rows), "datatype": datatype_of(rows)}
+            if self.binary:
+                raw.append(raw_of(rows))
+                tensor["parameters"] = {"binary_data_size": len(raw[-1])}
+            else:
+                tensor["data"] = [r.decode() if isinstance(r, bytes) else np.asarray(r).tolist() for r in rows]
+            tensors.append(tensor)
+        if self.binary:
+            parameters["binary_data_output"] = True
+        head = json.dumps({"inputs": tensors, "parameters": parameters}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head))} if self.binary else {}
+        answer = self.client.post(f"/v2/models/{model}/infer", content=b"".join((head, *raw)), headers=headers)
+        if answer.status_code != 200:
+            raise Failed(f"{answer.status_code} {answer.json()['error']}")
+        length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
+        told, binary, outputs = json.loads(answer.content[:length]), answer.content[length:], {}
+        for output in told["outputs"]:
+            if self.binary:
+                size = output["parameters"]["binary_data_size"]
+                outputs[output["name"]] = rows_of(output["datatype"], output["shape"], binary[:size])
+                binary = binary[size:]
+            elif output["datatype"] == "BYTES":
+                outputs[output["name"]] = [row.encode() for row in output["data"]]
+            else:
+                data = np.array(output["data"], NUMPY[output["datatype"]]).reshape(output["shape"])
+                outputs[output["name"]] = list(data)
+        return outputs, told.get("parameters", {})
+
+    def close(self):
+        self.client.close()
+
+
+class Grpc(Way):
+    def __init__(self, gateway, *, typed):
+        self.channel = grpc.insecure_channel(gateway.grpc)
+        self.stub = GRPCInferenceServiceStub(self.channel)
+        self.typed = typed
+
+    def message(self, model, inputs, **parameters):
+        message = pb.ModelInferRequest(model_name=model)
+        for name, value in parameters.items():
+            kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
+            setattr(message.parameters[name], kind, value)
+        for name, rows in inputs.items():
+            tensor = message.inputs.add(name=name, datatype=datatype_of(rows), shape=shape_of(rows))
+            if not self.typed:
+                message.raw_input_contents.append(raw_of(rows))
+            elif isinstance(rows[0], bytes):
+                tensor.contents.bytes_contents.extend(rows)
+            else:
+                field = {"UINT8": "uint_contents", "FP32": "fp32_contents"}[tensor.datatype]
+                getattr(tensor.contents, field).extend(np.stack(rows).ravel().tolist())
+        return message
+
+    def infer(self, model, inputs, **parameters):
+        try:
+            answer = self.stub.ModelInfer(self.message(model, inputs, **parameters), timeout=30)
+        except grpc.RpcError as error:
+            raise Failed(f"{error.code().name} {error.details()}") from None
+        outputs = {
+            tensor.name: rows_of(tensor.datatype, tensor.shape, raw)
+            for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
+        }
+        return outputs, {name: getattr(v, v.WhichOneof("parameter_choice")) for name, v in answer.parameters.items()}
+
+    def close(self):
+        self.channel.close()
+
+
+class Triton(Way):
+    """tritonclient as it comes."""
+
+    def __init__(self, module, address):
+        self.module = module
+        self.client = module.InferenceServerClient(address)
+
+    def infer(self, model, inputs, **parameters):
+        tensors = []
+        for name, rows in inputs.items():
+            tensor = self.module.InferInput(name, shape_of(rows), datatype_of(rows))
+            whole = np.array(rows, np.object_) if isinstance(rows[0], bytes) else np.stack(rows)
+            tensor.set_data_from_numpy(whole)
+            tensors.append(tensor)
+        own = {name: parameters.pop(name) for name in list(parameters) if name.startswith("sequence_")}
+        try:
+            answer = self.client.infer(model, tensors, parameters=parameters or None, **own)
+        except InferenceServerException as error:
+            raise Failed(f"{error.status()} {error.message()}") from None
+        told = answer.get_response()
+        names = [output["name"] for output in told["outputs"]] if isinstance(told, dict) else [
+            output.name for output in told.outputs
+        ]  # fmt: skip
+        if isinstance(told, dict):
+            said = told.get("parameters", {})
+        else:
+            said = {name: getattr(v, v.WhichOneof("parameter_choice")) for name, v in told.parameters.items()}
+        return {name: list(answer.as_numpy(name)) for name in names}, said
+
+    def close(self):
+        self.client.close()
+
+
+MAKERS = {
+    "http-json": lambda gateway: Http(gateway, binary=False),
+    "http-binary": lambda gateway: Http(gateway, binary=True),
+    "grpc-raw": lambda gateway: Grpc(gateway, typed=False),
+    "grpc-typed": lambda gateway: Grpc(gateway, typed=True),
+    "triton-grpc": lambda gateway: Triton(tritonclient.grpc, gateway.grpc),
+    "triton-http": lambda gateway: Triton(tritonclient.http, gateway.http),
+}
+
+
+@pytest.fixture(params=list(MAKERS))
+def way(request, gateway):
+    way = MAKERS[request.param](gateway)
+    yield way
+    way.close()
+
+
+@pytest.fixture
+def raw(gateway):
+    way = Grpc(gateway, typed=False)
+    yield way
+    way.close()
+
+
+@pytest.fixture
+def ours(gateway):
+    with connect(f"grpc://{gateway.grpc}", timeout=30) as client:
+        yield client
+
+
+def images(*sides, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w in sides]
+
+
+def numbers(*values):
+    return [np.array([value], np.float32) for value in values]
+
+
+# ---- rows that differ in size
+
+
+def test_metadata_tell_what_differs_in_size(kind):
+    module, client = kind
+    told = client.get_model_metadata("prompted")
+    tensors = told["inputs"] if isinstance(told, dict) else told.inputs
+    told = [
+        (t["name"], t["datatype"], [int(size) for size in t["shape"]])
+        if isinstance(t, dict)
+        else (t.name, t.datatype, list(t.shape))
+        for t in tensors
+    ]
+    assert told == [("image", "UINT8", [-1, -1, -1, 3]), ("prompt", "BYTES", [-1])]
+    config = client.get_model_config("sum")
+    config = config if isinstance(config, dict) else config.config
+    idle = config["sequence_batching"] if isinstance(config, dict) else config.sequence_batching
+    idle = idle["max_sequence_idle_microseconds"] if isinstance(idle, dict) else idle.max_sequence_idle_microseconds
+    assert int(idle) == 60_000_000
+
+
+def test_text_goes_in_and_comes_out(way):
+    rows = ["größer".encode(), b"abc", b"", b"x" * 400]
+    assert way.one("text", {"text": rows}) == ["GRÖSSER".encode(), b"ABC", b"", b"X" * 400]
+
+
+def test_more_texts_than_a_batch_go_in_pieces(way):
+    rows = [f"row {i}".encode() for i in range(50)]
+    assert way.one("text", {"text": rows}) == [row.upper() for row in rows]
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (5, 9), (32, 32), (0, 4)])
+def test_images_of_any_size_are_scored(way, sides):
+    pictures = images(sides, sides)
+    if not pictures[0].size:
+        with pytest.raises(Failed):  # their mean is no number, or they have no data: told, whatever it is
+            way.infer("image", {"image": pictures})
+            raise Failed
+        return
+    expected = [picture.mean() / 255 for picture in pictures]
+    np.testing.assert_allclose(way.one("image", {"image": pictures}), expected, rtol=1e-5)
+
+
+def test_a_prompt_stands_beside_a_picture(way):
+    outputs, _ = way.infer("prompted", {"prompt": [b"a", b"four"], "image": images((5, 4), (5, 4))})
+    assert (list(outputs["size"]), list(outputs["words"])) == ([20, 20], [1, 4])
+
+
+def test_a_mask_has_its_pictures_size(way):
+    (picture,) = images((7, 3))
+    np.testing.assert_array_equal(way.one("mask", {"image": [picture] * 2}), [picture.mean(axis=2) > 127] * 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "said"),
+    [
+        ("image", {"image": images((40, 40))}, "expected shape [n, -1, -1, 3] with at most 3072 elements in a row"),
+        ("image", {"image": [np.zeros((4, 4), np.uint8)]}, "expected shape [n, -1, -1, 3]"),
+        ("image", {"image": [np.zeros((4, 4, 3), np.float32)]}, "expected datatype UINT8"),
+        ("image", {"image": [b"png"]}, "expected datatype UINT8, came 'BYTES'"),
+        ("text", {"text": [b"short", b"x" * 401]}, "row 1: 401 bytes came, expected at most 400"),
+        ("text", {"text": numbers(1)}, "expected datatype BYTES"),
+        ("prompted", {"image": images((2, 2)), "prompt": [b"a", b"b"]}, "rows"),
+        ("prompted", {"image": images((2, 2))}, "takes image, prompt"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(way, model, inputs, said):
+    with pytest.raises(Failed) as failed:
+        way.infer(model, inputs)
+    assert said in str(failed.value)
+
+
+def test_requests_of_unlike_sizes_at_once_are_answered_each_its_own(raw):
+    sides = [(1 + i % 7, 1 + i % 5) for i in range(60)]
+    pictures = images(*sides)
+    calls = [raw.stub.ModelInfer.future(raw.message("mask", {"image": [p]}), timeout=30) for p in pictures]
+    for picture, call in zip(pictures, calls, strict=True):
+        (mask,) = rows_of("BOOL", call.result().outputs[0].shape, call.result().raw_output_contents[0])
+        np.testing.assert_array_equal(mask, picture.mean(axis=2) > 127)
+
+
+def flat_masks(pictures, **parameters):
+    message = pb.ModelInferRequest(model_name="mask")
+    flat = np.concatenate([picture.ravel() for picture in pictures])
+    tensor = message.inputs.add(name="image", datatype="UINT8", shape=[flat.size])
+    tensor.parameters["extents"].string_param = ";".join(f"{p.shape[0]},{p.shape[1]}" for p in pictures)
+    message.raw_input_contents.append(flat.tobytes())
+    for name, value in parameters.items():
+        message.parameters[name].bool_param = value
+    return message
+
+
+def test_outputs_of_unlike_sizes_are_no_tensor_but_go_flat_where_asked(raw):
+    pictures = images((2, 3), (4, 1))
+    with pytest.raises(grpc.RpcError) as unlike:
+        raw.stub.ModelInfer(flat_masks(pictures), timeout=30)
+    assert unlike.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert "differ in size" in unlike.value.details() and "ask one row at a time" in unlike.value.details()
+    answer = raw.stub.ModelInfer(flat_masks(pictures, extents=True), timeout=30)
+    assert answer.outputs[0].parameters["extents"].string_param == "2,3;4,1" and list(answer.outputs[0].shape) == [10]
+
+
+@pytest.mark.parametrize(
+    ("extents", "said"),
+    [
+        ("2,3;4", "row 1: extents '4' came"),
+        ("2,3;4,-1", "row 1"),
+        ("", "row 0"),
+        ("2,3;99999999999,1", "row 1"),
+        ("9999999999,0;1,1", "row 0: sizes [9999999999, 0] came"),
+        ("40,40;1,1", "row 0: sizes [40, 40] came"),
+        ("1,1", "its extents say 3 elements"),
+        (";" * 70_000, "extents of more than 65536 rows came"),
+    ],
+)
+def test_extents_that_lie_are_refused(raw, extents, said):
+    message = flat_masks(images((2, 3), (4, 1)), extents=True)
+    message.inputs[0].parameters["extents"].string_param = extents
+    with pytest.raises(grpc.RpcError) as lie:
+        raw.stub.ModelInfer(message, timeout=30)
+    assert lie.value.code() == grpc.StatusCode.INVALID_ARGUMENT and said in lie.value.details(), lie.value.details()
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "said"),
+    [
+        (b"\xff\xff\xff\xff", [1], "4294967295 bytes came, expected at most 400"),
+        (b"\5\0\0\0abc", [1], "its length says 5 bytes, 3 are left"),
+        (b"\3\0\0\0abcd", [1], "1 bytes came after the last"),
+        (b"\3\0\0", [1], "1 byte strings"),
+        (b"", [2**40], "expected at most 65536"),
+        (b"\0\0\0\0" * 3, [2], "4 bytes came after the last"),
+        (b"\0\0\0\0", [1, 1], "expected shape [n]"),
+        (b"", [0], "expected shape [n]"),
+        (b"", [-1], "expected shape [n]"),
+    ],
+)
+def test_lengths_that_lie_are_refused(raw, data, shape, said):
+    message = pb.ModelInferRequest(model_name="text", raw_input_contents=[data])
+    message.inputs.add(name="text", datatype="BYTES", shape=shape)
+    with pytest.raises(grpc.RpcError) as lie:
+        raw.stub.ModelInfer(message, timeout=30)
+    assert lie.value.code() == grpc.StatusCode.INVALID_ARGUMENT and said in lie.value.details(), lie.value.details()
+
+
+def test_bytes_that_are_no_text_are_not_said_in_json(gateway, curl):
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["\ud800"]}
+    answer = curl.post("/v2/models/text/infer", content=json.dumps({"inputs": [tensor]}).encode())
+    assert (answer.status_code, "half a surrogate pair" in answer.json()["error"]) == (422, True)
+
+
+def test_byte_strings_in_shared_memory(kind):
+    from tritonclient.utils import serialize_byte_tensor, shared_memory
+
+    module, client = kind
+    region = shared_memory.create_shared_memory_region("strings", "/oip_test_strings", 200)
+    try:
+        given = serialize_byte_tensor(np.array([b"ab", b"cde"], np.object_)).item()
+        shared_memory.set_shared_memory_region(region, [np.frombuffer(given, np.uint8)])
+        client.register_system_shared_memory("strings", "/oip_test_strings", 200)
+        tensor = module.InferInput("text", [2], "BYTES")
+        tensor.set_shared_memory("strings", len(given))
+        output = module.InferRequestedOutput("text")
+        output.set_shared_memory("strings", 100, offset=100)
+        client.infer("text", [tensor], outputs=[output])
+        written = shared_memory.get_contents_as_numpy(region, np.uint8, [13], offset=100).tobytes()
+        assert split_strings("x", written, 2, 10) == [b"AB", b"CDE"]
+        output.set_shared_memory("strings", 12, offset=100)
+        with pytest.raises(InferenceServerException, match="has 13 bytes, 12 of region 'strings' were given"):
+            client.infer("text", [tensor], outputs=[output])
+    finally:
+        client.unregister_system_shared_memory()
+        shared_memory.destroy_shared_memory_region(region)
+
+
+# ---- rows that fail alone
+
+
+def test_a_failed_row_is_named_and_nothing_invented(way):
+    with pytest.raises(Failed) as failed:
+        way.infer("picky", {"x": numbers(1, 3, 2, 6)})
+    assert "2 of 4 rows of 'picky' failed: row 1: three; row 3: six" in str(failed.value)
+
+
+def test_who_asks_gets_the_other_rows_and_the_reasons(way):
+    for values in ((1, 3, 2, 6), range(1, 21)):  # the latter in pieces
+        outputs, told = way.infer("picky", {"x": numbers(*values)}, row_errors=True)
+        wrong = {str(i): {3: "three", 6: "six"}[v] for i, v in enumerate(values) if v in (3, 6)}
+        assert json.loads(told["row_errors"]) == wrong
+        expected = [np.nan if v in (3, 6) else 2.0 * v for v in values]
+        np.testing.assert_array_equal(np.array(outputs["y"], np.float32), expected)
+    assert way.infer("picky", {"x": numbers(1)}, row_errors=True)[1] == {}
+
+
+def test_a_failed_row_is_nothing_to_who_shares_its_ticket(raw):
+    good, bad = raw.message("picky", {"x": numbers(1, 2)}), raw.message("picky", {"x": numbers(2, 3)})
+    calls = [(n % 5 == 0, raw.stub.ModelInfer.future(bad if n % 5 == 0 else good, timeout=30)) for n in range(60)]
+    for wrong, call in calls:
+        if wrong:
+            assert call.code() == grpc.StatusCode.INVALID_ARGUMENT and "row 1: three" in call.details()
+        else:
+            assert np.frombuffer(call.result().raw_output_contents[0], np.float32).tolist() == [2, 4]
+
+
+# ---- sequences
+
+
+def test_a_sequence_goes_on_where_it_was(way):
+    for name in (4711, "a name of text"):
+        asked = [(1, {"sequence_start": True}), (2, {}), (3, {"sequence_end": True})]
+        came = [float(way.one("sum", {"x": numbers(v)}, sequence_id=name, **flags)[0]) for v, flags in asked]
+        assert came == [1, 3, 6]
+        with pytest.raises(Failed, match="START"):
+            way.infer("sum", {"x": numbers(1)}, sequence_id=name)
+
+
+def test_a_start_begins_anew(way):
+    for value, start, expected in ((5, True, 5), (1, False, 6), (2, True, 2), (2, False, 4)):
+        flags = {"sequence_start": start, "sequence_id": 99}
+        assert way.one("sum", {"x": numbers(value)}, **flags)[0] == expected
+    way.infer("sum", {"x": numbers(1)}, sequence_id=99, sequence_end=True)
+
+
+def test_sequences_at_once_keep_apart(raw):
+    ids = [f"apart {n}" for n in range(12)]
+    for step in range(5):
+        messages = [
+            raw.message("sum", {"x": numbers(n)}, sequence_id=id_, sequence_start=step == 0, sequence_end=step == 4)
+            for n, id_ in enumerate(ids)
+        ]
+        calls = [raw.stub.ModelInfer.future(message, timeout=30) for message in messages]
+        for n, call in enumerate(calls):
+            assert np.frombuffer(call.result().raw_output_contents[0], np.float32) == n * (step + 1)
+
+
+def test_requests_of_one_sequence_in_a_stream_keep_their_order(raw):
+    messages = [
+        raw.message("sum", {"x": numbers(2**n)}, sequence_id=5, sequence_start=n == 0, sequence_end=n == 15)
+        for n in range(16)
+    ]
+    answers = list(raw.stub.ModelStreamInfer(iter(messages), timeout=60))
+    assert [answer.error_message for answer in answers] == [""] * 16
+    came = [np.frombuffer(a.infer_response.raw_output_contents[0], np.float32)[0] for a in answers]
+    assert came == [2 ** (n + 1) - 1 for n in range(16)]
+
+
+def test_what_follows_a_failed_step_in_a_stream_is_refused_and_the_sequence_lost(raw):
+    values = [1, -1, 1, 1]
+    messages = [
+        raw.message("sum", {"x": numbers(v)}, sequence_id="fails", sequence_start=n == 0) for n, v in enumerate(values)
+    ]
+    told = [answer.error_message for answer in raw.stub.ModelStreamInfer(iter(messages), timeout=60)]
+    assert told[0] == "" and "negative" in told[1] and "START" in told[2] and "START" in told[3]
+    with pytest.raises(Failed, match="FAILED_PRECONDITION"):
+        raw.infer("sum", {"x": numbers(1)}, sequence_id="fails")
+    assert raw.one("sum", {"x": numbers(1)}, sequence_id="fails", sequence_start=True)[0] == 1
+    raw.infer("sum", {"x": numbers(1)}, sequence_id="fails", sequence_end=True)
+
+
+def test_a_step_that_is_refused_or_fails_alone_leaves_the_state(way):
+    way.infer("sum", {"x": numbers(5)}, sequence_id=8, sequence_start=True)
+    for wrong in ({"x": numbers(-1)}, {"x": numbers(1, 2)}, {"y": numbers(1)}, {"x": [np.zeros(3, np.float32)]}):
+        with pytest.raises(Failed):
+            way.infer("sum", wrong, sequence_id=8)
+    assert way.one("sum", {"x": numbers(1)}, sequence_id=8, sequence_end=True)[0] == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "said"),
+    [
+        ("sum", {}, "keeps state (total): expected the parameter sequence_id"),
+        ("picky", {"sequence_id": 7, "sequence_start": True}, "keeps no state"),
+        ("sum", {"sequence_id": 7, "sequence_start": False}, "START"),
+    ],
+)
+def test_sequences_are_for_models_with_state(way, model, parameters, said):
+    with pytest.raises(Failed) as failed:
+        way.infer(model, {"x": numbers(1)}, **parameters)
+    assert said in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"sequence_id": -1},
+        {"sequence_id": "x" * 129},
+        {"sequence_id": True},
+        {"sequence_start": True},
+        {"sequence_id": 1, "sequence_start": 1},
+        {"session_client": "x", "sessions": "0:0"},
+        {"session_client": "0" * 32},
+        {"sessions": "0:0"},
+        {"session_client": "0" * 32, "sessions": "0:0", "sequence_id": 1},
+        {"session_client": "0" * 32, "sessions": "0"},
+        {"session_client": "0" * 32, "sessions": "0:-1"},
+        {"session_client": "0" * 32, "sessions": "0:99999999999"},
+        {"session_client": "0" * 32, "sessions": "0:0;0:0"},
+        {"session_client": "0" * 32, "sessions": ";" * 70_000},
+        {"session_client": "0" * 32, "sessions": "0:0;1:0"},
+    ],
+)
+def test_names_and_steps_that_are_none_are_refused(raw, parameters):
+    with pytest.raises(Failed, match="INVALID_ARGUMENT"):
+        raw.infer("sum", {"x": numbers(1)}, **parameters)
+
+
+def test_more_sequences_than_rows_are_told_to_wait(raw):
+    def start(name):
+        return raw.one("sum", {"x": numbers(1)}, sequence_id=name, sequence_start=True)
+
+    opened = []
+    with pytest.raises(Failed, match=r"RESOURCE_EXHAUSTED .*sequences of model 'sum' are open"):
+        for n in range(40):
+            start(f"many {n}")
+            opened.append(f"many {n}")
+    assert len(opened) == 15  # half of the arena, less the one that health asks with
+    for name in opened:
+        raw.infer("sum", {"x": numbers(1)}, sequence_id=name, sequence_end=True)
+    start("one more")
+    raw.infer("sum", {"x": numbers(1)}, sequence_id="one more", sequence_end=True)
+
+
+def test_health_asks_a_model_with_state_and_leaves_its_sequences_alone(raw, curl):
+    raw.infer("sum", {"x": numbers(5)}, sequence_id="ill", sequence_start=True)
+    for _ in range(3):
+        assert curl.get("/v2/models/sum/ready").status_code == 200
+        assert curl.get("/health/ready").status_code == 200
+    assert raw.one("sum", {"x": numbers(1)}, sequence_id="ill", sequence_end=True)[0] == 6
+
+
+# ---- our own client
+
+
+def test_our_client_sends_rows_of_any_size(ours):
+    pictures = images((4, 5), (9, 2), (1, 1), (4, 5), (16, 16))
+    np.testing.assert_allclose(ours.model("image").infer(pictures), [p.mean() / 255 for p in pictures], rtol=1e-5)
+    masks = ours.model("mask").infer(pictures * 5)
+    for mask, picture in zip(masks, pictures * 5, strict=True):
+        np.testing.assert_array_equal(mask, picture.mean(axis=2) > 127)
+    np.testing.assert_array_equal(ours.model("mask")(pictures[1]), pictures[1].mean(axis=2) > 127)
+    texts = ours.model("text")
+    assert texts.infer(["größer", b"abc", ""]) == ["GRÖSSER".encode(), b"ABC", b""]
+    assert texts("one") == b"ONE" and texts.submit(["a", "bc"]).result().outputs == [b"A", b"BC"]
+    answer = ours.model("prompted").infer({"image": pictures[:2], "prompt": ["a", "four"]})
+    assert (answer["size"].tolist(), answer["words"].tolist()) == ([20, 18], [1, 4])
+    with pytest.raises(SpecMismatch, match="row 0: expected"):
+        ours.model("image").infer([np.zeros((40, 40, 3), np.uint8)])
+
+
+def test_our_client_has_the_spec_as_it_is(ours, gateway):
+    with gateway.server.connect() as near:
+        for name in ("affine", "two", "text", "image", "mask", "prompted", "sum"):
+            assert ours.model(name).spec == near.model(name, rows=1).spec
+
+
+def test_our_client_is_told_which_rows_failed(ours):
+    model = ours.model("picky")
+    x = np.arange(20, dtype=np.float32).reshape(20, 1)
+    with pytest.raises(RowFailed) as failed:
+        model.infer(x)
+    assert failed.value.errors == {3: "three", 6: "six"}
+    np.testing.assert_array_equal(np.delete(failed.value.outputs, [3, 6]), np.delete(2 * x[:, 0], [3, 6]))
+    assert model(x[4]) == 8
+
+
+def test_our_clients_sessions_keep_their_state(ours):
+    x = np.array([[1], [10], [100]], np.float32)
+    with ours.model("sum").sessions(3) as one, ours.model("sum").sessions(3) as other:
+        np.testing.assert_array_equal(one.infer(x), [1, 10, 100])
+        np.testing.assert_array_equal(other.infer(x), [1, 10, 100])
+        np.testing.assert_array_equal(one.infer(x), [2, 20, 200])
+        np.testing.assert_array_equal(one.infer(x[:2], session=[2, 0]), [201, 12])
+        np.testing.assert_array_equal(one.infer(x, reset=[False, True, False]), [13, 10, 301])
+        np.testing.assert_array_equal(other.infer(x), [2, 20, 200])
+        with pytest.raises(Refused, match="not read or written over grpc://"):
+            one.get_state()
+        np.testing.assert_array_equal(one.infer(x), [14, 20, 401])
+    for _ in range(8):  # closed sessions give their rows back: there are 15
+        with ours.model("sum").sessions(4) as sessions:
+            np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [1, 1, 1, 1])
+
+
+def test_our_clients_requests_in_flight_are_computed_in_order(ours):
+    x = np.ones((2, 1), np.float32)
+    with ours.model("sum").sessions(8) as sessions:
+        tickets = [sessions.submit(x, session=[3, 5]) for _ in range(4)]
+        assert [ticket.result().outputs.tolist() for ticket in tickets] == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_our_client_is_told_of_lost_sessions_by_their_numbers(ours):
+    one = np.ones((1, 1), np.float32)
+    with ours.model("sum").sessions(4) as sessions:
+        sessions.infer(np.ones((4, 1), np.float32))
+        with pytest.raises(Exception, match="negative"):
+            sessions.infer(-one, session=[2])
+        np.testing.assert_array_equal(sessions.infer(one, session=[2]), [2])
+        sessions._next[1] = 7  # a client that claims steps it never took
+        with pytest.raises(SessionLost) as lost:
+            sessions.infer(np.ones((3, 1), np.float32), session=[0, 1, 3])
+        assert lost.value.sessions == [1]
+        np.testing.assert_array_equal(
+            sessions.infer(np.ones((2, 1), np.float32), session=[0, 1], reset=[False, True]), [2, 1]
+        )
+
+
+def test_states_go_down_with_an_engine_and_nothing_wrong_is_answered(raw, ours, gateway):
+    ones = np.ones((2, 1), np.float32)
+    with ours.model("sum").sessions(2) as sessions:
+        np.testing.assert_array_equal(sessions.infer(ones), [1, 1])
+        raw.infer("sum", {"x": numbers(5)}, sequence_id="down", sequence_start=True)
+        killed = gateway.server.pids()["engine-0"]
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(Failed, match="FAILED_PRECONDITION"):
+            raw.infer("sum", {"x": numbers(1)}, sequence_id="down")
+        with pytest.raises(SessionLost) as lost:
+            sessions.infer(ones, timeout=60)
+        assert lost.value.sessions == [0, 1]
+        np.testing.assert_array_equal(sessions.infer(ones, reset=[True, True], timeout=60), [1, 1])
+        assert raw.one("sum", {"x": numbers(1)}, sequence_id="down", sequence_start=True)[0] == 1
+        raw.infer("sum", {"x": numbers(1)}, sequence_id="down", sequence_end=True)
+
+
+def test_states_go_down_with_the_gateway_and_nothing_wrong_is_answered(raw, ours, gateway):
+    ones = np.ones((2, 1), np.float32)
+    with ours.model("sum").sessions(2) as sessions:
+        np.testing.assert_array_equal(sessions.infer(ones), [1, 1])
+        raw.infer("sum", {"x": numbers(5)}, sequence_id="gone", sequence_start=True)
+        os.kill(gateway.server.pids()["gateway"], signal.SIGKILL)
+
+        def lost(ask):
+            try:
+                ask()
+            except (SessionLost, Failed) as error:
+                return "FAILED_PRECONDITION" in str(error) or isinstance(error, SessionLost)
+            except Exception:  # noqa: BLE001  it is being started again
+                return False
+            raise AssertionError("answered from a state that is gone")
+
+        wait_until(lambda: lost(lambda: raw.infer("sum", {"x": numbers(1)}, sequence_id="gone")), 60)
+        wait_until(lambda: lost(lambda: sessions.infer(ones, timeout=10)), 60)
+        np.testing.assert_array_equal(sessions.infer(ones, reset=[True, True], timeout=60), [1, 1])
+
+
+def test_many_sessions_of_many_threads_are_each_their_own(gateway):
+    def run(seed):
+        rng = np.random.default_rng(seed)
+        with connect(f"grpc://{gateway.grpc}", timeout=30) as client, client.model("sum").sessions(3) as sessions:
+            totals = np.zeros(3, np.float32)
+            for _ in range(40):
+                x = rng.integers(0, 9, (3, 1)).astype(np.float32)
+                reset = rng.random(3) < 0.2
+                totals = np.where(reset, 0, totals) + x[:, 0]
+                np.testing.assert_array_equal(sessions.infer(x, reset=reset), totals)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
