@@ -14,6 +14,11 @@ from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 512},
     "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
+    "text": {"factory": "tests.open_models:shout", "max_batch": 8, "rows": 64},
+    "image": {"factory": "tests.open_models:brightness", "args": {"collate": "pad"}, "max_batch": 8, "rows": 64},
+    "mask": {"factory": "tests.open_models:threshold", "max_batch": 8, "rows": 64},
+    "picky": {"factory": "tests.open_models:picky", "max_batch": 8, "rows": 64},
+    "sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 64},
 }
 LOCAL = "127.0.0.1:0"
 X = np.ones((3, 4), np.float32)
@@ -34,6 +39,10 @@ def still_serves(server):
     for address in (server.address, f"tcp://{told['tcp']}", f"grpc://{told['grpc']}"):
         with connect(address, timeout=30) as client:
             np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+            assert client.model("text").infer(["a", "bc"]) == [b"A", b"BC"]
+            with client.model("sum").sessions(2) as sessions:
+                for total in (1, 2):
+                    np.testing.assert_array_equal(sessions.infer(X[:2, :1]), [total, total])
 
 
 def warm_up(server):

@@ -9,8 +9,38 @@ from hypothesis import strategies as st
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import wire
 
-NAMES = st.sampled_from(["affine", "two", "nobody", "", "a" * 128, "a" * 129, "a" * 30_000, "../x", "affine\0", "ä"])
+# Models whose rows differ in size, fail alone or have state (tests/open_models.py), with their input.
+OPEN = {"text": "text", "image": "image", "mask": "image", "picky": "x", "sum": "x"}
+NAMES = st.sampled_from(
+    ["affine", "two", *OPEN, "nobody", "", "a" * 128, "a" * 129, "a" * 30_000, "../x", "affine\0", "ä"]
+)
 EDGES = st.sampled_from([0, 1, 2, 7, 2**31 - 1, 2**31, 2**32 - 1])
+# Sizes of rows as text, session ids, steps: as they should be, nearly, and not at all.
+EXTENTS = st.one_of(
+    st.lists(
+        st.lists(st.sampled_from(["0", "1", "2", "32", "33", "-1", "9999999999", "99999999999", "x", ""]), max_size=3),
+        max_size=4,
+    ).map(lambda rows: ";".join(",".join(row) for row in rows)),
+    st.sampled_from(["1,1", "1,1;2,2", "0,0", ";" * 70_000, "," * 1000, "1,1" * 2000]),
+    st.text(max_size=8),
+)
+STEPS = st.one_of(
+    st.lists(
+        st.tuples(st.sampled_from(["0", "1", "63", "4294967295", "-1"]), st.sampled_from(["0", "1", "2", "x", ""])),
+        max_size=3,
+    ).map(lambda rows: ";".join(":".join(row) for row in rows)),
+    st.sampled_from(["0:0", "0:1", "1:0", "", ";" * 70_000]),
+    st.text(max_size=8),
+)
+CLIENTS = st.sampled_from(["0" * 32, "f" * 32, "0" * 31, "G" * 32, ""])
+SEQUENCES = st.one_of(st.integers(-2, 5), st.sampled_from([2**63 - 1, 2**64 - 1, "a", "", "x" * 128, "x" * 129, True]))
+# Byte strings behind their lengths, and lengths that lie.
+STRINGS = st.one_of(
+    st.sampled_from([b"", b"\0\0\0\0", b"\3\0\0\0abc", b"\3\0\0\0abc\1\0\0\0z", b"\xff\xff\xff\xffab", b"\4\0\0\0abc"]),
+    st.binary(max_size=12).map(lambda text: len(text).to_bytes(4, "little") + text),
+)
+
+
 U32 = st.one_of(EDGES, st.integers(0, 2**32 - 1))
 U64 = st.one_of(EDGES, st.sampled_from([2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
 I64 = st.one_of(EDGES, st.sampled_from([-1, -(2**63), 2**63 - 1]), st.integers(-(2**63), 2**63 - 1))

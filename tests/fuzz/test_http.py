@@ -9,11 +9,12 @@ import zlib
 from random import Random
 from typing import BinaryIO
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.fuzz.messages import bent
+from tests.fuzz.messages import CLIENTS, EXTENTS, OPEN, SEQUENCES, STEPS, STRINGS, bent
 
 _CHANGES_MODELS = ("/load", "/unload")  # of which the models that are served shall remain
 
@@ -178,3 +179,69 @@ def test_any_body_to_infer(server, nothing_leaks, count):
     finally:
         poster.close()
     assert nothing_leaks.sent >= count * 0.8
+
+
+TEXTS = st.one_of(
+    st.sampled_from(["", "a", "\ud800", "x" * 401, 1, None]), st.text(st.characters(codec=None), max_size=4)
+)
+FLAGS = st.dictionaries(
+    st.sampled_from(["sequence_start", "sequence_end", "row_errors", "extents", "binary_data_output"]),
+    st.sampled_from([True, False, 1, "true", None]),
+    max_size=3,
+)
+NAMED = st.one_of(
+    st.just({}),
+    st.builds(lambda name: {"sequence_id": name}, st.one_of(SEQUENCES, st.just("\ud800"), st.just(1.5))),
+    st.builds(lambda client, steps: {"session_client": client, "sessions": steps}, CLIENTS, STEPS),
+)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(150, id="short"),
+        pytest.param(20_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
+    ],
+)
+def test_any_sizes_strings_and_sequences_to_infer(server, nothing_leaks, count):
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=count < 1000,
+    )
+    @given(
+        st.sampled_from(list(OPEN)),
+        st.sampled_from([[1], [2], [0], [-1], [2**40], [1, 1], [1, 2, 2, 3], [2, 0, 5, 3], [1, 2**40, 0, 3], [12]]),
+        st.one_of(st.none(), EXTENTS),
+        st.one_of(st.lists(TEXTS, max_size=3), st.lists(st.integers(0, 255), max_size=12), STRINGS),
+        FLAGS,
+        NAMED,
+    )
+    def fuzz(model, shape, extents, data, flags, named):
+        datatype = {"text": "BYTES", "x": "FP32", "image": "UINT8"}[OPEN[model]]
+        told = {} if extents is None else {"extents": extents}
+        tensor = {"name": OPEN[model], "shape": shape, "datatype": datatype, "parameters": told}
+        if isinstance(data, bytes):
+            told["binary_data_size"] = len(data)
+        else:
+            tensor["data"] = data
+        head = json.dumps({"inputs": [tensor], "parameters": {**flags, **named}}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head))} if isinstance(data, bytes) else {}
+        body = head + data if isinstance(data, bytes) else head
+        answer = client.post(f"/v2/models/{model}/infer", headers=headers, content=body)
+        known = answer.status_code in (200, 501) or 400 <= answer.status_code < 500
+        # A model may raise at what it is given, such as bytes that are no text.
+        raised = not known and "the gateway failed" not in answer.json()["error"]
+        assert known or raised, (
+            body[:300],
+            answer.status_code,
+            answer.content[:300],
+        )
+        assert answer.status_code == 200 or told_why(answer.content)
+        nothing_leaks.came(1)
+
+    with httpx.Client(base_url=f"http://{server.told['http']}", timeout=30) as client:
+        fuzz()

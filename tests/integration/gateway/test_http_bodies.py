@@ -57,7 +57,7 @@ def test_binary_tensors_follow_the_json(curl):
     ("tensor", "status", "said"),
     [
         ({"datatype": "FP64"}, 422, "expected datatype FP32, came 'FP64'"),
-        ({"datatype": "BYTES", "data": ["a"]}, 422, "models here take numbers, not strings"),
+        ({"datatype": "BYTES", "data": ["a"]}, 422, "this input takes numbers, not strings"),
         ({"shape": [4]}, 422, "expected shape [n, 4], came [4]: the rows come first"),
         ({"shape": [1, 5]}, 422, "expected shape [n, 4]"),
         ({"shape": [0, 4], "data": []}, 422, "expected shape [n, 4]"),

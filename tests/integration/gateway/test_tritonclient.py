@@ -192,7 +192,7 @@ def test_a_timeout_is_kept(kind):
     ("asked", "said"),
     [
         ({"priority": 1}, "priority=1: requests are answered in the order they come"),
-        ({"sequence_id": 7, "sequence_start": True}, "models here keep no state"),
+        ({"sequence_id": 7, "sequence_start": True}, "keeps no state between requests"),
         ({"parameters": {"temperature": 1}}, "parameter 'temperature' is not known here"),
         ({"model_version": "77"}, "so no version"),
         ({"model_version": "latest"}, "expected a whole number"),
@@ -254,7 +254,7 @@ def test_statistics_count_requests_rows_and_batches(kind):
 
     wait_until(all_counted, 30, "all of it counted")
     names = {model["name"] for model in plain(client.get_inference_statistics())["model_stats"]}
-    assert names == {"affine", "two", "policy", "team/moody"}
+    assert names >= {"affine", "two", "policy", "team/moody", "sum"}
 
 
 def test_unload_and_load(kind):

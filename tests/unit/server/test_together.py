@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jurybox.client import Busy, Error, ModelFailed, ServerGone, Timeout
+from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, Timeout
 from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
@@ -100,6 +100,37 @@ async def test_of_requests_that_went_together_only_the_one_that_breaks_is_told_s
     together, _ = coalescer(Lane(UNREADABLE, True, UNREADABLE, True))
     answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
     assert [isinstance(answer, ModelFailed) for answer in answers] == [False, True, False]
+
+
+async def test_of_requests_that_went_together_only_those_with_failed_rows_are_told_so():
+    failed = RowFailed(
+        "2 rows failed", None, {1: "no", 4: "nor this"}, np.arange(10, dtype=np.float32).reshape(5, 2), 9
+    )
+    together, _ = coalescer(Lane(failed))
+    two = {"x": np.ones((2, 2), np.float32)}
+    asked = [together.ask(rows, n, 60.0, 0) for rows, n in ((two, 2), (two, 2), (ROW, 1))]
+    first, second, third = await asyncio.gather(*asked, return_exceptions=True)
+    assert (first.errors, first.outputs.tolist(), first.version) == ({1: "no"}, [[0, 1], [2, 3]], 9)
+    np.testing.assert_array_equal(second[0]["y"], [[4, 5], [6, 7]])
+    assert third.errors == {0: "nor this"} and "row 0: nor this" in str(third)
+
+
+async def test_rows_that_differ_in_size_go_together():
+    """Which they could not as one array."""
+    came = []
+
+    class Ragged(Lane):
+        spec = ModelSpec("m", {"x": TensorSpec("uint8", (-1,), capacity=9)}, {"y": TensorSpec("bytes", capacity=9)})
+
+        async def infer_reply_async(self, inputs, *, timeout, version):
+            came.append([len(row) for row in inputs["x"]])
+            return Reply([bytes(row) for row in inputs["x"]], 7)
+
+    together, _ = coalescer(Ragged())
+    rows = [[np.full(n, n, np.uint8)] for n in (3, 1, 2)]
+    answers = await asyncio.gather(*(together.ask({"x": row}, 1, 60.0, 0) for row in rows))
+    assert [answer[0]["y"] for answer in answers] == [[b"\3\3\3"], [b"\1"], [b"\2\2"]]
+    assert came == [[3, 1, 2]]
 
 
 async def test_somebody_elses_unreadable_answer_is_nothing_to_whoever_asks_now():

@@ -1,0 +1,280 @@
+"""Sequences at the gateway: a step is computed from the state that its sender expects, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, Timeout
+from jurybox.protocol.errors import Code
+from jurybox.server.gateway.inference.sequences import Sequences
+from jurybox.server.gateway.inference.tensors import Steps
+
+
+class Lanes:
+    """What is asked on a lane of some sessions: states are lists of what came, so that a wrong one shows."""
+
+    def __init__(self):
+        self.states = {}
+        self.fail = {}  # what to raise at a value
+        self.gate = None  # an event that is waited for before anything is computed
+
+    async def ask_sessions(self, held, values, slots, begin, seconds, version):
+        if self.gate is not None:
+            await asyncio.wait_for(self.gate.wait(), seconds)
+        for value in values:
+            if value in self.fail:
+                raise self.fail[value]
+        for slot, first, value in zip(slots, begin, values, strict=True):
+            self.states[slot] = [*([] if first else self.states[slot]), value]
+        return {"y": [list(self.states[slot]) for slot in slots]}, 7
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def lanes():
+    return Lanes()
+
+
+def held(rows=4):
+    return SimpleNamespace(free=list(range(rows - 1, -1, -1)), rows=rows, model=SimpleNamespace(max_batch=8))
+
+
+class Gateway:
+    def __init__(self, lanes, clock, rows=4):
+        self.lanes, self.held = lanes, held(rows)
+        self.sequences = Sequences(60.0, clock)
+
+    async def step(self, name, value, *, start=False, end=False, seconds=5.0):
+        with self.sequences.turn("m", Steps(((name,),), (0 if start else None,), end)) as turn:
+            return (await turn.infer(self.lanes, self.held, [value], 1, time.monotonic() + seconds, 0))[0]["y"][0]
+
+    async def ours(self, steps, values, client="c", seconds=5.0):
+        names, numbers = tuple((client, slot) for slot in steps), tuple(steps.values())
+        with self.sequences.turn("m", Steps(names, numbers, False, True)) as turn:
+            until = time.monotonic() + seconds
+            return (await turn.infer(self.lanes, self.held, values, len(values), until, 0))[0]["y"]
+
+
+@pytest.fixture
+def gateway(lanes, clock):
+    return Gateway(lanes, clock)
+
+
+async def test_a_sequence_is_over_when_it_was_idle_and_its_row_is_anothers(gateway, clock):
+    for name in range(1, 5):
+        await gateway.step(name, name, start=True)
+    with pytest.raises(Busy, match="4 sequences of model 'm' are open"):
+        await gateway.step("more", 0, start=True)
+    clock.now += 50
+    assert await gateway.step(1, 10) == [1, 10]
+    clock.now += 20
+    assert await gateway.step("more", 0, start=True) == [0]
+    assert len(gateway.sequences) == 2  # the other three were idle for a minute
+    with pytest.raises(SessionLost, match="was idle for 60 s"):
+        await gateway.step(2, 2)
+    assert await gateway.step(1, 11) == [1, 10, 11]
+
+
+async def test_an_end_frees_the_row_and_nothing_is_kept_of_names_that_never_began(gateway):
+    for n in range(20):
+        assert await gateway.step(n + 1, n, start=True, end=True) == [n]
+        with pytest.raises(SessionLost):
+            await gateway.step(f"never {n}", 0)
+    assert len(gateway.sequences) == 0 and sorted(gateway.held.free) == [0, 1, 2, 3]
+
+
+async def test_nobody_gets_the_state_of_who_had_the_row_before(gateway, lanes):
+    await gateway.step("a", 1, start=True, end=True)
+    lanes.fail[666] = ModelFailed("broken")
+    with pytest.raises(ModelFailed):
+        await gateway.step("b", 666, start=True)  # it has the row, and the row has a's state
+    with pytest.raises(SessionLost):
+        await gateway.step("b", 2)
+    with pytest.raises(SessionLost):
+        await gateway.ours({0: 1}, [2])
+
+
+async def test_requests_of_a_sequence_wait_for_each_other(gateway, lanes):
+    lanes.gate = asyncio.Event()
+    asked = [asyncio.create_task(gateway.step("a", n, start=n == 0)) for n in range(5)]
+    await asyncio.sleep(0.01)
+    lanes.gate.set()
+    assert await asyncio.gather(*asked) == [list(range(n + 1)) for n in range(5)]
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+async def test_who_does_not_learn_what_became_of_a_step_has_lost_the_sequence(gateway, lanes, gave_up):
+    await gateway.step("a", 1, start=True)
+    lanes.gate = asyncio.Event()
+    slow = asyncio.create_task(gateway.step("a", 2, seconds=0.05 if not gave_up else 5))
+    behind = asyncio.create_task(gateway.step("a", 3))
+    await asyncio.sleep(0.01)
+    if gave_up:
+        slow.cancel()
+    with pytest.raises((asyncio.CancelledError, TimeoutError)):
+        await slow
+    lanes.gate.set()
+    for lost in (behind, gateway.step("a", 4)):
+        with pytest.raises(SessionLost):
+            await lost
+    assert await gateway.step("a", 5, start=True) == [5]
+
+
+async def test_a_step_given_up_while_it_waited_is_not_left_out_in_silence(gateway, lanes):
+    await gateway.step("a", 1, start=True)
+    lanes.gate = asyncio.Event()
+    first, second = (asyncio.create_task(gateway.step("a", n)) for n in (2, 3))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    third = asyncio.create_task(gateway.step("a", 4))
+    await asyncio.sleep(0.01)
+    lanes.gate.set()
+    assert await first == [1, 2]
+    with pytest.raises(SessionLost):
+        await third
+    with pytest.raises(SessionLost):
+        await gateway.step("a", 5)
+
+
+async def test_a_step_that_was_late_while_it_waited_is_not_left_out_in_silence(gateway, lanes):
+    await gateway.step("a", 1, start=True)
+    lanes.gate = asyncio.Event()
+    first = asyncio.create_task(gateway.step("a", 2))
+    await asyncio.sleep(0.01)
+    with pytest.raises(Timeout):
+        await gateway.step("a", 3, seconds=0.02)
+    lanes.gate.set()
+    assert await first == [1, 2]
+    with pytest.raises(SessionLost):
+        await gateway.step("a", 4)
+
+
+async def test_a_step_that_was_not_computed_may_be_asked_again(gateway, lanes):
+    lanes.fail[666] = ModelFailed("broken")
+    await gateway.step("a", 1, start=True)
+    for _ in range(2):
+        with pytest.raises(ModelFailed):
+            await gateway.step("a", 666)
+        with pytest.raises(ModelFailed):
+            await gateway.step("a", 666, start=True)
+    assert await gateway.step("a", 2) == [1, 2]
+
+
+async def test_what_came_behind_a_step_that_failed_is_refused(gateway, lanes):
+    lanes.fail[666] = ModelFailed("broken")
+    await gateway.step("a", 1, start=True)
+    lanes.gate = asyncio.Event()
+    failing, behind = (asyncio.create_task(gateway.step("a", n)) for n in (666, 2))
+    await asyncio.sleep(0.01)
+    lanes.gate.set()
+    with pytest.raises(ModelFailed):
+        await failing
+    with pytest.raises(SessionLost):
+        await behind
+    with pytest.raises(SessionLost):
+        await gateway.step("a", 3)
+
+
+async def test_a_request_that_is_refused_before_its_turn_has_not_come(gateway):
+    await gateway.step("a", 1, start=True)
+    with pytest.raises(SpecMismatch), gateway.sequences.turn("m", Steps((("a",),), (None,))) as turn:
+        await turn.infer(gateway.lanes, gateway.held, [1, 2], 2, time.monotonic() + 5, 0)
+    assert await gateway.step("a", 2) == [1, 2]
+
+
+async def test_a_lane_that_is_gone_takes_its_sequences_with_it(gateway, lanes):
+    await gateway.step("a", 1, start=True)
+    gateway.held = held()
+    with pytest.raises(SessionLost):
+        await gateway.step("a", 2)
+    assert await gateway.step("a", 3, start=True) == [3]
+
+
+# ---- sessions of our own client
+
+
+async def test_steps_that_overtook_each_other_are_computed_in_order(gateway):
+    late = asyncio.create_task(gateway.ours({0: 1, 1: 1}, ["b", "B"]))
+    await asyncio.sleep(0.01)
+    assert await gateway.ours({0: 0, 1: 0}, ["a", "A"]) == [["a"], ["A"]]
+    assert await late == [["a", "b"], ["A", "B"]]
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 7])
+async def test_a_step_comes_once(gateway, step):
+    await gateway.ours({0: 0}, ["a"])
+    await gateway.ours({0: 1}, ["b"])
+    await gateway.ours({0: 2}, ["c"])
+    if step == 0:
+        assert await gateway.ours({0: 0}, ["x"]) == [["x"]]
+    elif step == 3:
+        assert await gateway.ours({0: 3}, ["x"]) == [["a", "b", "c", "x"]]
+    else:
+        with pytest.raises(SessionLost) as lost:
+            await gateway.ours({0: step}, ["x"])
+        assert lost.value.sessions == [0]
+
+
+async def test_of_several_sessions_the_lost_ones_are_named_and_nothing_is_computed(gateway):
+    await gateway.ours({0: 0, 1: 0, 2: 0}, ["a", "b", "c"])
+    with pytest.raises(SessionLost) as lost:
+        await gateway.ours({0: 1, 1: 5, 2: 0}, ["x", "x", "x"])
+    assert lost.value.sessions == [1]
+    assert await gateway.ours({0: 1, 1: 0, 2: 1}, ["d", "e", "f"]) == [["a", "d"], ["e"], ["c", "f"]]
+
+
+async def test_rows_that_failed_keep_their_step(gateway, lanes):
+    await gateway.ours({0: 0, 1: 0}, ["a", "b"])
+    lanes.fail["no"] = RowFailed("1 of 2 rows failed", None, {1: "no"}, None, 7)
+    with pytest.raises(RowFailed):
+        await gateway.ours({0: 1, 1: 1}, ["c", "no"])
+    lanes.states[0], lanes.states[1] = ["a", "c"], ["b"]
+    assert await gateway.ours({0: 2, 1: 1}, ["d", "e"]) == [["a", "c", "d"], ["b", "e"]]
+
+
+async def test_clients_have_sessions_of_their_own_and_give_them_back(gateway):
+    assert await gateway.ours({0: 0, 1: 0}, ["a", "b"], client="one") == [["a"], ["b"]]
+    assert await gateway.ours({0: 0, 1: 0}, ["A", "B"], client="two") == [["A"], ["B"]]
+    with pytest.raises(Busy):
+        await gateway.ours({0: 0}, ["x"], client="three")
+    gateway.sequences.over("m", "one")
+    assert await gateway.ours({0: 0}, ["x"], client="three") == [["x"]]
+    assert await gateway.ours({0: 1, 1: 1}, ["C", "D"], client="two") == [["A", "C"], ["B", "D"]]
+    with pytest.raises(SessionLost):
+        await gateway.ours({0: 1}, ["y"], client="one")
+
+
+async def test_requests_that_share_sessions_in_any_order_do_not_wait_for_each_other_for_ever(gateway):
+    await gateway.ours({0: 0, 1: 0, 2: 0}, ["", "", ""])
+    orders = [(0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)]
+    steps, asked = {0: 1, 1: 1, 2: 1}, []
+    for order in orders:
+        asked.append(asyncio.create_task(gateway.ours({slot: steps[slot] for slot in order}, ["x", "y"])))
+        for slot in order:
+            steps[slot] += 1
+    answers = await asyncio.wait_for(asyncio.gather(*asked), 5)
+    assert [len(state) for answer in answers for state in answer] == [2, 2, 3, 2, 3, 3, 4, 4, 4, 5, 5, 5]
+
+
+async def test_a_lane_lost_under_way_is_told_as_what_it_is(gateway, lanes):
+    await gateway.step("a", 1, start=True)
+    lanes.fail[2] = Refused("taken back", Code.STALE_LEASE)
+    with pytest.raises(Refused):
+        await gateway.step("a", 2)
+    with pytest.raises(SessionLost):
+        await gateway.step("a", 3)
