@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import httpx
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from tests.serving import wait_until
+from tests.serving import serving, wait_until
 from tritonclient.utils import InferenceServerException
 
 from jurybox.client import Refused, RowFailed, SessionLost, SpecMismatch, connect
@@ -537,6 +538,36 @@ def test_health_asks_a_model_with_state_and_leaves_its_sequences_alone(raw, curl
         assert curl.get("/v2/models/sum/ready").status_code == 200
         assert curl.get("/health/ready").status_code == 200
     assert raw.one("sum", {"x": numbers(1)}, sequence_id="ill", sequence_end=True)[0] == 6
+
+
+def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(tmp_path):
+    models = {"sum": {"factory": "tests.open_models:running_sum", "max_batch": 4, "rows": 9}}
+    with serving(tmp_path, models, http="127.0.0.1:0", grpc="127.0.0.1:0") as running, running.connect() as near:
+        where = near.status()["server"]["http"]
+        assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
+        with near.model("sum", rows=1).sessions(7) as sessions:
+            np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32), session=range(4)), [1] * 4)
+            # No row is left, so the one that health asks with is all that a sequence can have.
+            way = Http(SimpleNamespace(http=where), binary=False)
+            assert way.one("sum", {"x": numbers(5)}, sequence_id=1, sequence_start=True) == [5]
+            with pytest.raises(Failed, match="429"):
+                way.infer("sum", {"x": numbers(5)}, sequence_id=2, sequence_start=True)
+        for _ in range(2):
+            assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
+        assert way.one("sum", {"x": numbers(2)}, sequence_id=1, sequence_end=True) == [7]
+
+        def two_at_once():  # where the rows are back, there are more sequences
+            try:
+                for name in (1, 2):
+                    way.infer("sum", {"x": numbers(5)}, sequence_id=name, sequence_start=True)
+            except Failed as error:
+                assert "429" in str(error)
+                way.infer("sum", {"x": numbers(5)}, sequence_id=1, sequence_end=True)
+                return False
+            return True
+
+        wait_until(two_at_once)
+        way.close()
 
 
 # ---- our own client

@@ -58,10 +58,15 @@ class Held:
         self.free: list[int] = []
         if model.spec.state:
             self.sessions = Sessions(model, rows)
-            self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are more
+            self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are several
         self.together = RequestCoalescer(model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self))
         self.in_use = 0  # callers that are waited for
         self.retired = self.closed = False
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether some sequence's state would be lost with the lane."""
+        return self.sessions is not None and len(self.free) < max(1, self.rows - 1)
 
     def named(self, outputs: Any) -> Arrays:
         """Outputs by name, of those that a model's client gives."""
@@ -95,7 +100,9 @@ class Lanes:
             ModelNotFound, ModelFailed; Refused (code NOT_READY): it is loading; Busy: its arena is taken.
         """
         held = self._held.get(name)
-        if held is not None and (trying or not held.makeshift or time.monotonic() < held.largest_until):
+        if held is not None and (
+            trying or not held.makeshift or held.has_sequence or time.monotonic() < held.largest_until
+        ):
             return held
         require_name(name)
         holding = self._holding.get(name)
@@ -258,24 +265,22 @@ class Lanes:
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
             if message.state != "ready":
                 raise Refused(f"model {name!r} is {message.state}: ask again when it is ready", Code.NOT_READY)
-            most = _BATCHES * message.max_batch
-            if message.session_state:
-                # A lane that another supersedes takes its sessions' states with it: it is leased for good.
-                trying, most = False, _SESSIONS
-            rows = 1 if trying else min(most, max(1, message.arena_rows // 2))
+            most = _SESSIONS if message.session_state else _BATCHES * message.max_batch
+            rows = wanted = 1 if trying else min(most, max(1, message.arena_rows // 2))
             while True:
+                if earlier is not None and not earlier.retired and rows <= earlier.rows:
+                    earlier.largest_until = time.monotonic() + _AGAIN
+                    earlier.makeshift = rows < wanted
+                    return earlier  # no more rows are free: the one that there is must do
                 try:
                     model = server.model(name, rows=rows, timeout=0.0)
-                    return Held(model, rows, makeshift=trying, lanes=self)
+                    # Requests without state can do with few rows; a sequence needs one for itself.
+                    few = bool(message.session_state) and rows < wanted
+                    return Held(model, rows, makeshift=trying or few, lanes=self)
                 except Busy:
                     if rows == 1:
                         raise
                     rows = max(1, rows // 4)
-        except Busy:
-            if earlier is None or earlier.retired:
-                raise
-            earlier.largest_until = time.monotonic() + _AGAIN
-            return earlier  # no more rows are free: the one that was leased to try the model with must do
         except Timeout as error:
             raise Refused(str(error), Code.NOT_READY) from error
 
