@@ -162,6 +162,39 @@ def test_padding_stays_below_its_share(served):
     assert 1 < len(seen) < len(lengths)
 
 
+def test_rows_of_one_size_and_unlike_shapes_are_not_padded_to_each_other(served):
+    """Pictures of 1 x 300 and of 300 x 1 would make 90,000 pixels each; larger ones, more than there is memory."""
+    seen = []
+
+    class Seen(nn.Module):
+        def forward(self, image, image_lengths):
+            seen.append((image[..., 0].numel(), int(image_lengths.prod(dim=1).sum())))
+            return image_lengths.prod(dim=1).float()
+
+    spec = TensorSpec("uint8", (-1, -1, 3), capacity=3072)
+    model = served(ServedModel(Seen(), {"image": spec}, {"score": TensorSpec("float32")}, collate="pad"))
+    seen.clear()
+    sides = [(1, 300), (300, 1), (300, 1), (1, 300), (20, 15), (15, 20), (0, 300), (300, 0)]
+    scores = model.infer([np.zeros((*side, 3), np.uint8) for side in sides])
+    assert scores.tolist() == [h * w for h, w in sides]
+    assert all(padded <= 2 * max(real, 301) for padded, real in seen), seen
+    assert len(seen) < len(sides)
+
+
+@pytest.mark.parametrize("lie", [(1 << 40, 0), (0, 1025), (1, 1025)])
+def test_a_size_of_nothing_does_not_excuse_the_other(served, lie):
+    model = served(open_models.brightness("pad"))
+    with model.rows(2) as rows:
+        for i in range(2):
+            rows.place("image", i, (2, 2, 3))[:] = 51
+        model._lane.columns.input_extents["image"][rows.first + 1] = lie
+        with pytest.raises(RowFailed) as failed:
+            rows.infer()
+        assert list(failed.value.errors) == [1] and "came with sizes" in failed.value.reason
+        with pytest.raises(SpecMismatch):
+            rows.place("image", 0, (*lie, 3))
+
+
 # ---- sessions
 
 

@@ -169,23 +169,35 @@ class OpenServed(Served):
         padded = self._collate == "pad"
         if not padded and (not self._max_elements or int(costs.sum()) <= self._max_elements):
             return [wave]
-        if padded and int(costs.min()) == int(costs.max()) and not self.shapes:
+        sizes = np.concatenate([variable.sizes[wave] for variable in self._variable.values()], axis=1)
+        if padded and not self.shapes and bool((sizes == sizes[0]).all()):
             most = max(1, self._max_elements // max(1, int(costs[0]))) if self._max_elements else len(wave)
             return [wave[at : at + most] for at in range(0, len(wave), most)]
-        order = np.argsort(costs, kind="stable")
-        groups, start, total = [], 0, 0
-        for at, row in enumerate(order):
-            cost = int(costs[row])
+        order = np.lexsort((*sizes.T, costs))
+        sorted_costs, sorted_sizes = costs[order].tolist(), sizes[order].tolist()
+        groups, start, total, largest = [], 0, 0, sorted_sizes[0]
+        for at, (cost, size) in enumerate(zip(sorted_costs, sorted_sizes, strict=True)):
             total += cost
-            bound = cost * (at - start + 1) if padded else total
+            # Rows of as many elements may differ in shape: each is padded to the largest of every size.
+            reach = list(map(max, largest, size))
+            bound = self._padded_elements(reach) * (at - start + 1) if padded else total
             over = self._max_elements and bound > self._max_elements
             padding = padded and bound - total > self._max_padding * bound
-            unlike = bool(self.shapes) and cost != int(costs[order[start]])  # padding may change a row's bytes
+            unlike = bool(self.shapes) and size != sorted_sizes[start]  # padding may change a row's bytes
             if at > start and (over or padding or unlike):
                 groups.append(wave[order[start:at]])
-                start, total = at, cost
+                start, total, reach = at, cost, size
+            largest = reach
         groups.append(wave[order[start:]])
         return groups
+
+    def _padded_elements(self, sizes: list[int]) -> int:
+        """Elements of a row that is padded to these sizes, of one variable input after another."""
+        total, at = 0, 0
+        for variable in self._variable.values():
+            total += variable.padded(sizes[at : at + variable.extents])
+            at += variable.extents
+        return total
 
     # ---- one forward
 
@@ -505,6 +517,8 @@ class _Variable:
 
     def __init__(self, name: str, spec: TensorSpec, columns: Columns, max_batch: int) -> None:
         self._spec = spec
+        self.extents = spec.extents
+        self._fixed = math.prod(size for size in spec.shape if size > 0)
         self._slots = columns.inputs[name]
         self._tensor = torch.from_numpy(self._slots)
         self._extents = columns.input_extents[name]
@@ -562,6 +576,10 @@ class _Variable:
         read = np.empty((rows, self._spec.extents), np.int64)
         native.gather(self._extents, tickets, read)
         return np.maximum(elements(self._spec, read), 1)
+
+    def padded(self, sizes: Sequence[int]) -> int:
+        """Elements of a row of these sizes, at least one."""
+        return max(1, self._fixed * math.prod(sizes))
 
     def costs(self, group: NDArray[np.intp]) -> NDArray[np.int64]:
         """Elements of rows, at least one each."""
