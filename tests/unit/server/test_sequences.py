@@ -21,10 +21,16 @@ class Lanes:
         self.states = {}
         self.fail = {}  # what to raise at a value
         self.gate = None  # an event that is waited for before anything is computed
+        self.busy = set()
 
     async def ask_sessions(self, held, values, slots, begin, seconds, version):
-        if self.gate is not None:
-            await asyncio.wait_for(self.gate.wait(), seconds)
+        assert not self.busy & set(slots), "two steps of a session at once"
+        self.busy |= set(slots)
+        try:
+            if self.gate is not None:
+                await asyncio.wait_for(self.gate.wait(), seconds)
+        finally:
+            self.busy -= set(slots)
         for value in values:
             if value in self.fail:
                 raise self.fail[value]
@@ -151,6 +157,18 @@ async def test_a_step_given_up_while_it_waited_is_not_left_out_in_silence(gatewa
         await gateway.step("a", 5)
 
 
+async def test_a_sequence_begins_anew_when_all_that_came_before_has_ended(gateway, lanes):
+    await gateway.step("a", 1, start=True)
+    lanes.gate = asyncio.Event()
+    first, second = (asyncio.create_task(gateway.step("a", n)) for n in (2, 3))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    anew = asyncio.create_task(gateway.step("a", 4, start=True))
+    await asyncio.sleep(0.01)
+    lanes.gate.set()
+    assert (await first, await anew, await gateway.step("a", 5)) == ([1, 2], [4], [4, 5])
+
+
 async def test_a_step_that_was_late_while_it_waited_is_not_left_out_in_silence(gateway, lanes):
     await gateway.step("a", 1, start=True)
     lanes.gate = asyncio.Event()
@@ -228,6 +246,16 @@ async def test_a_step_comes_once(gateway, step):
         with pytest.raises(SessionLost) as lost:
             await gateway.ours({0: step}, ["x"])
         assert lost.value.sessions == [0]
+
+
+async def test_a_step_of_which_nobody_knows_what_became_is_not_asked_again(gateway, lanes):
+    await gateway.ours({0: 0}, ["a"])
+    lanes.gate = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await gateway.ours({0: 1}, ["b"], seconds=0.02)
+    lanes.gate.set()
+    with pytest.raises(SessionLost):
+        await gateway.ours({0: 1}, ["b"])
 
 
 async def test_of_several_sessions_the_lost_ones_are_named_and_nothing_is_computed(gateway):
