@@ -41,6 +41,7 @@ MOST_NOT_RUN = 4  # a page that cannot be tried is worth little; raise this only
 MODELS = {
     "photo": {"factory": "jurybox.server.jurors:panel", "max_batch": 8, "rows": 64},
     "policy": {"factory": "tests.models:affine"},
+    "memory": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 64},
     "policy/agent0": {"factory": "tests.models:affine", "publish": "double_buffer"},
 }
 
