@@ -1,0 +1,1 @@
+"""Protocols of other projects that the gateway speaks, each bound to a model."""

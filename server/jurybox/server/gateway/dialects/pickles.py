@@ -1,0 +1,534 @@
+"""Pickles read without unpickling: nothing is imported, nothing is called, nothing is allocated before it is counted.
+
+An allow-list of classes in `pickle.Unpickler.find_class` is not enough. A NumPy array of dtype object takes the bytes
+of the stream for pointers; nine bytes with a large memo index make the C unpickler allocate half a gigabyte before any
+class is looked up; a few hundred bytes of shared references stand for lists of 10^9 elements. So this is a reader of its
+own, of the opcodes that plain data has (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, and its
+"classes" are names that are compared. Everything else is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Code, ProtocolMismatch, plain
+
+
+class NotPlain(ProtocolMismatch):
+    """A pickle that is no plain data, or more than is taken; the message names what is refused."""
+
+    code = Code.MALFORMED
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a stream may hold.
+
+    Attributes:
+        opcodes: of the stream.
+        marks: open at once.
+        values: in the result, shared ones counted as often as they stand there.
+        depth: containers inside one another in the result.
+        repeated: bytes of text, byte strings and arrays in the result beyond the stream's own length. Only what is
+            shared makes a result larger than its stream.
+    """
+
+    opcodes: int = 250_000
+    marks: int = 64
+    values: int = 250_000
+    depth: int = 16
+    repeated: int = 8 << 20
+
+
+LIMITS: Final = Limits()
+_NEWEST = 5  # protocol
+_LONGEST_INTEGER = 16  # bytes
+_LONGEST_NAME = 80  # of a global in the text form
+_DIMENSIONS = 4  # of an array
+
+
+# ----
+# What stands for a global, and for an object that is still being made. None of it leaves this module.
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    name: str  # of _GLOBALS' values
+
+
+@dataclass(slots=True, eq=False)
+class _Dtype:
+    kind: str  # "U15", "f8"
+    order: str = ""  # "<", ">" or "|", once it is told
+
+    def made(self) -> np.dtype[Any]:
+        if not self.order:
+            raise NotPlain("the pickle uses a dtype before it tells its byte order")
+        return np.dtype(self.order + self.kind)
+
+
+@dataclass(slots=True, eq=False)
+class _Array:
+    value: NDArray[Any] | None = None
+
+
+_GLOBALS: Final = {
+    ("numpy", "ndarray"): _Name("ndarray"),
+    ("numpy", "dtype"): _Name("dtype"),
+    ("numpy.core.multiarray", "_reconstruct"): _Name("_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"): _Name("_reconstruct"),
+    ("numpy.core.multiarray", "scalar"): _Name("scalar"),
+    ("numpy._core.multiarray", "scalar"): _Name("scalar"),
+    ("numpy.core.numeric", "_frombuffer"): _Name("_frombuffer"),
+    ("numpy._core.numeric", "_frombuffer"): _Name("_frombuffer"),
+    ("_codecs", "encode"): _Name("encode"),
+    ("__builtin__", "bytes"): _Name("bytes"),
+}
+# Text, truth values, integers and floating-point numbers of fixed size: nothing that holds a pointer.
+_KIND = re.compile(r"U[1-9][0-9]{0,6}|b1|[iu][1248]|f[248]")
+# (dtype, version, order, subdtype, names, fields, itemsize, alignment, flags): numpy/core/src/multiarray/descriptor.c
+_DTYPE_STATE = 8
+_MARK: Final = object()
+
+
+class _Reader:
+    """One stream, read once."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, limits: Limits) -> None:
+        self._data = memoryview(data).cast("B")
+        self._size = len(self._data)
+        self._limits = limits
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marks: list[int] = []  # where in the stack
+        self._memo: dict[int, Any] = {}
+
+    def read(self) -> Any:
+        data, size, opcodes = self._data, self._size, _OPCODES
+        for _ in range(self._limits.opcodes):
+            if self._at >= size:
+                raise NotPlain(f"the pickle ends after {size} bytes without STOP: it was cut off")
+            opcode = data[self._at]
+            self._at += 1
+            if opcode == _STOP:
+                break
+            action = opcodes.get(opcode)
+            if action is None:
+                name = _REFUSED.get(opcode)
+                what = f"opcode {name}" if name else f"byte {opcode:#04x}, which is no opcode,"
+                raise NotPlain(f"the pickle has {what} at {self._at - 1}: refused, plain data has none")
+            action(self)
+        else:
+            raise NotPlain(f"the pickle has more than {self._limits.opcodes} opcodes")
+        if len(self._stack) != 1 or self._marks or self._at != size:
+            raise NotPlain(
+                f"the pickle stops with {len(self._stack)} values, {len(self._marks)} marks and {size - self._at} "
+                "bytes left: expected one value and nothing after it"
+            )
+        return _Result(self._limits, self._limits.repeated + size).of(self._stack[0], 0)
+
+    # ---- bytes, stack and memo
+
+    def take(self, n: int) -> memoryview:
+        if n > self._size - self._at:
+            raise NotPlain(f"the pickle claims {n} bytes at {self._at}, {self._size - self._at} are there")
+        self._at += n
+        return self._data[self._at - n : self._at]
+
+    def number(self, n: int) -> int:
+        return int.from_bytes(self.take(n), "little")
+
+    def line(self) -> str:
+        end = bytes(self._data[self._at : self._at + _LONGEST_NAME + 1]).find(b"\n")
+        if end < 0:
+            raise NotPlain(f"the pickle names a global of more than {_LONGEST_NAME} characters at {self._at}")
+        return str(self.take(end + 1)[:-1], "utf-8", "replace")
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def pop(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise NotPlain(f"the pickle takes a value at {self._at} where it has put none")
+        return self._stack.pop()
+
+    def top(self, kind: type) -> Any:
+        value = self.pop()
+        self.push(value)
+        if type(value) is not kind:
+            raise NotPlain(f"the pickle fills a {type(value).__name__.strip('_')} at {self._at} as a {kind.__name__}")
+        return value
+
+    def since_mark(self) -> list[Any]:
+        if not self._marks:
+            raise NotPlain(f"the pickle goes back to a mark at {self._at} where it has set none")
+        at = self._marks.pop()
+        values = self._stack[at:]
+        del self._stack[at:]
+        return values
+
+    def mark(self) -> None:
+        if len(self._marks) >= self._limits.marks:
+            raise NotPlain(f"the pickle has more than {self._limits.marks} open marks: it is nested too deep")
+        self._marks.append(len(self._stack))
+
+    def memoize(self, at: int) -> None:
+        value = self.pop()
+        self.push(value)
+        self._memo[at] = value
+
+    def memoize_next(self) -> None:
+        self.memoize(len(self._memo))
+
+    def get(self, at: int) -> None:
+        if at not in self._memo:
+            raise NotPlain(f"the pickle gets value {at} of its memo, which it has not put there")
+        self.push(self._memo[at])
+
+    # ---- plain values
+
+    def protocol(self) -> None:
+        if (version := self.number(1)) > _NEWEST:
+            raise NotPlain(f"the pickle is of protocol {version}, expected at most {_NEWEST}")
+
+    def frame(self) -> None:
+        if (size := self.number(8)) > self._size - self._at:
+            raise NotPlain(f"the pickle claims a frame of {size} bytes, {self._size - self._at} are there")
+
+    def text(self, digits: int) -> None:
+        try:
+            self.push(str(self.take(self.number(digits)), "utf-8", "surrogatepass"))
+        except UnicodeDecodeError as error:
+            raise NotPlain(f"the pickle has text that is not UTF-8 at {self._at}") from error
+
+    def byte_string(self, digits: int) -> None:
+        self.push(bytes(self.take(self.number(digits))))
+
+    def real(self) -> None:
+        self.push(struct.unpack(">d", self.take(8))[0])
+
+    def signed(self) -> None:
+        self.push(int.from_bytes(self.take(4), "little", signed=True))
+
+    def long(self) -> None:
+        if (size := self.number(1)) > _LONGEST_INTEGER:
+            raise NotPlain(f"the pickle has an integer of {size} bytes, expected at most {_LONGEST_INTEGER}")
+        self.push(int.from_bytes(self.take(size), "little", signed=True))
+
+    def append(self) -> None:
+        value = self.pop()
+        self.top(list).append(value)
+
+    def appends(self) -> None:
+        values = self.since_mark()
+        self.top(list).extend(values)
+
+    def set_item(self) -> None:
+        value, key = self.pop(), self.pop()
+        self._fill([key, value])
+
+    def set_items(self) -> None:
+        self._fill(self.since_mark())
+
+    def _fill(self, pairs: list[Any]) -> None:
+        into = self.top(dict)
+        if len(pairs) % 2:
+            raise NotPlain(f"the pickle has a key without a value at {self._at}")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # Nothing else: the hash of nested tuples alone can take for ever.
+            if type(key) is not str and type(key) is not int:
+                raise NotPlain(
+                    f"the pickle has a {type(key).__name__.strip('_')} as a key: expected text or an integer"
+                )
+            into[key] = value
+
+    def tuple_of(self, n: int) -> None:
+        values = [self.pop() for _ in range(n)]
+        self.push(tuple(reversed(values)))
+
+    def tuple_since_mark(self) -> None:
+        self.push(tuple(self.since_mark()))
+
+    # ---- globals, and the few things that are made with them
+
+    def global_of_text(self) -> None:
+        self._global(self.line(), self.line())
+
+    def global_of_stack(self) -> None:
+        name, module = self.pop(), self.pop()
+        if type(name) is not str or type(module) is not str:
+            raise NotPlain(f"the pickle names a global at {self._at} with something other than text")
+        self._global(module, name)
+
+    def _global(self, module: str, name: str) -> None:
+        known = _GLOBALS.get((module, name))
+        if known is None:
+            raise NotPlain(
+                f"the pickle names {plain(module, 80)}.{plain(name, 80)}: refused, nothing is imported or called here"
+            )
+        self.push(known)
+
+    def reduce(self) -> None:
+        arguments, called = self.pop(), self.pop()
+        if type(called) is not _Name or type(arguments) is not tuple:
+            raise NotPlain(f"the pickle calls a {type(called).__name__.strip('_')} at {self._at} (REDUCE): refused")
+        self.push(_MADE[called.name](*arguments) if len(arguments) == _ARGUMENTS[called.name] else _odd(called.name))
+
+    def build(self) -> None:
+        state, made = self.pop(), self.pop()
+        if type(state) is not tuple:
+            raise NotPlain(f"the pickle sets a state that is no tuple at {self._at} (BUILD): refused")
+        if type(made) is _Dtype:
+            _tell_order(made, state)
+        elif type(made) is _Array and made.value is None:
+            made.value = _array_of_state(state)
+        else:
+            raise NotPlain(f"the pickle sets the state of a {type(made).__name__.strip('_')} (BUILD): refused")
+        self.push(made)
+
+
+def _odd(name: str) -> Any:
+    raise NotPlain(f"the pickle calls {name} with arguments that no plain data has: refused")
+
+
+def _dtype(kind: Any, align: Any, copy: Any) -> _Dtype:
+    # Only text is quoted: the text of nested tuples alone can take for ever.
+    if type(kind) is not str or type(align) is not bool or type(copy) is not bool:
+        _odd("dtype")
+    if not _KIND.fullmatch(kind):
+        raise NotPlain(f"the pickle has an array of dtype {plain(kind, 40)!r}: expected text (U) or numbers")
+    return _Dtype(kind)
+
+
+def _tell_order(made: _Dtype, state: tuple[Any, ...]) -> None:
+    if made.order or len(state) < _DTYPE_STATE or type(state[1]) is not str or state[1] not in ("<", ">", "|"):
+        _odd("BUILD of a dtype")
+    if any(part is not None for part in state[2:5]):
+        raise NotPlain("the pickle has an array with fields: expected text (U) or numbers")
+    made.order = state[1]
+
+
+def _reconstruct(kind: Any, shape: Any, _code: Any) -> _Array:
+    if type(kind) is not _Name or kind.name != "ndarray" or shape != (0,):
+        _odd("_reconstruct")
+    return _Array()
+
+
+def _array_of_state(state: tuple[Any, ...]) -> NDArray[Any]:
+    if len(state) != 5 or state[0] != 1 or type(state[3]) is not bool:
+        _odd("BUILD of an array")
+    return _filled(state[2], state[1], state[4], "F" if state[3] else "C")
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    return _Array(_filled(dtype, shape, data, order))
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return _filled(dtype, (), data, "C").item()
+
+
+def _filled(dtype: Any, shape: Any, data: Any, order: Any) -> NDArray[Any]:
+    """The array, over the bytes that came: nothing is allocated for it."""
+    if type(dtype) is not _Dtype or type(data) is not bytes or type(shape) is not tuple or order not in ("C", "F"):
+        _odd("an array")
+    if len(shape) > _DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape):
+        raise NotPlain(
+            f"the pickle has an array of {len(shape)} sizes: expected at most {_DIMENSIONS}, each below 2^40"
+        )
+    made = dtype.made()
+    items = math.prod(shape)
+    if items * made.itemsize != len(data) or (not items and len(shape) > 1):
+        raise NotPlain(
+            f"the pickle has an array of {made.str} and shape {shape}: expected {items * made.itemsize} bytes, "
+            f"{len(data)} came"
+        )
+    if made.kind == "U" and items and np.frombuffer(data, made.byteorder + "u4").max() > 0x10FFFF:
+        raise NotPlain("the pickle has an array of text with a character that is none")
+    return np.frombuffer(data, made).reshape(shape, order=order)
+
+
+def _encode(text: Any, codec: Any) -> bytes:
+    if type(text) is not str or codec != "latin1":
+        _odd("encode")
+    try:
+        return bytes(text, "latin-1")
+    except UnicodeEncodeError as error:
+        raise NotPlain("the pickle has bytes written as text that is not Latin-1") from error
+
+
+_ARGUMENTS: Final = {
+    "dtype": 3, "_reconstruct": 3, "_frombuffer": 4, "scalar": 2, "encode": 2, "bytes": 0, "ndarray": -1
+}  # fmt: skip
+_MADE: Final[dict[str, Callable[..., Any]]] = {
+    "dtype": _dtype,
+    "_reconstruct": _reconstruct,
+    "_frombuffer": _from_buffer,
+    "scalar": _scalar,
+    "encode": _encode,
+    "bytes": lambda: b"",
+}
+
+
+class _Result:
+    """Copies what was read, plain values only, and counts what stands in it as often as it stands there."""
+
+    def __init__(self, limits: Limits, room: int) -> None:
+        self._limits = limits
+        self._values = limits.values
+        self._room = room
+
+    def of(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if depth > self._limits.depth:
+            raise NotPlain(f"the pickle holds containers more than {self._limits.depth} deep, or one in itself")
+        self._count(1, 0)
+        if kind is str or kind is bytes:
+            self._count(0, len(value))
+            return value
+        if kind is list or kind is tuple:
+            return kind([self.of(item, depth + 1) for item in value])
+        if kind is dict:
+            return {key: self.of(item, depth + 1) for key, item in value.items() if self._count(0, len(str(key)))}
+        if kind is _Array and value.value is not None:
+            array = value.value
+            text = array.dtype.kind == "U"
+            self._count(array.size if text else 0, array.nbytes)
+            return array.tolist() if text else array
+        if kind not in _PLAIN:
+            raise NotPlain(f"the pickle holds a {kind.__name__.strip('_').lower()} as a value: refused")
+        return value
+
+    def _count(self, values: int, size: int) -> bool:
+        self._values -= values
+        self._room -= size
+        if self._values < 0:
+            raise NotPlain(f"the pickle stands for more than {self._limits.values} values")
+        if self._room < 0:
+            raise NotPlain("the pickle refers to the same bytes over and over: it stands for much more than it holds")
+        return True
+
+
+_PLAIN = (int, float, bool, type(None))
+
+_STOP = ord(".")
+_OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
+    0x80: _Reader.protocol,
+    0x95: _Reader.frame,
+    ord("("): _Reader.mark,
+    0x94: _Reader.memoize_next,
+    ord("q"): lambda reader: reader.memoize(reader.number(1)),
+    ord("r"): lambda reader: reader.memoize(reader.number(4)),
+    ord("h"): lambda reader: reader.get(reader.number(1)),
+    ord("j"): lambda reader: reader.get(reader.number(4)),
+    ord("}"): lambda reader: reader.push({}),
+    ord("s"): _Reader.set_item,
+    ord("u"): _Reader.set_items,
+    ord("]"): lambda reader: reader.push([]),
+    ord("a"): _Reader.append,
+    ord("e"): _Reader.appends,
+    ord(")"): lambda reader: reader.push(()),
+    0x85: lambda reader: reader.tuple_of(1),
+    0x86: lambda reader: reader.tuple_of(2),
+    0x87: lambda reader: reader.tuple_of(3),
+    ord("t"): _Reader.tuple_since_mark,
+    0x8C: lambda reader: reader.text(1),
+    ord("X"): lambda reader: reader.text(4),
+    0x8D: lambda reader: reader.text(8),
+    ord("C"): lambda reader: reader.byte_string(1),
+    ord("B"): lambda reader: reader.byte_string(4),
+    0x8E: lambda reader: reader.byte_string(8),
+    0x96: lambda reader: reader.byte_string(8),  # a bytearray: here they are bytes
+    ord("J"): _Reader.signed,
+    ord("K"): lambda reader: reader.push(reader.number(1)),
+    ord("M"): lambda reader: reader.push(reader.number(2)),
+    0x8A: _Reader.long,
+    ord("G"): _Reader.real,
+    ord("N"): lambda reader: reader.push(None),
+    0x88: lambda reader: reader.push(True),
+    0x89: lambda reader: reader.push(False),
+    ord("c"): _Reader.global_of_text,
+    0x93: _Reader.global_of_stack,
+    ord("R"): _Reader.reduce,
+    ord("b"): _Reader.build,
+}
+_REFUSED: Final = {
+    ord("0"): "POP", ord("1"): "POP_MARK", ord("2"): "DUP", ord("F"): "FLOAT", ord("I"): "INT", ord("L"): "LONG",
+    ord("P"): "PERSID", ord("Q"): "BINPERSID", ord("S"): "STRING", ord("T"): "BINSTRING", ord("U"): "SHORT_BINSTRING",
+    ord("V"): "UNICODE", ord("d"): "DICT", ord("g"): "GET", ord("i"): "INST", ord("l"): "LIST", ord("o"): "OBJ",
+    ord("p"): "PUT", 0x81: "NEWOBJ", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x8B: "LONG4", 0x8F: "EMPTY_SET",
+    0x90: "ADDITEMS", 0x91: "FROZENSET", 0x92: "NEWOBJ_EX", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER",
+}  # fmt: skip
+
+
+def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
+    """The plain value that a pickle of protocol 2 to 5 stands for.
+
+    Args:
+        data: the stream, from the first byte to STOP.
+
+    Returns:
+        None, bool, int, float, str, bytes, list, tuple and dict (of str and int keys). A bytearray comes as bytes, a
+        NumPy array of text as (nested) lists of str, one of numbers as a read-only array over the stream's bytes, a
+        NumPy scalar as a Python one.
+
+    Raises:
+        NotPlain: for anything else; the message names it.
+
+    >>> loads(dumps({"images": [], "only_strict": True}))
+    {'images': [], 'only_strict': True}
+    """
+    return _Reader(data, limits).read()
+
+
+# ----
+# Writing. Clients run what they are sent: an answer has values alone, no global.
+
+
+def dumps(value: Any) -> bytes:
+    """A pickle of None, bool, int, float, str, list, tuple and dict, of protocol 2, which every Python reads.
+
+    Raises:
+        TypeError: for a value of any other type, subclasses and NumPy's scalars included.
+    """
+    parts = [b"\x80\x02"]
+    _write(value, parts)
+    parts.append(b".")
+    return b"".join(parts)
+
+
+def _write(value: Any, parts: list[bytes]) -> None:
+    kind = type(value)
+    if kind is float:
+        parts.append(b"G" + struct.pack(">d", value))
+    elif kind is str:
+        text = value.encode("utf-8", "surrogatepass")
+        parts.append(b"X" + struct.pack("<I", len(text)) + text)
+    elif value is None or kind is bool:
+        parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
+    elif kind is int:
+        written = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        if len(written) > 255:
+            raise TypeError(f"an integer of {len(written)} bytes is no plain value: expected at most 255")
+        parts.append(b"\x8a" + bytes([len(written)]) + written)
+    elif kind in (list, tuple):
+        parts.append(b"(" if kind is tuple else b"](")
+        for item in value:
+            _write(item, parts)
+        parts.append(b"t" if kind is tuple else b"e")
+    elif kind is dict:
+        parts.append(b"}(")
+        for key, item in value.items():
+            _write(key, parts)
+            _write(item, parts)
+        parts.append(b"u")
+    else:
+        raise TypeError(f"{kind.__name__} is no plain value: expected None, bool, int, float, str, list, tuple or dict")
