@@ -3,7 +3,7 @@
 An allow-list of classes in `pickle.Unpickler.find_class` is not enough. A NumPy array of dtype object takes the bytes
 of the stream for pointers; nine bytes with a large memo index make the C unpickler allocate half a gigabyte before any
 class is looked up; a few hundred bytes of shared references stand for lists of 10^9 elements. So this is a reader of
-its own, of the opcodes that plain data has (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, and its
+its own, of the opcodes that plain data has (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, its
 "classes" are names that are compared. Everything else is refused by its name.
 """
 

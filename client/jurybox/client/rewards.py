@@ -1,0 +1,513 @@
+"""Rewards for trainers that call a Python function: TRL, verl, OpenRLHF, slime, Gymnasium and Stable-Baselines3.
+
+Nothing of a trainer is imported before its own hook is used. A reward that could not be made is never a number: each
+hook gives what its trainer leaves out of the computation, and raises where the trainer knows nothing of the kind.
+
+Calls that are made at the same time, from tasks of an event loop or from threads, go to the server together.
+
+Example:
+    from jurybox.client.rewards import trl_reward
+
+    helpful = trl_reward("helpfulness", inputs={"text": "completions", "prompt": "prompts"})
+    GRPOTrainer(model, reward_funcs=[helpful], ...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from jurybox.client.server import Server, connect
+from jurybox.protocol.errors import Busy, ModelFailed, RowFailed, ServerGone, SpecMismatch, Timeout, said
+from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from jurybox.client.model import Model
+
+__all__ = ["Juror", "gymnasium_reward", "openrlhf_reward", "sb3_reward", "slime_reward", "trl_reward", "verl_score"]
+
+Scored = float | str  # a score, or why there is none
+Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
+Missing = Literal["raise", "nan"]
+_LOG = logging.getLogger("jurybox.rewards")
+_TOGETHER = 4096  # rows that leave as one request
+# What a server does at times; the next request may be answered.
+_PASSING = (Timeout, Busy, ServerGone, ModelFailed)
+# Under which names trainers keep what a model's input of this name means.
+_ALSO = {
+    "text": ("completions", "queries", "solution_str", "response", "observation"),
+    "response": ("completions", "solution_str"),
+    "completion": ("completions", "solution_str", "response"),
+    "image": ("images", "solution_image", "frame", "observation"),
+    "query": ("queries",),
+    "prompt": ("prompts",),
+    "label": ("labels", "ground_truth"),
+}
+
+
+class Juror:
+    """A model of a server whose output is a score. Connects when it is first asked, in each process anew.
+
+    Its rows go back to the server when it is closed or nobody refers to it any more.
+
+    Args:
+        model: its name.
+        inputs: where each of the model's inputs comes from: the name of a column, or a function of all columns that
+            gives a list with a value for each row. Without it columns of the same name, or of the trainer's usual ones.
+        output: the output that is the score; needed where the model has several.
+        address: the server's; JURYBOX_ADDRESS or the default without it.
+        timeout: seconds in which a score comes, or is missing.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        inputs: Inputs | None = None,
+        output: str | None = None,
+        address: str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self.name = model
+        self._inputs = dict(inputs or {})
+        self._output = output
+        self._address = address
+        self._timeout = timeout
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._model: Model | None = None
+        self._server: Server | None = None
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Asked]] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("name", "_inputs", "_output", "_address", "_timeout")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def scores(self, columns: Mapping[str, Any], n: int) -> list[Scored]:
+        """The score of each of n rows, or why it has none.
+
+        Args:
+            columns: lists of n values each, by name; others are not looked at.
+
+        Raises:
+            SpecMismatch: a column is missing, or not one row fits the model.
+            ServerGone, ModelNotFound, Refused: there is no such server or model.
+        """
+        asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
+        self._hand_over([asked])
+        return asked.answer.result()
+
+    async def scores_async(self, columns: Mapping[str, Any], n: int) -> list[Scored]:
+        """As `scores`; calls of the same turn of the event loop leave together."""
+        asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
+        loop = asyncio.get_running_loop()
+        turn = self._turns.setdefault(loop, [])
+        turn.append(asked)
+        if len(turn) == 1:
+            loop.call_soon(self._end_turn, loop)
+        return await asyncio.wrap_future(asked.answer)
+
+    def close(self) -> None:
+        """Give its rows back. Asked again, it connects anew."""
+        with self._lock:
+            self._model, server, self._server = None, self._server, None
+        if server is not None:
+            server.close()
+
+    # ---- inside
+
+    def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        turn = self._turns.pop(loop, [])
+        self._hand_over(turn)
+
+    def _hand_over(self, turn: list[_Asked]) -> None:
+        if self._pid != os.getpid():
+            self._start()  # a forked child has no thread
+        with self._lock:
+            for asked in turn:
+                self._queue.put(asked)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(weakref.ref(self), self._queue), name=f"rewards {self.name}", daemon=True
+                )
+                self._thread.start()
+                weakref.finalize(self, self._queue.put, None)
+
+    def _answer(self, taken: list[_Asked]) -> None:
+        if not taken:
+            return
+        model = self._model or self._connected()
+        rows: list[dict[str, Any]] = []
+        answers: Iterator[Scored]
+        fitting: list[_Asked] = []
+        for asked in taken:
+            try:
+                asked.fit(model.spec, self._inputs)
+            except Exception as error:  # noqa: BLE001  a mistake of this caller, or of its function
+                asked.answer.set_exception(error)
+            else:
+                rows += [row for row in asked.rows if isinstance(row, dict)]
+                fitting.append(asked)
+        until = max((asked.until for asked in fitting), default=0.0)
+        answers = iter(self._ask(model, rows, until) if rows else [])
+        for asked in fitting:
+            asked.answer.set_result([next(answers) if isinstance(row, dict) else row for row in asked.rows])
+
+    def _ask(self, model: Model, rows: list[dict[str, Any]], until: float) -> list[Scored]:
+        inputs: dict[str, Any] = {
+            name: [row[name] for row in rows] if spec.variable else np.stack([row[name] for row in rows])
+            for name, spec in model.spec.inputs.items()
+        }
+        failed: Mapping[int, str] = {}
+        try:
+            outputs = model.infer(inputs, timeout=max(0.0, until - time.monotonic()))
+        except RowFailed as error:
+            outputs, failed = error.outputs, error.errors
+        except ModelFailed as error:
+            if len(rows) == 1 or until < time.monotonic():
+                return [said(error, 300)] * len(rows)
+            half = len(rows) // 2  # one of them breaks the model; the others must not be told so
+            return self._ask(model, rows[:half], until) + self._ask(model, rows[half:], until)
+        except _PASSING as error:
+            return [said(error, 300)] * len(rows)
+        values = outputs[self._output] if isinstance(outputs, dict) else outputs
+        scores = np.asarray(values, np.float64).reshape(len(rows)).tolist()
+        return [
+            failed[i] if i in failed else score if math.isfinite(score) else f"the score is {score}"
+            for i, score in enumerate(scores)
+        ]
+
+    def _connected(self) -> Model:
+        server = connect(self._address, timeout=self._timeout)
+        try:
+            model = server.model(self.name)
+            self._check_output(model)
+        except BaseException:
+            server.close()
+            raise
+        self._model, self._server = model, server
+        return model
+
+    def _check_output(self, model: Model) -> None:
+        outputs = model.spec.outputs
+        name = self._output or (next(iter(outputs)) if len(outputs) == 1 else "")
+        if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
+            told = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
+            raise SpecMismatch(f"model {self.name!r} gives {told}: name the one number that is the score, output=...")
+        self._output = name
+
+
+def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> None:
+    """A juror's thread: ask for all that waits, again and again; None ends it."""
+    while (first := waiting.get()) is not None:
+        taken = [first]
+        rows = first.n
+        more: _Asked | None
+        while rows < _TOGETHER:
+            try:
+                if (more := waiting.get_nowait()) is None:
+                    waiting.put(None)
+                    break
+            except queue.Empty:
+                break
+            taken.append(more)
+            rows += more.n
+        taken = [asked for asked in taken if asked.answer.set_running_or_notify_cancel()]
+        try:
+            if (juror := of()) is not None:
+                juror._answer(taken)
+                del juror
+            failure: BaseException = ServerGone("this juror was closed")
+        except BaseException as error:  # noqa: BLE001  somebody waits for each of them
+            failure = error
+        for asked in taken:
+            if not asked.answer.done():
+                asked.answer.set_exception(failure)
+        del first, taken, asked, failure
+
+
+class _Asked:
+    """Rows of one call. After `fit` each of `rows` is a dict of inputs, or the reason why it fits none."""
+
+    def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
+        self.columns = columns
+        self.n = n
+        self.until = until
+        self.rows: list[dict[str, Any] | str] = []
+        self.answer: Future[list[Scored]] = Future()
+
+    def fit(self, spec: ModelSpec, inputs: Inputs) -> None:
+        if unknown := inputs.keys() - spec.inputs.keys():
+            raise SpecMismatch(f"model {spec.name!r} has no input {', '.join(unknown)}: it takes {list(spec.inputs)}")
+        given = {name: self._column(spec.name, name, inputs.get(name)) for name in spec.inputs}
+        for i in range(self.n):
+            try:
+                self.rows.append({name: _fitted(name, spec.inputs[name], column[i]) for name, column in given.items()})
+            except (SpecMismatch, TypeError, ValueError) as error:
+                self.rows.append(said(error, 300))
+        wrong = [row for row in self.rows if type(row) is str]
+        if self.n > 1 and len(wrong) == self.n:
+            raise SpecMismatch(f"not one of {self.n} rows fits model {spec.name!r}; the first: {wrong[0]}")
+
+    def _column(self, model: str, name: str, source: Any) -> Sequence[Any]:
+        if callable(source):
+            column = source(self.columns)
+        else:
+            names = (source,) if source else (name, *_ALSO.get(name, ()))
+            found = next((key for key in names if self.columns.get(key) is not None), None)
+            if found is None:
+                raise SpecMismatch(
+                    f"input {name!r} of model {model!r}: expected a column {' or '.join(map(repr, names))}, there are "
+                    f"{sorted(self.columns)}; say which with inputs={{{name!r}: ...}}"
+                )
+            column = self.columns[found]
+        if len(column) != self.n:
+            raise SpecMismatch(f"input {name!r} of model {model!r}: expected {self.n} values, came {len(column)}")
+        return column  # type: ignore[no-any-return]
+
+
+def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
+    """A value as a row of an input. Raises SpecMismatch."""
+    if spec.dtype == BYTES:
+        row = value if isinstance(value, bytes) else _text(value).encode("utf-8", "replace")
+        if len(row) > spec.capacity:
+            raise SpecMismatch(f"{name} has {len(row)} bytes, the model takes at most {spec.capacity}")
+        return row
+    if hasattr(value, "convert") and hasattr(value, "getbands"):  # a picture of Pillow's
+        value = value.convert("RGB")
+    elif hasattr(value, "detach"):  # a tensor of torch's
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    if spec.shape[-1:] == (3,) and array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
+        array = array.transpose(1, 2, 0)  # channels first, as torch has them
+    if array.dtype != spec.numpy_dtype:
+        if not np.can_cast(array.dtype, spec.numpy_dtype, "same_kind"):
+            raise SpecMismatch(f"{name} is {array.dtype}, the model takes {spec.dtype}")
+        array = array.astype(spec.numpy_dtype)
+    if spec.extents_of(array.shape) is None:
+        raise SpecMismatch(f"{name} is of shape {array.shape}, the model takes {spec}")
+    return np.ascontiguousarray(array) if array.ndim else array
+
+
+def _text(value: Any) -> str:
+    """The text of a str, a chat message or a list of them; of what is no text, a list's parts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        content = value.get("content", value.get("text"))
+        return "" if content is None else _text(content)
+    if isinstance(value, Sequence):
+        return "\n".join(part for part in map(_text, value) if part)
+    raise TypeError(f"expected text or chat messages, came {type(value).__name__}")
+
+
+def _numbers(name: str, scored: list[Scored], missing: Missing = "raise") -> list[float]:
+    """The scores, where all are there; else raises, or gives NaN."""
+    reasons = [score for score in scored if isinstance(score, str)]
+    if reasons and missing == "raise":
+        raise RowFailed(f"{len(reasons)} of {len(scored)} rewards of {name!r} are missing; the first: {reasons[0]}")
+    _tell(name, reasons, len(scored))
+    return [math.nan if isinstance(score, str) else score for score in scored]
+
+
+def _tell(name: str, reasons: list[str], n: int) -> None:
+    if reasons:
+        _LOG.warning("%d of %d rewards of %r are missing; the first: %s", len(reasons), n, name, reasons[0])
+
+
+# ----
+# One hook for each trainer. `juror` are the arguments of Juror.
+
+
+def trl_reward(model: str, *, name: str = "", asynchronous: bool = False, **juror: Any) -> Callable[..., Any]:
+    """A function for TRL's ``reward_funcs``; a missing reward is None, which TRL leaves out.
+
+    Columns are `prompts`, `completions` and those of the dataset.
+
+    Args:
+        name: in TRL's logs; the model's without it.
+        asynchronous: make it an ``async def``: TRL runs all such functions at once.
+        juror: as Juror's.
+
+    Returns:
+        ``f(prompts, completions, **columns) -> list[float | None]``.
+    """
+    asks = Juror(model, **juror)
+
+    def given(scored: list[Scored]) -> list[float | None]:
+        _tell(model, [score for score in scored if isinstance(score, str)], len(scored))
+        return [None if isinstance(score, str) else score for score in scored]
+
+    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return given(asks.scores({"completions": completions, **columns}, len(completions)))
+
+    async def reward_async(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return given(await asks.scores_async({"completions": completions, **columns}, len(completions)))
+
+    function: Callable[..., Any] = reward_async if asynchronous else reward
+    function.__name__ = name or model.replace("/", "_")
+    return function
+
+
+def verl_score(
+    model: str, *, asynchronous: bool = True, missing: Missing = "raise", **juror: Any
+) -> Callable[..., Any]:
+    """A ``compute_score`` for verl and verl-omni; samples of a worker that are scored at once go together.
+
+    Columns are verl's keywords (solution_str or solution_image, ground_truth, data_source), and what is in extra_info.
+
+    Args:
+        asynchronous: False for reward managers that call plain functions.
+        missing: verl knows no missing score. "raise" stops the run; "nan" gives NaN, for who handles it afterwards.
+        juror: as Juror's.
+
+    Example:
+        compute_score = verl_score("helpfulness")  # in the file that reward.custom_reward_function.path names
+    """
+    asks = Juror(model, **juror)
+
+    def columns(given: dict[str, Any]) -> dict[str, Any]:
+        merged = {**(given.get("extra_info") or {}), **given}
+        return {key: [value] for key, value in merged.items() if value is not None}
+
+    async def compute_score(**given: Any) -> float:
+        return _numbers(model, await asks.scores_async(columns(given), 1), missing)[0]
+
+    def compute_score_now(**given: Any) -> float:
+        return _numbers(model, asks.scores(columns(given), 1), missing)[0]
+
+    return compute_score if asynchronous else compute_score_now
+
+
+def openrlhf_reward(model: str, **juror: Any) -> Callable[..., dict[str, Any]]:
+    """A ``reward_func`` for the file that OpenRLHF's ``--reward.remote_url`` names; calls of its threads go together.
+
+    A missing reward raises: OpenRLHF logs that and keeps the sample with reward None. `scores` are as `rewards`.
+
+    Args:
+        juror: as Juror's; columns are queries (prompt and answer), prompts, labels.
+    """
+    asks = Juror(model, **juror)
+
+    def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **_: Any) -> dict[str, Any]:
+        given = {"queries": queries, "prompts": prompts, "labels": labels}
+        rewards = _numbers(model, asks.scores(given, len(queries)))
+        return {"rewards": rewards, "scores": list(rewards), "extra_logs": {}}
+
+    return reward_func
+
+
+def slime_reward(model: str, **juror: Any) -> Callable[..., Any]:
+    """A function for slime's ``--custom-rm-path``: of one sample, or of a list of them. A missing reward raises.
+
+    Args:
+        juror: as Juror's; columns are prompt, response, label, and what is in a sample's metadata.
+    """
+    asks = Juror(model, **juror)
+
+    async def custom_rm(_arguments: Any, sample: Any, **_: Any) -> Any:
+        samples = sample if isinstance(sample, list) else [sample]
+        rows = [
+            {
+                **(getattr(one, "metadata", None) or {}),
+                **{key: getattr(one, key) for key in ("prompt", "response", "label")},
+            }
+            for one in samples
+        ]
+        names = set.intersection(*(set(row) for row in rows)) if rows else set()
+        given = {key: [row[key] for row in rows] for key in names}
+        rewards = _numbers(model, await asks.scores_async(given, len(samples)) if samples else [])
+        return rewards if isinstance(sample, list) else rewards[0]
+
+    return custom_rm
+
+
+def gymnasium_reward(
+    env: gymnasium.Env[Any, Any], model: str, *, missing: Missing = "raise", **juror: Any
+) -> gymnasium.Env[Any, Any]:
+    """The environment with the juror's score of each step as its reward; its own is info["environment_reward"].
+
+    Args:
+        missing: "raise", or "nan" with the reason in info["reward_missing"], for who leaves such steps out.
+        juror: as Juror's; columns are observation (and the keys of a dict observation), action, and frame, what
+            `render` gives, where the environment renders to an array.
+    """
+    import gymnasium
+
+    asks = Juror(model, **juror)
+
+    class JurorReward(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            observation, own, terminated, truncated, info = self.env.step(action)
+            columns = _columns_of([observation], {"action": [action]})
+            if self.env.render_mode == "rgb_array":
+                columns["frame"] = [self.env.render()]
+            scored = asks.scores(columns, 1)
+            info = {**info, "environment_reward": own}
+            if isinstance(scored[0], str):
+                info["reward_missing"] = scored[0]
+            return observation, _numbers(model, scored, missing)[0], terminated, truncated, info
+
+    return JurorReward(env)
+
+
+def sb3_reward(venv: Any, model: str, *, missing: Missing = "raise", **juror: Any) -> Any:
+    """As `gymnasium_reward`, for a VecEnv of Stable-Baselines3: all environments' scores in one request.
+
+    Where an episode ended, its last observation is scored, not the first of the next one.
+    """
+    from stable_baselines3.common.vec_env import VecEnvWrapper
+
+    asks = Juror(model, **juror)
+
+    class JurorRewards(VecEnvWrapper):
+        def reset(self) -> Any:
+            return self.venv.reset()
+
+        def step_wait(self) -> Any:
+            observations, own, dones, infos = self.venv.step_wait()
+            n = len(own)
+            rows = [
+                infos[i]["terminal_observation"]
+                if dones[i] and "terminal_observation" in infos[i]
+                else {key: value[i] for key, value in observations.items()}
+                if isinstance(observations, dict)
+                else observations[i]
+                for i in range(n)
+            ]
+            scored = asks.scores(_columns_of(rows, {}), n)
+            for info, reward, score in zip(infos, own, scored, strict=True):
+                info["environment_reward"] = float(reward)
+                if isinstance(score, str):
+                    info["reward_missing"] = score
+            return observations, np.array(_numbers(model, scored, missing), np.float32), dones, infos
+
+    return JurorRewards(venv)
+
+
+def _columns_of(observations: list[Any], more: dict[str, Any]) -> dict[str, Any]:
+    columns = {"observation": observations, **more}
+    if isinstance(observations[0], dict):
+        columns |= {key: [row[key] for row in observations] for key in observations[0]}
+    return columns

@@ -1,0 +1,219 @@
+"""Hooks of trainers with a real server: scores come together, and one that cannot be made is never a number."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import math
+import pickle
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+from jurybox.client import ModelNotFound, RowFailed, ServerGone, SpecMismatch
+from jurybox.client.rewards import (
+    Juror,
+    gymnasium_reward,
+    openrlhf_reward,
+    sb3_reward,
+    slime_reward,
+    trl_reward,
+    verl_score,
+)
+
+MODELS = {
+    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 256, "lane_rows": 64}
+    for name in ("text_length", "brightness", "brightness_and_prompt")
+}
+MODELS["corner"] = {"factory": "tests.models:affine"}  # four outputs in one: no score
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+        yield running
+
+
+@pytest.fixture
+def where(server):
+    return {"address": server.address, "output": "score", "timeout": 60.0}
+
+
+def test_trl_gets_floats_and_none(where, caplog):
+    reward = trl_reward("text_length", **where)
+    assert reward.__name__ == "text_length" and not inspect.iscoroutinefunction(reward)
+    given = {"prompts": ["p"] * 4, "completion_ids": [[1]] * 4, "trainer_state": None}
+    assert reward(completions=["abc", "a bad one", "nan", "größer"], **given) == [3.0, None, None, 8.0]
+    assert "2 of 4 rewards of 'text_length' are missing; the first: a bad text" in caplog.text
+    chat = [
+        [{"role": "assistant", "content": "four"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "x"}]}],
+    ]
+    assert reward(completions=chat, prompts=chat) == [4.0, 1.0]
+    assert reward(completions=[], prompts=[]) == []
+
+
+def test_trl_functions_can_be_asynchronous(where):
+    rewards = [trl_reward("text_length", name=name, asynchronous=True, **where) for name in ("a", "b")]
+    assert [f.__name__ for f in rewards] == ["a", "b"] and all(map(inspect.iscoroutinefunction, rewards))
+
+    async def both():
+        return await asyncio.gather(*(f(completions=["abc", "bad"], prompts=["p", "q"]) for f in rewards))
+
+    assert asyncio.run(both()) == [[3.0, None]] * 2
+
+
+def test_pictures_come_with_their_prompts_as_tensors_and_as_pillow_has_them(where):
+    import torch
+    from PIL import Image
+
+    reward = trl_reward("brightness_and_prompt", inputs={"image": "completions"}, **where)
+    array = np.full((5, 7, 3), 51, np.uint8)
+    pictures = [array, torch.from_numpy(array).permute(2, 0, 1), Image.fromarray(array), Image.fromarray(array[..., 0])]
+    answers = reward(completions=pictures, prompts=["", "a", "bb", "ccc"])
+    np.testing.assert_allclose(answers, [0.2, 1.2, 2.2, 3.2], rtol=1e-5)
+    mixed = [array, np.zeros((600, 600, 3), np.uint8), np.zeros((3, 3, 3), np.uint8), array / 255]
+    assert reward(completions=mixed, prompts=[""] * 4)[1:] == [None, None, None]  # too large, black, of floats
+
+
+def test_verl_scores_of_one_step_go_out_together(where):
+    compute_score = verl_score("text_length", **{**where, "output": "batch"})
+    assert inspect.iscoroutinefunction(compute_score)
+
+    async def step():
+        return await asyncio.gather(
+            *(
+                compute_score(data_source="d", solution_str="x" * i, ground_truth=None, extra_info={"num_turns": 1})
+                for i in range(32)
+            )
+        )
+
+    assert asyncio.run(step()) == [32.0] * 32
+    assert asyncio.run(step()) == [32.0] * 32  # in another event loop
+
+
+def test_verl_is_stopped_by_a_missing_score_or_gets_nan(where):
+    with pytest.raises(RowFailed, match="a bad text"):
+        asyncio.run(verl_score("text_length", **where)(solution_str="bad", data_source="d"))
+    now = verl_score("text_length", asynchronous=False, missing="nan", **where)
+    assert math.isnan(now(solution_str="bad")) and now(solution_str="abcd") == 4.0
+    image = np.full((3, 8, 9), 102, np.uint8)
+    assert math.isclose(verl_score("brightness", asynchronous=False, **where)(solution_image=image), 0.4, rel_tol=1e-5)
+
+
+def test_a_text_that_breaks_the_model_costs_its_neighbours_nothing(where):
+    reward = trl_reward("text_length", **where)
+    texts = ["a", "bb", "it breaks", "cccc", "ddddd", "bad", "g"]
+    assert reward(completions=texts) == [1.0, 2.0, None, 4.0, 5.0, None, 1.0]
+
+
+def test_openrlhf_threads_share_batches_and_a_missing_reward_raises(where):
+    reward_func = openrlhf_reward("text_length", **where)
+    assert reward_func(["abc", "de"], ["p", "q"], [None, None]) == {
+        "rewards": [3.0, 2.0], "scores": [3.0, 2.0], "extra_logs": {}}  # fmt: skip
+    with pytest.raises(RowFailed):
+        reward_func(["bad"], ["p"], ["l"])
+    batches = openrlhf_reward("text_length", **{**where, "output": "batch"})
+    seen, start = [], threading.Barrier(32)
+
+    def one():
+        start.wait(30)
+        seen.extend(batches(["x"], ["p"], [None])["rewards"])
+
+    threads = [threading.Thread(target=one) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 32 and max(seen) > 2
+
+
+def test_slime_samples_alone_and_in_lists(where):
+    custom_rm = slime_reward("text_length", **where)
+
+    def sample(response):
+        return SimpleNamespace(prompt="p", response=response, label=None, metadata={"rm_type": "x"})
+
+    assert asyncio.run(custom_rm(None, sample("abc"))) == 3.0
+    assert asyncio.run(custom_rm(None, [sample("abc"), sample("d")])) == [3.0, 1.0]
+    with pytest.raises(RowFailed):
+        asyncio.run(custom_rm(None, [sample("abc"), sample("bad")]))
+
+
+def test_gymnasium_environments_are_rewarded_by_a_juror(where):
+    import gymnasium
+
+    class Painting(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(0, 255, (4, 4, 3), np.uint8)
+        action_space = gymnasium.spaces.Discrete(256)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return np.full((4, 4, 3), 9, np.uint8), {}
+
+        def step(self, action):
+            return np.full((4, 4, 3), action, np.uint8), -1.0, False, False, {"steps": 1}
+
+    env = gymnasium_reward(Painting(), "brightness", **where)
+    env.reset()
+    _, reward, _, _, info = env.step(51)
+    assert math.isclose(reward, 0.2, rel_tol=1e-5) and info == {"steps": 1, "environment_reward": -1.0}
+    with pytest.raises(RowFailed, match="black"):
+        env.step(0)
+    _, reward, _, _, info = gymnasium_reward(Painting(), "brightness", missing="nan", **where).step(0)
+    assert math.isnan(reward) and "black" in info["reward_missing"]
+
+
+def test_sb3_scores_the_last_picture_of_an_episode_and_not_the_first_of_the_next(where):
+    import gymnasium
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    class OneStep(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(0, 255, (4, 4, 3), np.uint8)
+        action_space = gymnasium.spaces.Discrete(256)
+
+        def reset(self, *, seed=None, options=None):
+            return np.full((4, 4, 3), 255, np.uint8), {}
+
+        def step(self, action):
+            return np.full((4, 4, 3), action, np.uint8), 0.0, action == 102, False, {}
+
+    venv = sb3_reward(DummyVecEnv([OneStep] * 3), "brightness", **where)
+    venv.reset()
+    _, rewards, dones, infos = venv.step(np.array([51, 102, 51]))
+    np.testing.assert_allclose(rewards, [0.2, 0.4, 0.2], rtol=1e-5)
+    assert dones.tolist() == [False, True, False] and infos[1]["environment_reward"] == 0.0
+
+
+def test_mistakes_in_the_wiring_raise_and_say_what_to_do(where, tmp_path):
+    with pytest.raises(SpecMismatch, match=r"expected a column 'image' or 'images'.*inputs="):
+        trl_reward("brightness", **where)(completions=["a"])
+    with pytest.raises(SpecMismatch, match="no input sound"):
+        trl_reward("brightness", inputs={"sound": "completions"}, **where)(completions=["a"])
+    with pytest.raises(SpecMismatch, match="not one of 2 rows fits"):
+        trl_reward("brightness", inputs={"image": "completions"}, **where)(completions=["a", "b"])
+    with pytest.raises(SpecMismatch, match="name the one number that is the score"):
+        trl_reward("text_length", **{**where, "output": None})(completions=["a"])
+    with pytest.raises(ModelNotFound):
+        trl_reward("nobody", **where)(completions=["a"])
+    with pytest.raises(ServerGone):
+        trl_reward("text_length", address=f"ipc://{tmp_path}/none", timeout=0.2)(completions=["a"])
+
+
+def test_a_juror_that_nobody_refers_to_gives_its_rows_and_its_thread_back(where, server):
+    threads = threading.active_count()
+    for _ in range(12):  # more than there are rows for
+        assert Juror("text_length", **where).scores({"text": ["abc"] * 40}, 40) == [3.0] * 40
+    gc.collect()
+    wait_until(lambda: threading.active_count() <= threads + 1, 30, "the end of the threads")
+
+
+def test_a_juror_goes_to_other_processes_by_pickle(where):
+    juror = Juror("text_length", **where)
+    assert juror.scores({"text": ["abc"]}, 1) == [3.0]
+    again = pickle.loads(pickle.dumps(juror))
+    assert again.scores({"text": ["abc", "bad"]}, 2) == [3.0, "a bad text"]

@@ -1,0 +1,58 @@
+"""Jurors for tests of rewards: each score can be checked against its row, and says how many rows came along."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+
+from jurybox.protocol import TensorSpec
+from jurybox.server.models import RowErrors, ServedModel
+
+IMAGE = TensorSpec("uint8", (-1, -1, 3), capacity=3 * 256 * 256)
+TEXT = TensorSpec("bytes", capacity=2000)
+OUTPUTS = {"score": TensorSpec("float32"), "batch": TensorSpec("float32")}
+
+
+class TextLength(nn.Module):
+    """The length of each text in bytes; "bad" fails, "nan" is NaN, "breaks" raises, "dies" kills the engine."""
+
+    def forward(self, text):
+        time.sleep(0.002)
+        if any(b"dies" in row for row in text):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if any(b"breaks" in row for row in text):
+            raise RuntimeError("this text breaks the model")
+        scores = torch.tensor([float("nan") if b"nan" in row else float(len(row)) for row in text])
+        outputs = {"score": scores, "batch": torch.full_like(scores, len(text))}
+        wrong = {i: "a bad text" for i, row in enumerate(text) if b"bad" in row}
+        return RowErrors(wrong, outputs) if wrong else outputs
+
+
+def text_length():
+    return ServedModel(TextLength(), {"text": TEXT}, OUTPUTS)
+
+
+class Brightness(nn.Module):
+    """The mean of each picture, 0 to 1; NaN of a white one; a black one fails."""
+
+    def forward(self, image, prompt=None):
+        mean = torch.stack([one.float().mean() / 255 for one in image])
+        scores = torch.where(mean == 1, torch.nan, mean)
+        if prompt is not None:
+            scores = scores + torch.tensor([float(len(row)) for row in prompt])
+        outputs = {"score": scores, "batch": torch.full_like(scores, len(image))}
+        wrong = {i: "a black picture" for i, value in enumerate(mean.tolist()) if value == 0}
+        return RowErrors(wrong, outputs) if wrong else outputs
+
+
+def brightness():
+    return ServedModel(Brightness(), {"image": IMAGE}, OUTPUTS)
+
+
+def brightness_and_prompt():
+    """The same, plus the length of the prompt in bytes."""
+    return ServedModel(Brightness(), {"image": IMAGE, "prompt": TEXT}, OUTPUTS)
