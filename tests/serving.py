@@ -77,7 +77,10 @@ def config(models: dict[str, dict[str, object]], **server: object) -> str:
             return "[" + ", ".join(map(value, item)) + "]"
         return repr(item) if isinstance(item, (int, float)) else f'"{item}"'
 
+    dialects: dict[str, dict[str, object]] = server.pop("dialects", {})  # type: ignore[assignment]
     lines = ["[server]", *(f"{key} = {value(item)}" for key, item in server.items())]
+    for name, settings in dialects.items():
+        lines += [f"[dialects.{name}]", *(f"{key} = {value(item)}" for key, item in settings.items())]
     for name, settings in models.items():
         lines += [f'[models."{name}"]', *(f"{key} = {value(item)}" for key, item in settings.items())]
     return "\n".join(lines) + "\n"

@@ -45,7 +45,7 @@ Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
 _TOGETHER = 4096  # rows that leave as one request
 # What a server does at times; the next request may be answered.
-_PASSING = (Timeout, Busy, ServerGone, ModelFailed)
+_PASSING = (Timeout, Busy, ServerGone)
 # Under which names trainers keep what a model's input of this name means.
 _ALSO = {
     "text": ("completions", "queries", "solution_str", "response", "observation"),
@@ -56,6 +56,18 @@ _ALSO = {
     "prompt": ("prompts",),
     "label": ("labels", "ground_truth"),
 }
+
+
+class Passing(str):
+    """Why there is no score now; the same row may get one a moment later."""
+
+    __slots__ = ()
+
+
+class Scores(list[Scored]):
+    """A score or a reason for each row; `version` is that of the weights, the oldest where several were used."""
+
+    version: int = 0
 
 
 class Juror:
@@ -104,7 +116,7 @@ class Juror:
         self.__dict__.update(state)
         self._start()
 
-    def scores(self, columns: Mapping[str, Any], n: int) -> list[Scored]:
+    def scores(self, columns: Mapping[str, Any], n: int) -> Scores:
         """The score of each of n rows, or why it has none.
 
         Args:
@@ -118,7 +130,7 @@ class Juror:
         self._hand_over([asked])
         return asked.answer.result()
 
-    async def scores_async(self, columns: Mapping[str, Any], n: int) -> list[Scored]:
+    async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
         """As `scores`; calls of the same turn of the event loop leave together."""
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         loop = asyncio.get_running_loop()
@@ -170,27 +182,32 @@ class Juror:
                 rows += [row for row in asked.rows if isinstance(row, dict)]
                 fitting.append(asked)
         until = max((asked.until for asked in fitting), default=0.0)
-        answers = iter(self._ask(model, rows, until) if rows else [])
+        versions: list[int] = []
+        answers = iter(self._ask(model, rows, until, versions) if rows else [])
         for asked in fitting:
-            asked.answer.set_result([next(answers) if isinstance(row, dict) else row for row in asked.rows])
+            scores = Scores(next(answers) if isinstance(row, dict) else row for row in asked.rows)
+            scores.version = min(versions, default=0)
+            asked.answer.set_result(scores)
 
-    def _ask(self, model: Model, rows: list[dict[str, Any]], until: float) -> list[Scored]:
+    def _ask(self, model: Model, rows: list[dict[str, Any]], until: float, versions: list[int]) -> list[Scored]:
         inputs: dict[str, Any] = {
             name: [row[name] for row in rows] if spec.variable else np.stack([row[name] for row in rows])
             for name, spec in model.spec.inputs.items()
         }
         failed: Mapping[int, str] = {}
         try:
-            outputs = model.infer(inputs, timeout=max(0.0, until - time.monotonic()))
+            reply = model.infer_reply(inputs, timeout=max(0.0, until - time.monotonic()))
+            outputs, version = reply.outputs, reply.version
         except RowFailed as error:
-            outputs, failed = error.outputs, error.errors
+            outputs, failed, version = error.outputs, error.errors, error.version
         except ModelFailed as error:
             if len(rows) == 1 or until < time.monotonic():
                 return [said(error, 300)] * len(rows)
             half = len(rows) // 2  # one of them breaks the model; the others must not be told so
-            return self._ask(model, rows[:half], until) + self._ask(model, rows[half:], until)
+            return self._ask(model, rows[:half], until, versions) + self._ask(model, rows[half:], until, versions)
         except _PASSING as error:
-            return [said(error, 300)] * len(rows)
+            return [Passing(said(error, 300))] * len(rows)
+        versions.append(version)
         values = outputs[self._output] if isinstance(outputs, dict) else outputs
         scores = np.asarray(values, np.float64).reshape(len(rows)).tolist()
         return [
@@ -255,7 +272,7 @@ class _Asked:
         self.n = n
         self.until = until
         self.rows: list[dict[str, Any] | str] = []
-        self.answer: Future[list[Scored]] = Future()
+        self.answer: Future[Scores] = Future()
 
     def fit(self, spec: ModelSpec, inputs: Inputs) -> None:
         if unknown := inputs.keys() - spec.inputs.keys():

@@ -42,10 +42,16 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         idle=orders.get("sequence_idle", IDLE),
     )
     try:
-        app = create_app(source, oip.reasons, [http_inference.router(oip, most=access.max_message)])
+        routers = [http_inference.router(oip, most=access.max_message)]
+        if orders.get("dialects"):
+            # Imported here: it brings Pillow.
+            from jurybox.server.gateway.dialects.router import router
+
+            routers.append(router(orders["dialects"], orders["address"], log))
+        app = create_app(source, oip.reasons, routers)
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         control_pipe.send("failed", reason=str(error))
         return COULD_NOT_START
     stop = asyncio.Event()

@@ -29,7 +29,7 @@ from jurybox.protocol.wire import MAX_NAME
 from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
 from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
-from jurybox.server.settings.endpoints import check_address, check_listen, split_host
+from jurybox.server.settings.endpoints import check_address, check_listen, is_loopback, split_host
 from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
 
 __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
@@ -306,6 +306,34 @@ def _numbered(models: Any) -> Any:
     return result
 
 
+_PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles
+_SPOKEN = (*_PICKLED, "openrlhf", "slime")
+
+
+class DialectSettings(_Strict):
+    """[dialects.NAME]: a protocol of another project on /dialects/NAME, bound to a model; docs/dialects.md."""
+
+    model: Annotated[str, AfterValidator(_check_model_name)]
+    speaks: str | None = None
+    inputs: dict[str, str] = {}
+    output: str | None = None
+    resize: list[Annotated[int, Field(ge=1, le=8192)]] = Field(default=[], max_length=2)
+    timeout: Seconds = 100.0
+    pickles_from_elsewhere: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DialectSettings:
+        if len(self.resize) == 1:
+            raise ValueError(f"resize = {self.resize}, expected [height, width]")
+        return self
+
+
+def _check_dialect_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name, re.ASCII):
+        raise ValueError('expected a name of letters, digits and "_.-"')
+    return name
+
+
 class Settings(_Strict):
     """Everything a server is told."""
 
@@ -313,6 +341,28 @@ class Settings(_Strict):
     models: Annotated[
         dict[Annotated[str, AfterValidator(_check_model_name)], ModelSettings], BeforeValidator(_numbered)
     ] = Field(default_factory=dict, max_length=MAX_MODELS)
+    dialects: dict[Annotated[str, AfterValidator(_check_dialect_name)], DialectSettings] = Field(
+        default_factory=dict, max_length=100
+    )
+
+    @model_validator(mode="after")
+    def _dialects_can_be_spoken(self) -> Settings:
+        for name, dialect in self.dialects.items():
+            speaks = dialect.speaks or name
+            at = f"[dialects.{name}]"
+            if speaks not in _SPOKEN:
+                raise ValueError(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(_SPOKEN)}")
+            if dialect.model not in self.models:
+                raise ValueError(f"{at} is bound to model {dialect.model!r}, which is not configured")
+            if not self.server.http:
+                raise ValueError(f"{at} is spoken over HTTP, expected server.http with it")
+            local = is_loopback(split_host(self.server.http)[0])
+            if speaks in _PICKLED and not local and not dialect.pickles_from_elsewhere:
+                raise ValueError(
+                    f'{at} takes pickles, and server.http = "{self.server.http}" is open to other hosts: expected a '
+                    "loopback host, or pickles_from_elsewhere = true (they are read without being unpickled)"
+                )
+        return self
 
 
 def named_factories(settings: Settings) -> list[str]:

@@ -17,6 +17,7 @@ _LONGEST_VALUE = 80
 _WORDS = {
     "Input should be a valid dictionary or instance of ModelSettings": "expected a table",
     "Input should be a valid dictionary or instance of ServerSettings": "expected a table",
+    "Input should be a valid dictionary or instance of DialectSettings": "expected a table",
     "Input should be a valid dictionary or instance of TensorSettings": "expected a table",
     "Input should be a valid dictionary": "expected a table",
     "Input should be a valid boolean": "expected true or false",

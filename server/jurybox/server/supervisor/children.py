@@ -259,25 +259,27 @@ _OF_GRPC = tuple(
 )  # that a gateway imports only where gRPC is served
 
 
-def edges(settings: ServerSettings, listening: Mapping[str, str]) -> list[Child]:
+def edges(settings: ServerSettings, listening: Mapping[str, str], dialects: Mapping[str, Any]) -> list[Child]:
     """Those that the settings ask for.
 
     Args:
+        dialects: that the gateway speaks, plain settings by name.
         listening: where "http", "grpc" and "tcp" listen: as configured, later as they said; one that is started again
             takes the port it had, for its clients come back to that.
     """
     children = []
     if settings.http or settings.grpc:
-        children.append(_gateway(settings, listening))
+        children.append(_gateway(settings, listening, dialects))
     if settings.tcp:
         children.append(_relay(settings, listening))
     return children
 
 
-def _gateway(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
+def _gateway(settings: ServerSettings, listening: Mapping[str, str], dialects: Mapping[str, Any]) -> Child:
     def configure() -> dict[str, Any]:
         given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle"})
-        return {**given, "http": listening["http"], "grpc": listening["grpc"], **Access.of(settings).order()}
+        where = {"http": listening["http"], "grpc": listening["grpc"]}
+        return {**given, **where, "dialects": dialects, **Access.of(settings).order()}
 
     # The pools of threads that gRPC makes and ends leave each of malloc's heaps in pieces: with one heap the gateway's
     # memory stays level over any number of calls, with a heap a thread it grows for a hundred thousand. Python's lock

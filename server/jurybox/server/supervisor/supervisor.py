@@ -78,7 +78,8 @@ class Supervisor:
             events,
             segments.sizes,
         )
-        self._edges = edges(settings.server, self._control.listening)
+        dialects = {name: dialect.model_dump(mode="json") for name, dialect in settings.dialects.items()}
+        self._edges = edges(settings.server, self._control.listening, dialects)
         self._standbys = {child.standby for child in self._children() if child.standby is not None}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:

@@ -1,0 +1,182 @@
+"""What the dialects share: from fields of a request to rows of a model, and to a score or a reason for each of them.
+
+Pictures are decoded in threads, beside the event loop (Pillow lets go of the interpreter's lock meanwhile). Requests
+that come at the same time go to the engine together.
+
+A picture is turned as its EXIF data says and made RGB; transparency is dropped. With `resize` it is brought to one size
+with Pillow's bicubic filter, which averages over what it shrinks (antialiasing). Encodings and filters change scores:
+docs/reward_hygiene.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from jurybox.client.rewards import Juror, Passing
+from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
+
+_FORMATS = ("JPEG", "PNG", "WEBP")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+MOST_PIXELS = 1 << 25  # of one picture, about 100 MB when it is decoded
+_MOST_ROWS = 4096  # of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of a whole request, every one a finite number, and the oldest weights version that computed them."""
+
+    values: list[float]
+    version: int
+
+
+class Unscored(Error):
+    """At least one row has no score; the message says which and why. Nothing stands in for it."""
+
+    code = Code.ROW_FAILED
+
+
+class Intake:
+    """The way from a dialect to its model.
+
+    Args:
+        address: the server's.
+        juror: model, inputs, output and timeout, as `jurybox.client.rewards.Juror` takes them.
+        size: (height, width) that pictures are resized to; None: they stay as they are.
+    """
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, address: str, *, size: tuple[int, int] | None = None, **juror: Any
+    ) -> None:
+        self._pool = pool
+        self._juror = Juror(address=address, **juror)
+        self._size = size
+
+    async def score(self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None) -> Scores:
+        """The scores of n rows.
+
+        Args:
+            columns: values of each field, n of each.
+            pictures: n encoded ones, bytes or base64 text, for the field "image".
+
+        Raises:
+            Unscored: a row failed, its picture is none, or its score is not finite.
+            SpecMismatch: what came does not fit the model.
+            Timeout, Busy, ServerGone, ModelNotFound, Refused.
+        """
+        if n > _MOST_ROWS:
+            raise Refused(f"{n} samples came in one request, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
+        if not n:
+            return Scores([], 0)
+        given = dict(columns)
+        if pictures is not None:
+            given["image"] = await asyncio.gather(*(self.off_loop(self._picture, one) for one in pictures))
+            if (bad := next((i for i, one in enumerate(given["image"]) if isinstance(one, str)), None)) is not None:
+                raise Unscored(f"picture {bad} of {n}: {given['image'][bad]}")
+        scored = await self._juror.scores_async(given, n)
+        wrong = {i: why for i, why in enumerate(scored) if isinstance(why, str)}
+        if wrong:
+            first = min(wrong)
+            passing = all(isinstance(why, Passing) for why in wrong.values())
+            why = f"{len(wrong)} of {n} samples have no score; sample {first}: {wrong[first]}"
+            raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
+        return Scores([score for score in scored if not isinstance(score, str)], scored.version)
+
+    async def off_loop(self, action: Any, *arguments: Any) -> Any:
+        """Run something that takes time in the pool."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, action, *arguments)
+
+    def close(self) -> None:
+        """Give the rows back."""
+        self._juror.close()
+
+    def _picture(self, given: Any) -> NDArray[np.uint8] | str:
+        """The picture, or why it is none."""
+        try:
+            return decoded(encoded_bytes(given), self._size)
+        except SpecMismatch as error:
+            return str(error)
+
+
+def encoded_bytes(given: Any) -> bytes:
+    """The bytes of a picture that came as such or in base64, with or without ``data:``. Raises SpecMismatch."""
+    if type(given) is bytes:
+        return given
+    if type(given) is not str:
+        raise SpecMismatch(f"expected the bytes of a picture or base64 text, came {type(given).__name__}")
+    try:
+        start = given.index(",", 0, 100) + 1 if given.startswith("data:") else 0
+        return base64.b64decode(given[start:] if start else given, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SpecMismatch(f"expected a picture in base64: {said(error, 100)}") from error
+
+
+def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """An RGB picture, (height, width, 3), from a JPEG, PNG or WebP file's bytes; of an animation the first frame.
+
+    Its size is read off the header and checked before anything is decoded.
+
+    Args:
+        size: (height, width) to resize to.
+
+    Raises:
+        SpecMismatch: it is none of these, cut off, broken or too large.
+    """
+    try:
+        if data[:4] == b"RIFF":  # Pillow makes room for a WebP's pixels as soon as it is opened
+            _check_pixels(*_webp_size(data))
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _check_pixels(*image.size)
+            if image.mode not in _MODES:
+                raise SpecMismatch(f"a picture of mode {image.mode!r}, expected 8 bits a channel")
+            turned = ImageOps.exif_transpose(image)
+            rgb = turned if turned.mode == "RGB" else turned.convert("RGB")
+            if size is not None and rgb.size != size[::-1]:
+                rgb = rgb.resize(size[::-1], Image.Resampling.BICUBIC)
+            return np.asarray(rgb)
+    except SpecMismatch:
+        raise
+    except Exception as error:
+        raise SpecMismatch(f"expected a whole JPEG, PNG or WebP file: {said(error, 150)}") from error
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if width * height > MOST_PIXELS:
+        raise SpecMismatch(f"a picture of {width} x {height} pixels, expected at most {MOST_PIXELS} in all")
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Width and height in a WebP file's header (RFC 9649)."""
+    kind = data[12:16]
+    if len(data) < 30 or data[8:12] != b"WEBP" or kind not in (b"VP8X", b"VP8 ", b"VP8L"):
+        raise SpecMismatch("expected a whole JPEG, PNG or WebP file: the header is cut off or none of theirs")
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8 ":
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    bits = int.from_bytes(data[21:25], "little")
+    return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+
+
+# ----
+# What a dialect checks of the fields that came.
+
+
+def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any]:
+    """A field that is a list, of n values where that is known. Raises SpecMismatch."""
+    values = body.get(name)
+    if type(values) is not list:
+        raise SpecMismatch(f"expected a list in {name!r}, came {type(values).__name__}")
+    if n is not None and len(values) != n:
+        raise SpecMismatch(f"expected {n} values in {name!r}, came {len(values)}")
+    return values
