@@ -363,3 +363,33 @@ def test_settings_of_a_load_request_are_checked_like_the_files():
     ):
         with pytest.raises(Refused, match=message):
             model_settings_from_json(name, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[dialects.x]\nmodel = "photo"\n', r"\[dialects.x\] speaks 'x', expected speaks = one of flow_grpo, "),
+        ('[dialects.slime]\nmodel = "phot"\n', "bound to model 'phot', which is not configured"),
+        ('[server]\nhttp = ""\n[dialects.slime]\nmodel = "photo"\n', "spoken over HTTP"),
+        ('[server]\nhttp = "0.0.0.0:1"\n[dialects.flow_grpo]\nmodel = "photo"\n', "takes pickles, .* is open to other"),
+        ('[dialects.slime]\nmodel = "photo"\nresize = [3]\n', r"expected \[height, width\]"),
+        ('[dialects.slime]\nmodel = "photo"\nmodell = "x"\n', "no such setting; did you mean 'model'"),
+        ('[dialects."a/b"]\nmodel = "photo"\n', "expected a name of letters"),
+        ("[dialects.slime]\n", "dialects.slime.model: is missing"),
+        ("dialects = 3\n", "expected a table"),
+    ],
+)
+def test_a_wrong_dialect_is_told_with_what_was_expected(write, text, message):
+    import re
+
+    before, server, rest = text.partition("[dialects") if not text.startswith("dialects") else (text, "", "")
+    assert re.search(message, wrong(write(before + PHOTO + server + rest)))
+
+
+def test_a_dialect_that_takes_pickles_may_be_opened_on_purpose(write):
+    opened = (
+        '[server]\nhttp = "0.0.0.0:1"\n'
+        + PHOTO
+        + '[dialects.flow_grpo]\nmodel = "photo"\npickles_from_elsewhere = true\n'
+    )
+    assert load_settings(write(opened), (), {}).dialects["flow_grpo"].pickles_from_elsewhere

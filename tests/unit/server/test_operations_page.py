@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from jurybox.server.doctor.checks import examine
-from jurybox.server.settings.config import ModelSettings, ServerSettings, load_settings
+from jurybox.server.settings.config import DialectSettings, ModelSettings, ServerSettings, load_settings
 from jurybox.server.settings.sources import RESERVED_VARIABLES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
 
 
-def documented(heading: str) -> dict[str, str]:
+DIALECTS = (Path(__file__).parents[3] / "docs" / "dialects.md").read_text()
+
+
+def documented(heading: str, page: str = PAGE) -> dict[str, str]:
     """Settings of a section's table with the default that it names."""
-    section = re.split(r"\n##+ ", PAGE.split(f"### {heading}\n", 1)[1])[0]
+    section = re.split(r"\n##+ ", page.split(f"### {heading}\n", 1)[1])[0]
     return {
         name: default.strip()
         for names, default in re.findall(r"^\| (`.+?`(?:, `.+?`)*) \|([^|]*)\|", section, re.MULTILINE)
@@ -32,6 +35,14 @@ def test_every_setting_is_documented_with_its_default(heading, settings):
     for name, field in settings.model_fields.items():
         if field.default_factory is None:
             assert said[name] == ("none" if field.default is None else f"`{json.dumps(field.default)}`"), name
+
+
+def test_every_setting_of_a_dialect_is_documented_with_its_default():
+    said = documented("[dialects.NAME]", DIALECTS.split("| `speaks` | fields")[0])
+    assert set(said) == set(DialectSettings.model_fields)
+    for name, field in DialectSettings.model_fields.items():
+        none = field.is_required() or field.default is None
+        assert said[name] == ("none" if none else f"`{json.dumps(field.default)}`"), name
 
 
 def test_every_reserved_variable_is_documented():
