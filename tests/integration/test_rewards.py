@@ -8,6 +8,7 @@ import inspect
 import math
 import pickle
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -210,6 +211,16 @@ def test_a_juror_that_nobody_refers_to_gives_its_rows_and_its_thread_back(where,
         assert Juror("text_length", **where).scores({"text": ["abc"] * 40}, 40) == [3.0] * 40
     gc.collect()
     wait_until(lambda: threading.active_count() <= threads + 1, 30, "the end of the threads")
+
+
+def test_who_waits_behind_others_is_told_in_time(where, monkeypatch):
+    monkeypatch.setattr("jurybox.client.rewards._GRACE", 0.3)
+    juror = Juror("text_length", **{**where, "timeout": 0.5})
+    juror._hand_over = lambda turn: None  # the thread is busy with others
+    began = time.monotonic()
+    assert [type(why).__name__ for why in juror.scores({"text": ["a", "b"]}, 2)] == ["Passing"] * 2
+    assert [type(why).__name__ for why in asyncio.run(juror.scores_async({"text": ["a"]}, 1))] == ["Passing"]
+    assert time.monotonic() - began < 20
 
 
 def test_a_juror_goes_to_other_processes_by_pickle(where):

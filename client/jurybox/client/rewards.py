@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -43,6 +44,7 @@ Scored = float | str  # a score, or why there is none
 Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
 Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
+_GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own word
 _TOGETHER = 4096  # rows that leave as one request
 # What a server does at times; the next request may be answered.
 _PASSING = (Timeout, Busy, ServerGone)
@@ -128,7 +130,10 @@ class Juror:
         """
         asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
         self._hand_over([asked])
-        return asked.answer.result()
+        try:
+            return asked.answer.result(self._timeout + _GRACE)
+        except (TimeoutError, FutureTimeout):
+            return asked.late(self._timeout)
 
     async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
         """As `scores`; calls of the same turn of the event loop leave together."""
@@ -138,7 +143,10 @@ class Juror:
         turn.append(asked)
         if len(turn) == 1:
             loop.call_soon(self._end_turn, loop)
-        return await asyncio.wrap_future(asked.answer)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked.answer), self._timeout + _GRACE)
+        except (TimeoutError, asyncio.TimeoutError):
+            return asked.late(self._timeout)
 
     def close(self) -> None:
         """Give its rows back. Asked again, it connects anew."""
@@ -273,6 +281,12 @@ class _Asked:
         self.until = until
         self.rows: list[dict[str, Any] | str] = []
         self.answer: Future[Scores] = Future()
+
+    def late(self, timeout: float) -> Scores:
+        """What a caller gets who cannot wait any longer; raises where the call itself failed."""
+        if not self.answer.cancel() and self.answer.done():
+            return self.answer.result()
+        return Scores([Passing(f"no score came within {timeout} s: others' requests took too long")] * self.n)
 
     def fit(self, spec: ModelSpec, inputs: Inputs) -> None:
         if unknown := inputs.keys() - spec.inputs.keys():

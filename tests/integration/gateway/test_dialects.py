@@ -27,6 +27,8 @@ DIALECTS = {
     "openrlhf": {"model": "text_length", "output": "score"},
     "slime": {"model": "text_length", "output": "score", "inputs": {"text": "response"}},
     "together": {"speaks": "slime", "model": "text_length", "output": "batch", "inputs": {"text": "response"}},
+    "unirl": {"model": "brightness_and_prompt", "output": "score", "reward": "pretty"},
+    "flow_factory": {"model": "brightness_and_prompt", "output": "score"},
     "nobody": {"speaks": "openrlhf", "model": "brightness"},
 }
 
@@ -228,3 +230,47 @@ def test_an_engine_that_dies_is_no_score_of_zero(http, server):
         else:
             assert status == 503 and list(answer) == ["error"]
     assert any(status == 200 for status, _ in answers)
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_unirl_gets_a_result_or_an_error_for_each_sample(http):
+    assert http.get("/unirl/health").json()["rewards"] == {"pretty": ["score", "weights_version"]}
+    assert http.get("/unirl/rewards").json() == {"rewards": ["pretty"]}
+
+    def sample(data, text="ab", **more):
+        turn = {"text": text, "image_b64": b64(data), "video_b64": None, "video_path": None, **more}
+        first = {"text": text, "image_b64": b64(picture(204)), "video_b64": None, "video_path": None}
+        return {"history": [first, turn], "required_rewards": ["pretty"], "metadata": None}
+
+    good, black, broken = picture(51), picture(0), picture(51)[:200]
+    answer = http.post("/unirl/score", json={"requests": [sample(one) for one in (good, black, broken, good)]})
+    assert answer.status_code == 200
+    results, errors = answer.json()["results"], answer.json()["errors"]
+    for i in (0, 3):
+        assert next(iter(results[i]["pretty"])) == "score" and errors[i] == {}
+        assert abs(results[i]["pretty"]["score"] - 2.2) < 1e-3
+    assert results[1] == results[2] == {}
+    assert "black" in errors[1]["pretty"] and "JPEG" in errors[2]["pretty"]
+    assert http.post("/unirl/score", json={"requests": []}).json() == {"results": [], "errors": []}
+    for wrong in (
+        {"requests": [{**sample(good), "required_rewards": ["other"]}]},
+        {"requests": [sample(good, video_path="/etc/passwd")]},
+        {"requests": [{"history": []}]},
+        {"requests": [3]},
+        {},
+    ):
+        answer = http.post("/unirl/score", json=wrong)
+        assert 400 <= answer.status_code < 500 and list(answer.json()) == ["detail"]
+
+
+def test_flow_factory_gets_rewards_or_an_error_that_it_raises(http):
+    assert http.get("/flow_factory/health").status_code == 200
+    body = {"prompt": ["a", "bb"], "image": [b64(picture(51, form="PNG"))] * 2, "video": None, "condition_images": None}
+    answer = http.post("/flow_factory/compute", json=body)
+    assert answer.status_code == 200 and np.allclose(answer.json()["rewards"], [1.2, 2.2], atol=1e-3)
+    for wrong in ({"image": [b64(b"x")] * 2}, {"image": []}, {"prompt": "a"}, {"video": [["x"]]}, {"image": None}):
+        answer = http.post("/flow_factory/compute", json={**body, **wrong})
+        assert (answer.status_code, list(answer.json())) == (200, ["error"])

@@ -307,7 +307,7 @@ def _numbered(models: Any) -> Any:
 
 
 _PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles
-_SPOKEN = (*_PICKLED, "openrlhf", "slime")
+_SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory")
 
 
 class DialectSettings(_Strict):
@@ -317,6 +317,7 @@ class DialectSettings(_Strict):
     speaks: str | None = None
     inputs: dict[str, str] = {}
     output: str | None = None
+    reward: str | None = None
     resize: list[Annotated[int, Field(ge=1, le=8192)]] = Field(default=[], max_length=2)
     timeout: Seconds = 100.0
     pickles_from_elsewhere: bool = False

@@ -53,44 +53,69 @@ class Intake:
         address: the server's.
         juror: model, inputs, output and timeout, as `jurybox.client.rewards.Juror` takes them.
         size: (height, width) that pictures are resized to; None: they stay as they are.
+        reward: the reward's name, where a dialect's requests name one.
     """
 
     def __init__(
-        self, pool: ThreadPoolExecutor, address: str, *, size: tuple[int, int] | None = None, **juror: Any
+        self,
+        pool: ThreadPoolExecutor,
+        address: str,
+        *,
+        size: tuple[int, int] | None = None,
+        reward: str = "",
+        **juror: Any,
     ) -> None:
+        self.reward = reward
         self._pool = pool
         self._juror = Juror(address=address, **juror)
         self._size = size
 
     async def score(self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None) -> Scores:
-        """The scores of n rows.
+        """The scores of n rows, all of them: arguments as `rows` takes them.
+
+        Raises:
+            Unscored: a row failed, its picture is none, or its score is not finite.
+            Refused (code NOT_READY): no row got a score in time; a moment later they may.
+            What `rows` raises.
+        """
+        found, version = await self.rows(columns, n, pictures=pictures)
+        wrong = {i: why for i, why in enumerate(found) if isinstance(why, str)}
+        if wrong:
+            first = min(wrong)
+            why = f"{len(wrong)} of {n} samples have no score; sample {first}: {wrong[first]}"
+            passing = all(isinstance(one, Passing) for one in wrong.values())
+            raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
+        return Scores([score for score in found if not isinstance(score, str)], version)
+
+    async def rows(
+        self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None
+    ) -> tuple[list[float | str], int]:
+        """For each of n rows its score, or why it has none; and the weights version.
 
         Args:
             columns: values of each field, n of each.
             pictures: n encoded ones, bytes or base64 text, for the field "image".
 
         Raises:
-            Unscored: a row failed, its picture is none, or its score is not finite.
             SpecMismatch: what came does not fit the model.
             Timeout, Busy, ServerGone, ModelNotFound, Refused.
         """
         if n > _MOST_ROWS:
             raise Refused(f"{n} samples came in one request, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
-        if not n:
-            return Scores([], 0)
-        given = dict(columns)
+        found: list[float | str] = [""] * n
+        given, good = dict(columns), list(range(n))
         if pictures is not None:
-            given["image"] = await asyncio.gather(*(self.off_loop(self._picture, one) for one in pictures))
-            if (bad := next((i for i, one in enumerate(given["image"]) if isinstance(one, str)), None)) is not None:
-                raise Unscored(f"picture {bad} of {n}: {given['image'][bad]}")
-        scored = await self._juror.scores_async(given, n)
-        wrong = {i: why for i, why in enumerate(scored) if isinstance(why, str)}
-        if wrong:
-            first = min(wrong)
-            passing = all(isinstance(why, Passing) for why in wrong.values())
-            why = f"{len(wrong)} of {n} samples have no score; sample {first}: {wrong[first]}"
-            raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
-        return Scores([score for score in scored if not isinstance(score, str)], scored.version)
+            images = await asyncio.gather(*(self.off_loop(self._picture, one) for one in pictures))
+            good = [i for i, image in enumerate(images) if not isinstance(image, str)]
+            found = [image if isinstance(image, str) else "" for image in images]
+            given = {name: [values[i] for i in good] for name, values in columns.items()}
+            given["image"] = [images[i] for i in good]
+        if not good:
+            return found, 0
+        scored = await self._juror.scores_async(given, len(good))
+        for i, score in zip(good, scored, strict=True):
+            found[i] = score
+        return found, scored.version
 
     async def off_loop(self, action: Any, *arguments: Any) -> Any:
         """Run something that takes time in the pool."""

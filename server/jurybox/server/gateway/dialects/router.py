@@ -5,28 +5,45 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
-from jurybox.server.gateway.dialects import flow_grpo, openrlhf, slime, verl_omni
+from jurybox.server.gateway.dialects import flow_factory, flow_grpo, openrlhf, slime, unirl, verl_omni
 from jurybox.server.gateway.dialects.intake import Intake
 from jurybox.server.logs import Log
 
-# A dialect: how it answers a body, and how it says that there is no answer (status, text).
-_ANSWERS: dict[str, Callable[[Intake, bytes], Awaitable[Response]]] = {
-    "flow_grpo": flow_grpo.answer,
-    "verl_omni": verl_omni.answer,
-    "openrlhf": openrlhf.answer,
-    "slime": slime.answer,
-}
-_REFUSALS: dict[str, Callable[[str], tuple[bytes, str]]] = {
-    "flow_grpo": flow_grpo.refusal,
-    "verl_omni": flow_grpo.refusal,
-    "openrlhf": openrlhf.refusal,
-    "slime": openrlhf.refusal,
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a dialect answers.
+
+    Attributes:
+        answer: what a body is answered with.
+        refusal: a body that says why there is no answer, and its media type.
+        path: under the dialect's own, of its requests.
+        status: of a refusal that asking again does not help; 0: that of the error, 4xx.
+        about: the names of rewards as a GET of "health" and "rewards" tells them.
+    """
+
+    answer: Callable[[Intake, bytes], Awaitable[Response]]
+    refusal: Callable[[str], tuple[bytes, str]]
+    path: str = ""
+    status: int = 0
+    about: Callable[[Intake], dict[str, dict[str, Any]]] = lambda _: {"/health": {"status": "ok"}}
+
+
+_DIALECTS = {
+    "flow_grpo": Dialect(flow_grpo.answer, flow_grpo.refusal),
+    "verl_omni": Dialect(verl_omni.answer, flow_grpo.refusal),
+    "openrlhf": Dialect(openrlhf.answer, openrlhf.refusal),
+    "slime": Dialect(slime.answer, openrlhf.refusal),
+    # Its client raises the text of an error that comes with 200, and repeats anything else without it.
+    "flow_factory": Dialect(flow_factory.answer, openrlhf.refusal, "/compute", status=200),
+    "unirl": Dialect(unirl.answer, unirl.refusal, "/score", about=unirl.about),
 }
 # The server is busy, or an engine is starting: the same request may be answered a moment later.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)
@@ -47,6 +64,7 @@ def router(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) ->
         intake = Intake(
             pool,
             address,
+            reward=settings["reward"] or settings["model"],
             size=tuple(size) if size else None,
             model=settings["model"],
             inputs=settings["inputs"],
@@ -58,13 +76,21 @@ def router(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) ->
 
 
 def _add(paths: APIRouter, name: str, speaks: str, intake: Intake, log: Log) -> None:
-    answer, refusal = _ANSWERS[speaks], _REFUSALS[speaks]
+    dialect = _DIALECTS[speaks]
+    base = f"/dialects/{name}"
 
-    @paths.post(f"/dialects/{name}", name=f"dialect {name}")
-    @paths.post(f"/dialects/{name}/", include_in_schema=False)
+    for path, told in dialect.about(intake).items():
+
+        def about(told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+            return lambda: told
+
+        paths.add_api_route(base + path, about(told), methods=["GET"], response_model=None, name=f"{name}{path}")
+
+    @paths.post(base + dialect.path, name=f"dialect {name}")
+    @paths.post(f"{base}{dialect.path}/", include_in_schema=False)
     async def asked(request: Request) -> Response:
         try:
-            return await answer(intake, await request.body())
+            return await dialect.answer(intake, await request.body())
         except ClientDisconnect:
             raise
         except Error as error:
@@ -73,8 +99,8 @@ def _add(paths: APIRouter, name: str, speaks: str, intake: Intake, log: Log) -> 
             log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
             failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
         log.warning("no reward", dialect=name, reason=said(failure, 300))
-        body, media = refusal(said(failure, 1000))
+        body, media = dialect.refusal(said(failure, 1000))
         if failure.code in _PASSING:
             return Response(body, 503, {"Retry-After": _AGAIN}, media)
         status = TABLE[failure.code].http
-        return Response(body, status if status < 500 else 422, media_type=media)
+        return Response(body, dialect.status or (status if status < 500 else 422), media_type=media)
