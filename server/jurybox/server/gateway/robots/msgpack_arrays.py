@@ -1,0 +1,346 @@
+"""msgpack with NumPy arrays in it, as robots send them: read strictly, within bounds, and written.
+
+The format is msgpack's (github.com/msgpack/msgpack, spec.md). Arrays are maps, in openpi's words
+`{b"__ndarray__": true, b"data", b"dtype", b"shape"}` and `{b"__npgeneric__": true, b"data", b"dtype"}` (of a single
+number), or in msgpack-numpy's, `{"nd": true, "type", "kind", "data", "shape"}` with keys of text or bytes.
+
+A reader of our own: libraries make what a header claims (an array of 2^32 elements, a thousand lists in one another)
+before anybody can count, and the clients' own decoders take eight bytes of dtype "O" for a pointer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Code, ProtocolMismatch, plain
+
+MOST_ITEMS = 10_000  # values in one message, keys too; an observation has some tens
+MOST_DEPTH = 16
+_MOST_AXES = 16
+_MOST_AXIS = 1 << 31
+_DTYPE = re.compile(r"[<>|=](?:(b1|[iu][1248]|f[248])|U(\d{1,6}))", re.ASCII)
+_LAST_CHARACTER = 0x10FFFF
+
+
+class Malformed(ProtocolMismatch):
+    """Bytes that are no message; it says where and what was expected."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Code.MALFORMED)
+
+
+def unpackb(data: bytes | bytearray | memoryview) -> Any:
+    """The value of one message.
+
+    Maps become dicts with keys of text, arrays become NumPy arrays in this machine's byte order, read-only views of
+    `data` where they can be. Of single numbers of NumPy's come plain ones, of text arrays `<U` arrays.
+
+    Raises:
+        Malformed: it is no msgpack, ends early or late, holds anything but the above (extension types, other keys, a
+            key twice, dtypes of objects, structures, dates or complex numbers, data of another size than dtype and
+            shape make), more than MOST_ITEMS values, or more than MOST_DEPTH maps and lists in one another.
+    """
+    reader = _Reader(memoryview(data).cast("B"))
+    value = reader.value(0)
+    if reader.at != len(reader.data):
+        raise Malformed(f"{len(reader.data) - reader.at} bytes follow the message: expected none")
+    return _whole(value)
+
+
+class _Reader:
+    """Reads one message from its beginning; `at` is the next byte."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self.at = 0
+        self._items = 0
+
+    def value(self, depth: int) -> Any:
+        """The next value."""
+        self._items += 1
+        if self._items > MOST_ITEMS:
+            raise Malformed(f"more than {MOST_ITEMS} values came in one message: send numbers in arrays")
+        kind = self._take(1)[0]
+        if kind < 0x80:
+            return kind
+        if kind >= 0xE0:
+            return kind - 0x100
+        if kind < 0x90:
+            return self._map(kind & 15, depth + 1)
+        if kind < 0xA0:
+            return self._list(kind & 15, depth + 1)
+        if kind < 0xC0:
+            return self._text(kind & 31)
+        if (known := _NUMBERS.get(kind)) is not None:
+            return known.unpack(self._take(known.size))[0]
+        if (sized := _SIZED.get(kind)) is not None:
+            read, length = sized
+            size = int.from_bytes(self._take(length), "big")
+            return read(self, size, depth + 1)
+        if kind in _CONSTANTS:
+            return _CONSTANTS[kind]
+        raise Malformed(f"byte 0x{kind:02x} at {self.at - 1}: expected a number, text, bytes, list or map")
+
+    def _take(self, size: int) -> memoryview:
+        end = self.at + size
+        if end > len(self.data):
+            raise Malformed(f"the message ends at {len(self.data)} bytes, inside a value: expected {end}")
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def _text(self, size: int, _: int = 0) -> str:
+        try:
+            return str(self._take(size), "utf-8")
+        except UnicodeDecodeError as error:
+            raise Malformed(f"text before byte {self.at} is no UTF-8: {error.reason}") from error
+
+    def _bytes(self, size: int, _: int = 0) -> memoryview:
+        return self._take(size)
+
+    def _list(self, size: int, depth: int) -> list[Any]:
+        self._room(size, depth)
+        return [_whole(self.value(depth)) for _ in range(size)]
+
+    def _map(self, size: int, depth: int) -> Any:
+        self._room(2 * size, depth)
+        found: dict[str, Any] = {}
+        marked = False
+        for _ in range(size):
+            key = self.value(depth)
+            if isinstance(key, memoryview):
+                marked = True
+                key = str(key[:200], "utf-8", "replace")
+            elif not isinstance(key, str):
+                raise Malformed(f"a key of {type(key).__name__} before byte {self.at}: expected text")
+            if key in found:
+                raise Malformed(f"key {plain(key, 80)!r} came twice in one map")
+            found[key] = self.value(depth)
+        if "__ndarray__" in found or "__npgeneric__" in found:
+            return _array(found) if "__ndarray__" in found else _number(found)
+        if "nd" in found and "type" in found:
+            return _of_msgpack_numpy(found)
+        if marked:
+            raise Malformed(f"keys of bytes in a map that is no array ({_keys(found)}): expected text")
+        return {key: _whole(value) for key, value in found.items()}
+
+    def _room(self, least: int, depth: int) -> None:
+        """Refuse before anything is made of what a header claims; a value has at least one byte."""
+        if depth > MOST_DEPTH:
+            raise Malformed(f"more than {MOST_DEPTH} maps and lists in one another")
+        if least > len(self.data) - self.at or least > MOST_ITEMS:
+            raise Malformed(f"a list or map of {least} values at byte {self.at}: the message has no room for them")
+
+
+_NUMBERS = {
+    0xCA: struct.Struct(">f"),
+    0xCB: struct.Struct(">d"),
+    0xCC: struct.Struct(">B"),
+    0xCD: struct.Struct(">H"),
+    0xCE: struct.Struct(">I"),
+    0xCF: struct.Struct(">Q"),
+    0xD0: struct.Struct(">b"),
+    0xD1: struct.Struct(">h"),
+    0xD2: struct.Struct(">i"),
+    0xD3: struct.Struct(">q"),
+}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_SIZED: dict[int, tuple[Callable[[_Reader, int, int], Any], int]] = {
+    0xC4: (_Reader._bytes, 1),
+    0xC5: (_Reader._bytes, 2),
+    0xC6: (_Reader._bytes, 4),
+    0xD9: (_Reader._text, 1),
+    0xDA: (_Reader._text, 2),
+    0xDB: (_Reader._text, 4),
+    0xDC: (_Reader._list, 2),
+    0xDD: (_Reader._list, 4),
+    0xDE: (_Reader._map, 2),
+    0xDF: (_Reader._map, 4),
+}
+
+
+def _whole(value: Any) -> Any:
+    """Bytes that are no array's data become bytes of their own."""
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; of what may be large only its kind."""
+    return plain(repr(value[:80]) if isinstance(value, str) else value, 80) if _small(value) else type(value).__name__
+
+
+def _small(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _keys(found: dict[str, Any]) -> str:
+    return ", ".join(plain(key[:40]) for key in sorted(found)[:10]) or "nothing"
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    if isinstance(name, memoryview):  # msgpack-numpy writes either
+        name = str(name, "ascii", "replace")
+    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise Malformed(f"dtype {_shown(name)}: expected numbers, bool or text, such as '<f4', '|u1', '|b1', '<U5'")
+    return np.dtype(name)
+
+
+def _array(found: dict[str, Any], marker: str = "__ndarray__", dtype_key: str = "dtype") -> NDArray[Any]:
+    if found.get(marker) is not True or not {"data", "shape", dtype_key} <= found.keys():
+        raise Malformed(f"an array came with {_keys(found)}: expected data, {dtype_key} and shape")
+    dtype, shape, data = _dtype(found[dtype_key]), found["shape"], found["data"]
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MOST_AXES
+        or not all(type(size) is int and 0 <= size < _MOST_AXIS for size in shape)
+    ):
+        raise Malformed(
+            f"shape {_shown(shape)} of an array: expected a list of at most {_MOST_AXES} sizes of 0 and more"
+        )
+    if not isinstance(data, memoryview) or not dtype.itemsize or len(data) != math.prod(shape) * dtype.itemsize:
+        came = f"{len(data)} bytes" if isinstance(data, memoryview) else type(data).__name__
+        raise Malformed(f"{dtype.str} of shape {shape} needs {math.prod(shape) * dtype.itemsize} bytes: came {came}")
+    if dtype.kind == "U":
+        _require_characters(data, dtype)
+    elif dtype.kind == "b":
+        _require_bools(data)
+    try:
+        array: NDArray[Any] = np.ndarray(shape, dtype, data if len(data) else None)
+    except (ValueError, OverflowError) as error:  # sizes with a 0 among them multiply to anything
+        raise Malformed(f"shape {shape} of an array: {error}") from error
+    array.flags.writeable = False
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+def _of_msgpack_numpy(found: dict[str, Any]) -> Any:
+    if found["nd"] is True:
+        if found.get("kind") is not None and bytes(_text_bytes(found["kind"])):
+            raise Malformed("an array of a structured or an object dtype: expected numbers or text")
+        return _array(found, "nd", "type")
+    if found["nd"] is not False or "data" not in found:
+        raise Malformed(f"an array came with {_keys(found)}: expected nd, type and data")
+    return _array(found | {"nd": True, "shape": []}, "nd", "type").item()
+
+
+def _text_bytes(value: Any) -> bytes | memoryview:
+    return value.encode() if isinstance(value, str) else value if isinstance(value, memoryview) else b"?"
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """A single number or text of NumPy's, as Python's."""
+    if found["__npgeneric__"] is not True or not {"data", "dtype"} <= found.keys():
+        raise Malformed(f"a NumPy number came with {_keys(found)}: expected data and dtype")
+    dtype, value = _dtype(found["dtype"]), found["data"]
+    match dtype.kind:
+        case "b":
+            fits = isinstance(value, bool)
+        case "U":
+            fits = isinstance(value, str)
+        case "f":
+            fits = type(value) in (int, float)
+        case _:
+            limits = np.iinfo(dtype)
+            fits = type(value) is int and limits.min <= value <= limits.max
+    if not fits:
+        raise Malformed(f"a NumPy number of dtype {dtype.str}: {_shown(value)} came as its value")
+    return value
+
+
+def _require_characters(data: memoryview, dtype: np.dtype[Any]) -> None:
+    characters = np.frombuffer(data, dtype.str[0] + "u4") if len(data) else np.empty(0, "u4")
+    surrogates = (characters >= 0xD800) & (characters <= 0xDFFF)
+    if len(characters) and (int(characters.max()) > _LAST_CHARACTER or bool(surrogates.any())):
+        raise Malformed("an array of text holds what is no Unicode character")
+
+
+def _require_bools(data: memoryview) -> None:
+    if len(data) and int(np.frombuffer(data, np.uint8).max()) > 1:
+        raise Malformed("an array of bool holds other bytes than 0 and 1")
+
+
+# ----
+# Writing.
+
+
+def packb(value: Any) -> bytes:
+    """One message: None, bool, int, float, str, bytes, lists, tuples, dicts, and arrays in openpi's words.
+
+    Raises:
+        TypeError: a value of another type, or an array that is not of numbers, bool or text.
+        OverflowError: a whole number that 64 bits cannot hold.
+    """
+    parts: list[bytes | memoryview] = []
+    _put(value, parts)
+    return b"".join(parts)
+
+
+def _put(value: Any, parts: list[bytes | memoryview]) -> None:
+    if value is None or value is True or value is False:
+        parts.append(b"\xc0" if value is None else b"\xc3" if value else b"\xc2")
+    elif isinstance(value, np.ndarray):
+        _put(_array_map(value), parts)
+    elif isinstance(value, np.generic):
+        _put({b"__npgeneric__": True, b"data": value.item(), b"dtype": _sendable(value.dtype)}, parts)
+    elif isinstance(value, int):
+        _put_int(value, parts)
+    elif isinstance(value, float):
+        parts.append(struct.pack(">Bd", 0xCB, value))
+    elif isinstance(value, str):
+        data = value.encode("utf-8", "replace")
+        parts += (_head(len(data), 0xA0, 32, (0xD9, 0xDA, 0xDB)), data)
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        view = memoryview(value).cast("B")
+        parts += (_head(len(view), 0, 0, (0xC4, 0xC5, 0xC6)), view)
+    elif isinstance(value, (list, tuple)):
+        parts.append(_head(len(value), 0x90, 16, (0, 0xDC, 0xDD)))
+        for item in value:
+            _put(item, parts)
+    elif isinstance(value, Mapping):
+        parts.append(_head(len(value), 0x80, 16, (0, 0xDE, 0xDF)))
+        for key, item in value.items():
+            _put(key, parts)
+            _put(item, parts)
+    else:
+        raise TypeError(f"a {type(value).__name__} cannot be sent: expected numbers, text, bytes, arrays, lists, dicts")
+
+
+def _array_map(array: NDArray[Any]) -> dict[bytes, Any]:
+    whole = np.ascontiguousarray(array)
+    dtype = _sendable(array.dtype)
+    data = whole.reshape(-1).view(np.uint8).data if whole.size else b""
+    return {b"__ndarray__": True, b"data": data, b"dtype": dtype, b"shape": list(array.shape)}
+
+
+def _sendable(dtype: np.dtype[Any]) -> str:
+    if not _DTYPE.fullmatch(dtype.str):
+        raise TypeError(f"an array of {dtype} cannot be sent: expected numbers, bool or text")
+    return dtype.str
+
+
+def _put_int(value: int, parts: list[bytes | memoryview]) -> None:
+    if -32 <= value < 128:
+        parts.append(struct.pack(">b", value))
+    elif 0 <= value < 1 << 64:
+        parts.append(struct.pack(">BQ", 0xCF, value))
+    elif -(1 << 63) <= value < 0:
+        parts.append(struct.pack(">Bq", 0xD3, value))
+    else:
+        raise OverflowError(f"{value} has more than 64 bits")
+
+
+def _head(size: int, small: int, below: int, codes: tuple[int, int, int]) -> bytes:
+    """What stands before text, bytes, lists and maps: kind and size."""
+    if size < below:
+        return bytes((small | size,))
+    if size < 1 << 8 and codes[0]:
+        return struct.pack(">BB", codes[0], size)
+    if size < 1 << 16:
+        return struct.pack(">BH", codes[1], size)
+    return struct.pack(">BI", codes[2], size)
