@@ -93,16 +93,18 @@ def launch(
     python: str = sys.executable,
     under: Sequence[object] = (),
     flags: Sequence[str] = (),
+    more: str = "",
     **server: object,
 ) -> RunningServer:
     """Start a server and don't wait for it.
 
-    `under` is a command that ends by executing the rest of its arguments; `flags`: more of the command line.
+    `under` is a command that ends by executing the rest of its arguments; `flags`: more of the command line;
+    `more`: of the configuration.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     address = f"ipc://{folder}/engine"
     file = folder / "server.toml"
-    file.write_text(config(models, **{"address": address, "http": "", "grpc": "", "devices": ["cpu"], **server}))
+    file.write_text(config(models, **{"address": address, "http": "", "grpc": "", "devices": ["cpu"], **server}) + more)
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
     with log.open("a") as sink:
         process = subprocess.Popen(

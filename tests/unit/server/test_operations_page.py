@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from jurybox.server.doctor.checks import examine
-from jurybox.server.settings.config import DialectSettings, ModelSettings, ServerSettings, load_settings
+from jurybox.server.settings.config import (
+    DialectSettings,
+    ModelSettings,
+    RobotSettings,
+    ServerSettings,
+    load_settings,
+)
 from jurybox.server.settings.sources import RESERVED_VARIABLES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
@@ -28,12 +34,17 @@ def documented(heading: str, page: str = PAGE) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("heading", "settings"), [("[server]", ServerSettings), ("[models.NAME]", ModelSettings)])
+@pytest.mark.parametrize(
+    ("heading", "settings"),
+    [("[server]", ServerSettings), ("[models.NAME]", ModelSettings), ("[robots.NAME]", RobotSettings)],
+)
 def test_every_setting_is_documented_with_its_default(heading, settings):
     said = documented(heading)
     assert set(said) == set(settings.model_fields)
     for name, field in settings.model_fields.items():
-        if field.default_factory is None:
+        if field.is_required():
+            assert said[name] == "required", name
+        elif field.default_factory is None:
             assert said[name] == ("none" if field.default is None else f"`{json.dumps(field.default)}`"), name
 
 

@@ -23,6 +23,7 @@ from jurybox.server.settings.endpoints import is_loopback, split_host
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.grpc_server import GrpcServer
+    from jurybox.server.gateway.robots.server import RobotServer
 
 _SWITCH = 0.0005  # seconds a busy loop keeps the thread waiting that tells it of answers; Python's own are 5 ms
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
@@ -51,6 +52,9 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         app = create_app(source, oip.reasons, routers)
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
+        robots = _robot_servers(orders, access)
+        for robot in robots.values():
+            await robot.start()
     except (OSError, ValueError, ImportError) as error:
         control_pipe.send("failed", reason=str(error))
         return COULD_NOT_START
@@ -60,7 +64,9 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     if rpc is not None:
         await rpc.start()
     # The HTTP socket listens already: whoever connects from now on is answered.
-    bound = {"http": http.bound if http else "", "grpc": rpc.bound if rpc else ""}
+    bound: dict[str, Any] = {"http": http.bound if http else "", "grpc": rpc.bound if rpc else ""}
+    if robots:
+        bound["robots"] = {name: robot.bound for name, robot in robots.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
     try:
@@ -69,6 +75,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     finally:
         if rpc is not None:
             await rpc.stop()
+        await asyncio.gather(*(robot.stop() for robot in robots.values()))
         oip.close()
         await source.close()
     return STOPPED if served else FAILED
@@ -85,6 +92,14 @@ def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSourc
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
     services = [grpc_inference.service(oip, access.room()), remote_weights.service(orders["address"]), status]
     return GrpcServer(orders["grpc"], services, oip.reasons, access)
+
+
+def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotServer]:
+    if not (robots := orders.get("robots")):
+        return {}
+    from jurybox.server.gateway.robots.server import RobotServer
+
+    return {name: RobotServer(name, settings, orders["address"], access) for name, settings in robots.items()}
 
 
 def _obey(control_pipe: ControlPipe, stop: asyncio.Event, log: Log) -> None:

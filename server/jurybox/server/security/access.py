@@ -9,6 +9,7 @@ import hmac
 import os
 import re
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -186,16 +187,20 @@ class SecuritySettings(BaseModel):
 
     def open_to_all(self, http: str, grpc: str, tcp: str) -> list[str]:
         """Transports that other hosts reach and that do not ask who they are, a line each."""
-        shown = self.token is not None or self.token_file is not None
-        found = []
-        for name, where in (("http", http), ("grpc", grpc)):
-            if where and not is_loopback(split_host(where)[0]):
-                lacks = [what for what, there in (("token_file", shown), ("tls_cert", self.tls_cert)) if not there]
-                if lacks:
-                    found.append(f'server.{name} = "{where}" needs {" and ".join(f"server.{what}" for what in lacks)}')
+        found = self.lacking({"server.http": http, "server.grpc": grpc})
         if tcp and not is_loopback(split_host(tcp)[0]) and self.curve_clients is None:
             found.append(f'server.tcp = "{tcp}" needs server.curve_key and server.curve_clients')
         return found
+
+    def lacking(self, listening: Mapping[str, str]) -> list[str]:
+        """As `open_to_all`, of ports that ask for a token; their addresses by their settings."""
+        shown = self.token is not None or self.token_file is not None
+        lacks = [f"server.{what}" for what, there in (("token_file", shown), ("tls_cert", self.tls_cert)) if not there]
+        return [
+            f'{name} = "{where}" needs {" and ".join(lacks)}'
+            for name, where in listening.items()
+            if where and lacks and not is_loopback(split_host(where)[0])
+        ]
 
 
 # ----

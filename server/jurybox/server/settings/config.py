@@ -29,7 +29,7 @@ from jurybox.protocol.wire import MAX_NAME
 from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
 from jurybox.server.security.access import FILES as _SECURITY_FILES
 from jurybox.server.security.access import SecuritySettings, too_open
-from jurybox.server.settings.endpoints import check_address, check_listen, is_loopback, split_host
+from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, is_loopback, split_host
 from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
 
 __all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
@@ -276,6 +276,16 @@ class ModelSettings(_Strict):
         return self.lane_rows or max(1, min(self.resolve_rows(row_bytes) // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
 
 
+class RobotSettings(_Strict):
+    """[robots.NAME]: a port at which robots ask one model, by websocket; documented in docs/robots.md."""
+
+    model: str
+    listen: Annotated[str, AfterValidator(check_host_port)]
+    clients: int = Field(default=64, ge=1, le=1024)
+    timeout: Seconds = 60.0
+    metadata: dict[str, JsonValue] = {}
+
+
 def _check_model_name(name: str) -> str:
     if len(name) > MAX_NAME or not _MODEL_NAME.fullmatch(name):
         raise ValueError(
@@ -365,6 +375,26 @@ class Settings(_Strict):
                 )
         return self
 
+    robots: dict[Annotated[str, AfterValidator(_check_model_name)], RobotSettings] = Field(
+        default_factory=dict, max_length=MAX_MODELS
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        for name, robot in self.robots.items():
+            if robot.model not in self.models:
+                there = ", ".join(sorted(self.models)) or "none"
+                raise ValueError(f"robots.{name}.model = {robot.model!r} is not configured; there are: {there}")
+        taken = [robot.listen for robot in self.robots.values()] + [self.server.http, self.server.grpc, self.server.tcp]
+        if twice := sorted({where for where in taken if where and split_host(where)[1] and taken.count(where) > 1}):
+            raise ValueError(f"{twice[0]!r} is listened on twice, by robots among others: expected a port for each")
+        return self
+
+    def open_transports(self) -> list[str]:
+        """The transports through which anybody could come in from elsewhere, each with what it lacks."""
+        robots = {f"robots.{name}.listen": robot.listen for name, robot in self.robots.items()}
+        return [*self.server.open_transports(), *self.server.lacking(robots)]
+
 
 def named_factories(settings: Settings) -> list[str]:
     """The factories that the configuration names one by one, of whatever module they really come."""
@@ -447,7 +477,7 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
         raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
     if missing := settings.server.missing_devices():
         raise ConfigError(missing)
-    if (open_transports := settings.server.open_transports()) and not insecure:
+    if (open_transports := settings.open_transports()) and not insecure:
         raise ConfigError(
             "\n".join(open_transports)
             + "\nOthers could use this server, and nothing would ask them who they are, or keep "

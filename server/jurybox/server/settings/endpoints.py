@@ -24,6 +24,12 @@ def split_host(text: str) -> tuple[str, int]:
     return match["six"] or match["host"], int(match["port"])
 
 
+def check_host_port(text: str) -> str:
+    """Pass a "host:port". Raises ValueError."""
+    split_host(text)
+    return text
+
+
 def is_loopback(host: str) -> bool:
     """Whether only processes of this host reach `host`. A name other than localhost counts as reachable."""
     try:

@@ -19,6 +19,7 @@ _WORDS = {
     "Input should be a valid dictionary or instance of ServerSettings": "expected a table",
     "Input should be a valid dictionary or instance of DialectSettings": "expected a table",
     "Input should be a valid dictionary or instance of TensorSettings": "expected a table",
+    "Input should be a valid dictionary or instance of RobotSettings": "expected a table",
     "Input should be a valid dictionary": "expected a table",
     "Input should be a valid boolean": "expected true or false",
     "Input should be a valid integer": "expected an integer",
@@ -294,13 +295,13 @@ def parse_flags(sets: Sequence[str], server_keys: Collection[str]) -> list[tuple
             key = parse_key(match[1])
         except ValueError as error:
             raise ConfigError(f"{place}: {error}") from error
-        if len(key) < {"server": 2, "models": 3}.get(key[0], 0):
+        if len(key) < {"server": 2, "models": 3, "robots": 3}.get(key[0], 0):
             raise ConfigError(f"{place}: expected server.KEY=VALUE or models.NAME.KEY=VALUE")
-        if key[0] not in ("server", "models"):
+        if key[0] not in ("server", "models", "robots"):
             hint = (
                 f"; did you mean 'server.{key[0]}'?"
                 if key[0] in server_keys
-                else did_you_mean(key[0], ["server", "models"])
+                else did_you_mean(key[0], ["server", "models", "robots"])
             )
             raise ConfigError(f"{place}: no such table {key[0]!r}{hint}")
         parsed.append((key, parse_value(match[2]), place))

@@ -13,7 +13,7 @@ from typing import Any
 from jurybox.processes import ControlPipe, spawn
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.security.access import Access
-from jurybox.server.settings.config import ServerSettings
+from jurybox.server.settings.config import RobotSettings, ServerSettings
 
 _AGAIN = 10.0  # seconds between two starts of one that does not stay
 
@@ -259,27 +259,42 @@ _OF_GRPC = tuple(
 )  # that a gateway imports only where gRPC is served
 
 
-def edges(settings: ServerSettings, listening: Mapping[str, str], dialects: Mapping[str, Any]) -> list[Child]:
+def edges(
+    settings: ServerSettings,
+    listening: Mapping[str, Any],
+    dialects: Mapping[str, Any],
+    robots: Mapping[str, RobotSettings],
+) -> list[Child]:
     """Those that the settings ask for.
 
     Args:
         dialects: that the gateway speaks, plain settings by name.
         listening: where "http", "grpc" and "tcp" listen: as configured, later as they said; one that is started again
-            takes the port it had, for its clients come back to that.
+            takes the port it had, for its clients come back to that; "robots": the same of each of `robots`.
     """
     children = []
-    if settings.http or settings.grpc:
-        children.append(_gateway(settings, listening, dialects))
+    if settings.http or settings.grpc or robots:
+        children.append(_gateway(settings, listening, dialects, robots))
     if settings.tcp:
         children.append(_relay(settings, listening))
     return children
 
 
-def _gateway(settings: ServerSettings, listening: Mapping[str, str], dialects: Mapping[str, Any]) -> Child:
+def _gateway(
+    settings: ServerSettings,
+    listening: Mapping[str, Any],
+    dialects: Mapping[str, Any],
+    robots: Mapping[str, RobotSettings],
+) -> Child:
     def configure() -> dict[str, Any]:
         given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle"})
-        where = {"http": listening["http"], "grpc": listening["grpc"]}
-        return {**given, **where, "dialects": dialects, **Access.of(settings).order()}
+        where: dict[str, Any] = {"http": listening["http"], "grpc": listening["grpc"], "dialects": dialects}
+        if robots:
+            where["robots"] = {
+                name: {**robot.model_dump(mode="json"), "listen": listening["robots"][name]}
+                for name, robot in robots.items()
+            }
+        return {**given, **where, **Access.of(settings).order()}
 
     # The pools of threads that gRPC makes and ends leave each of malloc's heaps in pieces: with one heap the gateway's
     # memory stays level over any number of calls, with a heap a thread it grows for a hundred thousand. Python's lock
@@ -289,7 +304,7 @@ def _gateway(settings: ServerSettings, listening: Mapping[str, str], dialects: M
     return Child("gateway", _GATEWAY, configure, environment, standby)
 
 
-def _relay(settings: ServerSettings, listening: Mapping[str, str]) -> Child:
+def _relay(settings: ServerSettings, listening: Mapping[str, Any]) -> Child:
     def configure() -> dict[str, Any]:
         given = settings.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
         return {**given, "tcp": listening["tcp"], "max_message": settings.max_message}

@@ -192,7 +192,8 @@ class ControlHandlers:
         self.draining = False
         # Where the gateway really listens, once it has said so.
         server = settings.server
-        self.listening = {"http": server.http, "grpc": server.grpc, "tcp": server.tcp}
+        robots = {name: robot.listen for name, robot in settings.robots.items()}
+        self.listening: dict[str, Any] = {"http": server.http, "grpc": server.grpc, "tcp": server.tcp, "robots": robots}
         self.handlers: dict[str, Any] = {
             "hello": self._hello,
             "lease": self._lease,

@@ -79,7 +79,7 @@ class Supervisor:
             segments.sizes,
         )
         dialects = {name: dialect.model_dump(mode="json") for name, dialect in settings.dialects.items()}
-        self._edges = edges(settings.server, self._control.listening, dialects)
+        self._edges = edges(settings.server, self._control.listening, dialects, settings.robots)
         self._standbys = {child.standby for child in self._children() if child.standby is not None}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -323,7 +323,9 @@ class Supervisor:
         child.heard_at = time.monotonic()
         if message["kind"] == "ready":
             child.serves(child.heard_at)
-            self._control.listening.update({key: message[key] for key in ("http", "grpc", "tcp") if key in message})
+            self._control.listening.update(
+                {key: message[key] for key in ("http", "grpc", "tcp", "robots") if key in message}
+            )
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
             if not self._announced:
@@ -431,7 +433,7 @@ class Supervisor:
                 if dry_run
                 else ("serving, without models that failed" if broken else "serving"),
                 address=self._settings.address,
-                **self._control.listening,
+                **{name: where for name, where in self._control.listening.items() if where or name != "robots"},
                 devices=", ".join(self._fleet.devices),
                 models=", ".join(f"{name} ({state})" for name, state in states.items() if name not in broken),
                 shared_memory_mib=round(memory / 2**20, 1),

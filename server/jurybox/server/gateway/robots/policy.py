@@ -1,0 +1,168 @@
+"""A robots' model as a client of the engines: many connections, each with an episode, their requests in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, connect
+from jurybox.client.sessions import Sessions
+from jurybox.server.gateway.robots.observations import row_of
+
+_CONNECT = 2.0  # seconds the server has for an answer on the control socket
+_MOST_ENDED = 1024  # names of ended sessions that a connection remembers
+
+
+class RobotPolicy:
+    """One model for the robots of one port. For one event loop.
+
+    Rows are leased at the first connection, as many as there may be connections, and kept: a robot that connects asks
+    nobody for memory, and one that leaves leaves none behind.
+
+    Args:
+        address: the server's.
+        model: its name.
+        clients: connections at most, and so requests in flight.
+        timeout: seconds for one answer.
+    """
+
+    def __init__(self, address: str, model: str, clients: int, timeout: float) -> None:
+        self._address, self._name, self._timeout = address, model, timeout
+        self._clients = clients
+        self._free = list(range(clients))
+        self._freed = asyncio.Condition()
+        self._leasing = asyncio.Lock()
+        self._server: Server | None = None
+        self._model: Model | None = None
+        self._sessions: Sessions | None = None
+
+    @property
+    def connected(self) -> int:
+        """Episodes that are open."""
+        return self._clients - len(self._free)
+
+    @contextlib.asynccontextmanager
+    async def episode(self, patience: float) -> AsyncIterator[Episode]:
+        """A place for one connection, until it ends.
+
+        Args:
+            patience: seconds to wait for a place: one who comes again may be faster than the end of who left.
+
+        Raises:
+            Busy: all places are taken.
+        """
+        try:
+            async with asyncio.timeout(patience), self._freed:
+                await self._freed.wait_for(lambda: bool(self._free))
+                place = self._free.pop(0)  # the one that was left longest ago
+        except TimeoutError:
+            raise Busy(f"{self._clients} robots are connected, and more may not be (robots.NAME.clients)") from None
+        try:
+            yield Episode(self, place)
+        finally:
+            self._free.append(place)
+            async with self._freed:
+                self._freed.notify()
+
+    async def ask(self, observation: Mapping[str, Any], place: int, *, begins: bool) -> Any:
+        """The outputs for one observation: by name, without a batch axis.
+
+        Raises:
+            SpecMismatch, RowFailed, SessionLost, Timeout, Busy, ModelFailed, ModelNotFound, Refused, ServerGone.
+        """
+        until = time.monotonic() + self._timeout
+        model = self._model or await self._leased()
+        spec = model.spec
+        row = row_of(observation, spec)
+        rows: dict[str, Any] = {
+            name: [row[name]] if tensor.variable else row[name][None] for name, tensor in spec.inputs.items()
+        }
+        left = max(0.0, until - time.monotonic())
+        if self._sessions is not None:
+            outputs = await self._sessions.infer_async(rows, session=[place], reset=[begins], timeout=left)
+        else:
+            outputs = await model.infer_async(rows, timeout=left)
+        if len(spec.outputs) == 1:
+            return {next(iter(spec.outputs)): outputs[0]}
+        return {name: value[0] for name, value in outputs.items()}
+
+    async def close(self) -> None:
+        """Give the rows back."""
+        server, self._server = self._server, None
+        sessions, self._sessions, self._model = self._sessions, None, None
+        if sessions is not None:
+            await asyncio.to_thread(sessions.close)
+        if server is not None:
+            await asyncio.to_thread(server.close)
+
+    async def _leased(self) -> Model:
+        async with self._leasing:
+            if self._model is None:
+                model, self._sessions = await asyncio.to_thread(self._lease)
+                self._model = model
+            return self._model
+
+    def _lease(self) -> tuple[Model, Sessions | None]:
+        """In a thread: rows for all places."""
+        if self._server is None:
+            self._server = connect(self._address, timeout=_CONNECT)
+        described = self._server.describe(self._name)
+        with self._server.model(self._name, rows=1, timeout=self._timeout) as one:
+            require_actions(self._name, list(one.spec.outputs))
+            if one.spec.state:
+                sessions = one.sessions(self._clients)
+                return sessions._model, sessions
+        rows = min(self._clients, max(1, described.arena_rows // 2))
+        return self._server.model(self._name, rows=rows), None
+
+
+class Episode:
+    """What one connection's requests have in common: a place, and a state on the server that is theirs."""
+
+    def __init__(self, policy: RobotPolicy, place: int) -> None:
+        self._policy, self._place = policy, place
+        self._begins = True
+        self._session = ""
+        self._ended: dict[str, None] = {}
+
+    def reset(self) -> None:
+        """The next observation begins a new episode."""
+        self._begins = True
+
+    def name(self, session: str) -> None:
+        """The session that the next observation is of; a new one begins anew.
+
+        Raises:
+            SessionLost: it was ended when another began.
+        """
+        if session == self._session:
+            return
+        if session in self._ended:
+            raise SessionLost(
+                f"session {session[:80]!r} ended when {self._session[:80]!r} began: a connection keeps one session, "
+                "connect once for each"
+            )
+        if self._session:
+            self._ended[self._session] = None
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+            self._begins = True
+        self._session = session
+
+    async def infer(self, observation: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """As RobotPolicy.ask."""
+        outputs: dict[str, Any] = await self._policy.ask(observation, self._place, begins=self._begins)
+        self._begins = False
+        return outputs
+
+
+def require_actions(name: str, outputs: list[str]) -> str:
+    """The output that holds the actions. Raises SpecMismatch."""
+    if "actions" in outputs or len(outputs) == 1:
+        return "actions" if "actions" in outputs else outputs[0]
+    raise SpecMismatch(f"model {name!r} gives {', '.join(outputs)}: robots expect one output, or one named actions")

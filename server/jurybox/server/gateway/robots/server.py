@@ -1,0 +1,230 @@
+"""The websocket server for robots: openpi's protocol, and vllm-omni's variant of it at a path of its own.
+
+A connection is an episode. It is told the metadata first; then every binary frame is an observation (msgpack with
+arrays) and gets one answer, in order. What is wrong with one observation is told to who sent it, and the
+connection goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from jurybox.client import SessionLost, SpecMismatch
+from jurybox.protocol.errors import Busy, Error, plain, said
+from jurybox.server.gateway.http_server import GRACE, CannotListen, bound_name, listen
+from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
+from jurybox.server.gateway.robots.policy import Episode, RobotPolicy, require_actions
+from jurybox.server.security.access import Access, Token
+
+VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path that asks for its variant
+_PATIENCE = 5.0  # seconds that a connection waits for a place
+_PING = 20.0  # seconds between two pings, and until a connection without pong is over
+_MOST_IN_LOOP = 1 << 20  # bytes of a frame that is read in the event loop; larger ones in a thread
+_INTERNAL_ERROR, _TRY_AGAIN_LATER = (
+    1011,
+    1013,
+)  # of a close (rfc-editor.org/rfc/rfc6455, section 7.4.1; IANA's registry)
+_log = logging.getLogger("jurybox.gateway.robots")
+_silent = logging.getLogger("jurybox.gateway.robots.websockets")  # tells of every port scan, with a traceback
+_silent.disabled = True
+
+
+class RobotServer:
+    """Listens from its construction on, and serves one model to robots from `start` on.
+
+    Args:
+        name: of the table [robots.NAME].
+        settings: of that table, as jurybox.server.settings has them.
+        address: the server's own.
+        access: token, TLS, and bytes of the largest message.
+
+    Attributes:
+        bound: where it really listens.
+
+    Raises:
+        CannotListen, ValueError: the address cannot be had.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any], address: str, access: Access) -> None:
+        self._name = name
+        self._access = access
+        self._token: Token | None = access.token
+        self._metadata = packb(settings["metadata"])
+        self._policy = RobotPolicy(address, settings["model"], settings["clients"], settings["timeout"])
+        try:
+            self._socket = listen(settings["listen"])
+        except CannotListen as error:
+            raise CannotListen(
+                f"cannot listen on ws://{settings['listen']}: {said(error.__cause__ or error)}; set "
+                f"robots.{name}.listen to another host:port"
+            ) from error
+        self.bound = bound_name(*self._socket.getsockname()[:2])
+        self._server: Server | None = None
+
+    async def start(self) -> None:
+        """Answer whoever connects. Raises OSError, ValueError: the TLS files cannot be used."""
+        tls = None
+        if self._access.tls_cert is not None:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(self._access.tls_cert, self._access.tls_key)
+        self._server = await serve(
+            self._serve,
+            sock=self._socket,
+            ssl=tls,
+            process_request=self._admit,
+            origins=[None],  # a web page must not steer a robot: browsers say where a page is from, robots don't
+            compression=None,  # nothing to win on images, and what is small on the way could be large here
+            max_size=self._access.max_message,
+            max_queue=1,  # frames read ahead of the one that is answered
+            open_timeout=10,
+            ping_interval=_PING,
+            ping_timeout=_PING,
+            close_timeout=GRACE,
+            server_header=None,
+            logger=_silent,
+        )
+
+    async def stop(self) -> None:
+        """Close every connection, and give the model's rows back."""
+        if self._server is not None:
+            self._server.close()
+            try:
+                async with asyncio.timeout(GRACE + 1):
+                    await self._server.wait_closed()
+            except TimeoutError:
+                _log.warning("robots.%s: connections did not end in time", self._name)
+        else:
+            self._socket.close()
+        await self._policy.close()
+
+    def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer plain HTTP, and refuse who shows no token."""
+        if request.path.partition("?")[0] in ("/healthz", "/healthz/"):
+            return connection.respond(http.HTTPStatus.OK, "OK\n")
+        if self._token is not None:
+            shown = request.headers.get_all("Authorization")
+            if len(shown) != 1 or not self._token.is_shown_by(_as_bearer(shown[0])):
+                return connection.respond(
+                    http.HTTPStatus.UNAUTHORIZED,
+                    "expected 'Authorization: Api-Key TOKEN' with the server's token (server.token_file)\n",
+                )
+        return None
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
+        dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
+        try:
+            async with self._policy.episode(_PATIENCE) as episode:
+                await connection.send(self._metadata)
+                async for frame in connection:
+                    if not await self._answer(connection, dialect, episode, frame):
+                        await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
+                        return
+        except Busy as error:
+            await connection.close(_TRY_AGAIN_LATER, plain(error, 100))
+        except ConnectionClosed:
+            pass  # the robot left
+        except Exception as error:  # noqa: BLE001  a defect of ours; the others go on
+            _log.error("robots.%s: a connection failed: %s", self._name, said(error), exc_info=error)
+            await connection.close(_INTERNAL_ERROR, "the gateway failed; its log says more")
+
+    async def _answer(
+        self, connection: ServerConnection, dialect: Openpi, episode: Episode, frame: str | bytes
+    ) -> bool:
+        """Answer one frame; gives whether the connection goes on."""
+        began = time.monotonic()
+        if isinstance(frame, str) and dialect.ignores_text:
+            return True
+        try:
+            reply = await dialect.answered(episode, await _read(frame), began)
+        except Error as error:
+            await connection.send(dialect.error(said(error)))
+            return not (isinstance(error, SessionLost) and dialect.ends_with_session)
+        await connection.send(reply)
+        dialect.total_ms = 1e3 * (time.monotonic() - began)
+        return True
+
+
+async def _read(frame: str | bytes) -> dict[str, Any]:
+    if isinstance(frame, str):
+        raise Malformed("a text frame came: expected a binary one, a msgpack map of an observation")
+    found = unpackb(frame) if len(frame) < _MOST_IN_LOOP else await asyncio.to_thread(unpackb, frame)
+    if not isinstance(found, dict):
+        raise Malformed(f"a message of {type(found).__name__}: expected a map, of an observation")
+    return found
+
+
+def _as_bearer(authorization: str) -> str:
+    scheme, _, given = authorization.partition(" ")
+    return f"Bearer {given}" if scheme.lower() == "api-key" else authorization
+
+
+class Openpi:
+    """How openpi's clients are answered; one for each connection.
+
+    Beside the observation a request may carry what the client of vllm-omni sends: `endpoint` ("infer" or "reset"),
+    `session_id`; and `reset`, true where the observation is an episode's first.
+    """
+
+    ignores_text = False
+    ends_with_session = True  # its clients have no other way to begin anew
+
+    def __init__(self) -> None:
+        self.total_ms: float | None = None  # of the answer before
+
+    async def answered(self, episode: Episode, request: dict[str, Any], began: float) -> bytes:
+        """The frame that answers a request. Raises Error."""
+        endpoint, session, reset = request.pop("endpoint", "infer"), request.pop("session_id", ""), request.get("reset")
+        if endpoint not in ("infer", "reset"):
+            raise SpecMismatch(f"endpoint {plain(endpoint, 80)!r}: expected 'infer' or 'reset'")
+        if not isinstance(session, str) or len(session) > 500:
+            raise SpecMismatch("session_id: expected text of at most 500 characters")
+        if session:
+            episode.name(session)
+        if endpoint == "reset" or reset is True:
+            episode.reset()
+        if endpoint == "reset":
+            return packb({"status": "reset successful"})
+        asked = time.monotonic()
+        outputs = await episode.infer(request)
+        return self.reply(outputs, 1e3 * (time.monotonic() - asked))
+
+    def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
+        """What a client gets for an observation."""
+        actions = require_actions("", list(outputs))
+        timing = {"infer_ms": infer_ms} | ({} if self.total_ms is None else {"prev_total_ms": self.total_ms})
+        named = {"actions" if name == actions else name: value for name, value in outputs.items()}
+        return packb({**named, "server_timing": timing, "policy_timing": {"infer_ms": infer_ms}})
+
+    def error(self, why: str) -> str | bytes:
+        """What a client gets instead."""
+        return why
+
+
+class VllmOmni(Openpi):
+    """How clients of vllm-omni's robot endpoint are answered."""
+
+    ignores_text = True
+    ends_with_session = False
+
+    def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
+        """The bare actions, float32; of a model with several outputs a map."""
+        if len(outputs) > 1:
+            return packb(outputs)
+        (actions,) = outputs.values()
+        return packb(np.asarray(actions, np.float32))
+
+    def error(self, why: str) -> str | bytes:
+        """As Openpi.error."""
+        return packb({"type": "error", "message": why})

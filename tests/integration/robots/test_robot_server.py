@@ -1,0 +1,326 @@
+"""Robots by websocket: openpi's protocol and vllm-omni's variant, with a client that writes its bytes itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from tests.robot_models import DIMENSION, HORIZON
+from tests.serving import serving, wait_until
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect as websocket
+
+from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
+
+MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in ("seen", "counting")}
+ROBOTS = """
+[robots.arm]
+model = "seen"
+listen = "127.0.0.1:0"
+clients = 8
+metadata = { reset_pose = [0.0, 0.5], name = "arm" }
+[robots.counter]
+model = "counting"
+listen = "127.0.0.1:0"
+clients = 100
+timeout = 30.0
+"""
+VLLM = "/v1/realtime/robot/openpi"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, more=ROBOTS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def where(server):
+    with server.connect() as client:
+        return client.status()["server"]["robots"]
+
+
+@contextlib.contextmanager
+def robot(address, path="", **options):
+    """A connection whose metadata has been read, and a function that asks."""
+    with websocket(f"ws://{address}{path}", compression=None, open_timeout=60, **options) as connection:
+        metadata = unpackb(connection.recv(60))
+
+        def ask(request):
+            connection.send(request if isinstance(request, (bytes, str)) else packb(request))
+            answer = connection.recv(60)
+            return answer if isinstance(answer, str) else unpackb(answer)
+
+        ask.metadata, ask.connection = metadata, connection
+        yield ask
+
+
+def observation(state=(1.0, 2.0, 3.0), prompt="lift", fill=10):
+    return {
+        "observation/image": np.full((8, 6, 3), fill, np.uint8),
+        "observation/state": np.array(state),  # float64, as clients send
+        "prompt": prompt,
+    }
+
+
+def expected(first, second):
+    return np.broadcast_to(np.float32([first, second]), (HORIZON, DIMENSION))
+
+
+def test_metadata_first_then_a_chunk_for_every_observation(where):
+    with robot(where["arm"]) as ask:
+        assert ask.metadata == {"reset_pose": [0.0, 0.5], "name": "arm"}
+        first = ask(observation())
+        np.testing.assert_allclose(first["actions"], expected(16, 4))
+        assert first["actions"].dtype == np.float32 and first["actions"].shape == (HORIZON, DIMENSION)
+        assert first["policy_timing"]["infer_ms"] > 0 and set(first["server_timing"]) == {"infer_ms"}
+        assert ask(observation())["server_timing"]["prev_total_ms"] > 0
+
+
+def test_nested_names_images_of_floats_and_channels_first_are_understood(where):
+    with robot(where["arm"], "/any/path?of=theirs") as ask:
+        plain = observation()
+        nested = {"observation": {"image": plain["observation/image"], "state": [1, 2, 3]}, "prompt": np.array("lift")}
+        np.testing.assert_allclose(ask(nested)["actions"], expected(16, 4))
+        turned = plain | {"observation/image": np.full((3, 8, 6), 0.5, np.float32), "left": np.zeros(3)}
+        np.testing.assert_allclose(ask(turned)["actions"], expected(6 + 127, 4))
+
+
+WRONG = {
+    "a state too short": (observation(state=(1.0, 2.0)), "observation/state"),
+    "no prompt": ({key: value for key, value in observation().items() if key != "prompt"}, "prompt is missing"),
+    "a prompt too long": (observation(prompt="x" * 101), "at most 100 bytes"),
+    "a prompt of numbers": (observation(prompt=np.zeros(3)), "expected text"),
+    "an image of another size": (observation() | {"observation/image": np.zeros((9, 6, 3), np.uint8)}, "[9, 6, 3]"),
+    "an image too bright": (observation() | {"observation/image": np.full((8, 6, 3), 2.0)}, "from 0 to 1"),
+    "an image of NaN": (observation() | {"observation/image": np.full((8, 6, 3), np.nan)}, "from 0 to 1"),
+    "a state of int64 pixels": (observation() | {"observation/image": np.full((8, 6, 3), 300)}, "cannot hold"),
+    "a state beyond float32": (observation(state=(1e300, 0, 0)), "cannot"),
+    "a row that the model refuses": (observation(state=(-1.0, 0, 0)), "the arm is broken"),
+    "an endpoint unknown": (observation() | {"endpoint": "train"}, "endpoint"),
+    "no map": ([1, 2], "a map"),
+    "no msgpack": (b"\xc1", "0xc1"),
+    "dtype object": (
+        {"observation/state": {b"__ndarray__": True, b"data": b"\0" * 8, b"dtype": "|O", b"shape": [1]}},
+        "dtype",
+    ),
+    "text": ("hello", "text frame"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_malformed_observation_fails_alone(where, name):
+    wrong, why = WRONG[name]
+    with robot(where["arm"]) as ask, robot(where["arm"]) as other:
+        other.connection.send(packb(observation()))
+        answer = ask(wrong)
+        assert isinstance(answer, str) and why in answer
+        np.testing.assert_allclose(unpackb(other.connection.recv(60))["actions"], expected(16, 4))
+        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))  # and the connection goes on
+
+
+def test_the_variant_of_vllm_omni(where):
+    with robot(where["arm"], VLLM) as ask:
+        answer = ask(observation() | {"session_id": "a", "endpoint": "infer", "seed": 1, "sampling_params": {}})
+        np.testing.assert_allclose(answer, expected(16, 4))
+        assert answer.dtype == np.float32
+        assert ask({"endpoint": "reset", "session_id": "a"}) == {"status": "reset successful"}
+        failed = ask(observation(state=(1.0,)))
+        assert failed["type"] == "error" and "observation/state" in failed["message"]
+        ask.connection.send("a text frame is ignored")
+        np.testing.assert_allclose(ask(observation()), expected(16, 4))
+
+
+def test_health_is_told_by_plain_http(where):
+    with urllib.request.urlopen(f"http://{where['arm']}/healthz", timeout=60) as answer:
+        assert (answer.status, answer.read()) == (200, b"OK\n")
+    with pytest.raises(urllib.error.HTTPError):  # only a websocket has business elsewhere
+        urllib.request.urlopen(f"http://{where['arm']}/", timeout=60)
+
+
+def test_a_web_page_may_not_steer_a_robot(where):
+    with pytest.raises(InvalidStatus), robot(where["arm"], origin="http://evil.example"):
+        pass
+
+
+def test_a_frame_too_large_ends_its_connection_alone(tmp_path):
+    with serving(
+        tmp_path, {"seen": MODELS["seen"]}, more=ROBOTS.partition("[robots.counter]")[0], max_message_mib=1
+    ) as own:
+        with own.connect() as client:
+            address = client.status()["server"]["robots"]["arm"]
+        with robot(address) as ask, robot(address) as other:
+            with pytest.raises(ConnectionClosed):
+                ask(b"\0" * (2 << 20))
+            np.testing.assert_allclose(other(observation())["actions"], expected(16, 4))
+
+
+def test_the_token_is_asked_for_in_openpis_words(tmp_path):
+    secret = "0123456789abcdef0123"
+    one = ROBOTS.partition("[robots.counter]")[0]
+    with serving(tmp_path, {"seen": MODELS["seen"]}, env={"JURYBOX_TOKEN": secret}, more=one) as own:
+        with own.connect() as client:
+            address = client.status()["server"]["robots"]["arm"]
+        for header in (None, "Api-Key wrong", f"Api-Key {secret}x", "Bearer "):
+            headers = {"Authorization": header} if header else None
+            with pytest.raises(InvalidStatus) as refused, robot(address, additional_headers=headers):
+                pass
+            assert refused.value.response.status_code == 401
+        for header in (f"Api-Key {secret}", f"Bearer {secret}"):
+            with robot(address, additional_headers={"Authorization": header}) as ask:
+                np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
+        with urllib.request.urlopen(f"http://{address}/healthz", timeout=60) as answer:
+            assert answer.status == 200
+
+
+# ---- sessions
+
+
+def test_a_connection_is_an_episode_and_reset_begins_another(where):
+    step = {"state": np.array([2.0])}
+    with robot(where["counter"]) as ask, robot(where["counter"]) as other:
+        assert [ask(step)["actions"][0].tolist() for _ in range(3)] == [[2, 1], [4, 2], [6, 3]]
+        assert other(step)["actions"][0].tolist() == [2, 1]
+        assert ask({"endpoint": "reset"}) == {"status": "reset successful"}
+        assert ask(step)["actions"][0].tolist() == [2, 1]
+        assert ask(step | {"reset": True})["actions"][0].tolist() == [2, 1]
+        assert isinstance(ask({"state": np.zeros(2)}), str)  # a step that fails is none
+        assert ask(step)["actions"][0].tolist() == [4, 2]
+        assert other(step)["actions"][0].tolist() == [4, 2]
+
+
+def test_another_session_id_begins_another_episode_and_an_ended_one_never_goes_on(where):
+    step = {"state": np.array([1.0])}
+    with robot(where["counter"], VLLM) as ask:
+        assert [ask(step | {"session_id": name})[0, 1] for name in ("a", "a", "b", "b")] == [1, 2, 1, 2]
+        refused = ask(step | {"session_id": "a"})
+        assert refused["type"] == "error" and "ended" in refused["message"]
+        assert ask(step | {"session_id": "b"})[0, 1] == 3
+
+
+def test_a_hundred_robots_that_come_and_go_lose_nothing_and_leave_nothing(server, where):
+    with server.connect() as client:
+        with robot(where["counter"]) as ask:
+            ask({"state": np.array([1.0])})
+        before = client.status()["lanes"]
+        wrong: list[object] = []
+        together = threading.Barrier(100, timeout=100)
+
+        def comes_and_goes(number: int) -> None:
+            try:
+                together.wait()
+                for life in range(3):
+                    with robot(where["counter"]) as ask:
+                        for step in range(1, 4):
+                            answer = ask({"state": np.array([float(number)])})
+                            if answer["actions"][0].tolist() != [number * step, step]:
+                                wrong.append((number, life, step, answer))
+                        if life == 1:
+                            ask.connection.socket.close()  # without a word
+            except Exception as error:  # noqa: BLE001
+                wrong.append((number, repr(error)))
+
+        threads = [threading.Thread(target=comes_and_goes, args=(number,)) for number in range(100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(110)
+        assert not wrong, wrong[:3]
+        assert client.status()["lanes"] == before
+
+        # All places are free again: as many come at once as may.
+        def hundred() -> bool:
+            with contextlib.ExitStack() as stack:
+                return all(
+                    stack.enter_context(robot(where["counter"]))({"state": np.array([1.0])})["actions"][0, 1] == 1
+                    for _ in range(100)
+                )
+
+        assert hundred()
+
+
+def test_one_robot_too_many_is_told_so(where):
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(robot(where["arm"]))
+        with pytest.raises(ConnectionClosed, match="8 robots are connected"), robot(where["arm"]):
+            pass
+
+
+# ---- openpi's own client
+
+
+@pytest.fixture(scope="module")
+def openpi(tmp_path_factory):
+    """A PYTHONPATH with openpi-client in it: its code unchanged, with the packages that are here."""
+    if importlib.util.find_spec("openpi_client"):
+        return ""
+    folder = tmp_path_factory.mktemp("openpi")
+    wanted = ["--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(folder), "openpi-client==0.1.2"]
+    try:
+        done = subprocess.run([sys.executable, "-m", "pip", "install", *wanted], capture_output=True, timeout=100)
+    except subprocess.TimeoutExpired:
+        pytest.skip("openpi-client 0.1.2 was not to be had in time")
+    if done.returncode:
+        pytest.skip(f"openpi-client 0.1.2 is not to be had here: {done.stderr.decode()[-300:]}")
+    return str(folder)
+
+
+OPENPI = """
+import sys
+import numpy as np
+from openpi_client.websocket_client_policy import WebsocketClientPolicy
+host, port = sys.argv[1].split(":")
+policy = WebsocketClientPolicy(host, int(port), api_key="whatever")
+assert policy.get_server_metadata() == {"reset_pose": [0.0, 0.5], "name": "arm"}, policy.get_server_metadata()
+observation = {"observation/image": np.full((8, 6, 3), 10, np.uint8), "observation/state": np.array([1., 2., 3.]),
+               "prompt": "lift"}
+for _ in range(3):
+    answer = policy.infer(observation)
+    assert answer["actions"].shape == (5, 2) and answer["actions"].dtype == np.float32
+    assert np.allclose(answer["actions"], [16, 4]), answer
+    assert answer["policy_timing"]["infer_ms"] > 0
+try:
+    policy.infer({**observation, "observation/state": np.zeros(2)})
+except RuntimeError as error:
+    assert "observation/state" in str(error)
+else:
+    raise AssertionError("no error")
+policy.reset()
+assert np.allclose(policy.infer(observation)["actions"], [16, 4])
+print("all is well")
+"""
+
+
+def test_openpis_own_client_works_unchanged(where, openpi):
+    environ = {"PYTHONPATH": openpi, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", OPENPI, where["arm"]], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "all is well\n", done.stderr
+
+
+def test_a_gateway_that_died_comes_back_on_its_port(server, where):
+    import os
+    import signal
+
+    old = server.pids()["gateway"]
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: server.pids().get("gateway") not in (None, old), 100, "another gateway")
+
+    def answers() -> bool:
+        try:
+            with robot(where["arm"]) as ask:
+                np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
+                return True
+        except (OSError, ConnectionClosed):
+            return False
+
+    wait_until(answers, 100, "an answer of the new gateway")
