@@ -17,6 +17,7 @@ from tests.serving import serving, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as websocket
 
+from jurybox.client.chunks import AsyncChunkPolicy
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
 MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in ("seen", "counting")}
@@ -244,6 +245,19 @@ def test_a_hundred_robots_that_come_and_go_lose_nothing_and_leave_nothing(server
                 )
 
         assert hundred()
+
+
+def test_chunks_are_executed_ahead_through_the_port_and_episodes_begin_anew(where):
+    with robot(where["counter"]) as ask:
+        with AsyncChunkPolicy(lambda request, _: ask(request)["actions"], reset_key="reset") as policy:
+            for _ in range(2):
+                policy.begin({"state": np.array([3.0])}, timeout=60)
+                assert [policy.act({"state": np.array([3.0])}).tolist() for _ in range(2)] == [[3, 1], [3, 1]]
+                wait_until(lambda: policy._done is not None, 60, "the second answer")
+                assert policy.act({"state": np.array([3.0])}).tolist() == [6, 2]
+                wait_until(lambda: policy._done is not None, 60, "the third answer")
+                policy.reset()
+            assert policy.stats.failed == 0
 
 
 def test_one_robot_too_many_is_told_so(where):
