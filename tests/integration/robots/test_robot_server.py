@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -260,6 +263,37 @@ def test_chunks_are_executed_ahead_through_the_port_and_episodes_begin_anew(wher
             assert policy.stats.failed == 0
 
 
+def test_an_engine_that_dies_ends_the_episodes_it_held_and_never_goes_on_from_nothing(server, where):
+    step = {"state": np.array([1.0])}
+    with robot(where["counter"]) as ask, robot(where["counter"], VLLM) as other:
+        assert ask(step)["actions"][0, 1] == 1 and other(step)[0, 1] == 1
+        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+        assert "lost" in ask(step)
+        with pytest.raises(ConnectionClosed):  # openpi's clients begin anew by connecting
+            ask(step)
+        for _ in range(2):
+            assert "lost" in other(step)["message"]
+        other({"endpoint": "reset"})
+        assert [other(step)[0, 1] for _ in range(2)] == [1, 2]
+    with robot(where["counter"]) as ask:
+        assert ask(step)["actions"][0, 1] == 1
+
+
+def test_random_frames_get_an_error_each_and_the_connection_goes_on(where):
+    dice = random.Random(1)
+    whole = packb(observation())
+    with robot(where["arm"]) as ask, robot(where["arm"], VLLM) as other:
+        for _ in range(150):
+            frame = bytearray(whole)
+            for _ in range(dice.randrange(1, 8)):
+                frame[dice.randrange(70) if dice.random() < 0.5 else -dice.randrange(1, 140)] = dice.randrange(256)
+            for asking in (ask, other):
+                answer = asking(bytes(frame[: dice.randrange(1, len(frame) + 1)] if dice.random() < 0.3 else frame))
+                assert isinstance(answer, (str, dict, np.ndarray))
+        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
+        np.testing.assert_allclose(other(observation()), expected(16, 4))
+
+
 def test_one_robot_too_many_is_told_so(where):
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -322,9 +356,6 @@ def test_openpis_own_client_works_unchanged(where, openpi):
 
 
 def test_a_gateway_that_died_comes_back_on_its_port(server, where):
-    import os
-    import signal
-
     old = server.pids()["gateway"]
     os.kill(old, signal.SIGKILL)
     wait_until(lambda: server.pids().get("gateway") not in (None, old), 100, "another gateway")

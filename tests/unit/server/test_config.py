@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -393,3 +394,31 @@ def test_a_dialect_that_takes_pickles_may_be_opened_on_purpose(write):
         + '[dialects.flow_grpo]\nmodel = "photo"\npickles_from_elsewhere = true\n'
     )
     assert load_settings(write(opened), (), {}).dialects["flow_grpo"].pickles_from_elsewhere
+
+
+ROBOT = PHOTO + '\n[robots.arm]\nmodel = "{model}"\nlisten = "{listen}"\n'
+
+
+def test_a_robots_port_has_a_model_and_an_address_of_its_own(tmp_path):
+    path = tmp_path / "server.toml"
+    path.write_text(ROBOT.format(model="photo", listen="127.0.0.1:8002"))
+    assert load_settings(path, ["robots.arm.clients=3"], {}).robots["arm"].clients == 3
+    for model, listen, wrong in (
+        ("foto", "127.0.0.1:8002", "robots.arm.model = 'foto' is not configured; there are: photo"),
+        ("photo", "127.0.0.1:8000", "'127.0.0.1:8000' is listened on twice"),
+        ("photo", "8002", 'expected "host:port"'),
+        ("photo", "", 'expected "host:port"'),
+    ):
+        path.write_text(ROBOT.format(model=model, listen=listen))
+        with pytest.raises(ConfigError, match=re.escape(wrong)):
+            load_settings(path, (), {})
+
+
+def test_a_robots_port_that_others_reach_needs_a_token_and_tls(tmp_path):
+    path = tmp_path / "server.toml"
+    path.write_text(ROBOT.format(model="photo", listen="0.0.0.0:8002"))
+    settings = load_settings(path, (), {})
+    needs = 'robots.arm.listen = "0.0.0.0:8002" needs server.token_file and server.tls_cert'
+    with pytest.raises(ConfigError, match=re.escape(needs)):
+        require_servable(settings, insecure=False)
+    require_servable(settings, insecure=True)

@@ -67,7 +67,7 @@ class RobotPolicy:
         finally:
             self._free.append(place)
             async with self._freed:
-                self._freed.notify()
+                self._freed.notify_all()
 
     async def ask(self, observation: Mapping[str, Any], place: int, *, begins: bool) -> Any:
         """The outputs for one observation: by name, without a batch axis.
