@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
-from tests.serving import serving
+import torch
+from tests.serving import serving, wait_until
+
+from jurybox.client import SessionLost
+from tests import open_models
 
 MODELS = {
     "mlp": {"factory": "tests.open_models:mlp", "max_batch": 16, "deterministic": True},
@@ -64,3 +72,61 @@ def test_a_session_steps_the_same_whoever_shares_its_batch(server):
                 games.append(play(sessions, company))
     for game in games[1:]:
         assert game.tobytes() == games[0].tobytes()
+
+
+@pytest.mark.parametrize("steps", [pytest.param(300, id="short"), pytest.param(10_000, marks=pytest.mark.slow)])
+def test_an_lstm_in_sessions_answers_to_the_bit_as_a_local_one_through_random_resets(server, steps):
+    policy = open_models.lstm()
+    rng = np.random.default_rng(4)
+    state = {name: torch.zeros(8, 16) for name in ("hidden", "cell")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the engine: the number of threads decides how sums are split
+    try:
+        with server.connect() as client, client.model("lstm").sessions(8) as sessions, torch.inference_mode():
+            for _ in range(steps):
+                x = rng.standard_normal((8, 4)).astype(np.float32)
+                reset = rng.random(8) < 0.05
+                answers = sessions.infer(x, reset=reset)
+                for value in state.values():
+                    value[torch.from_numpy(reset)] = 0
+                logits, state["hidden"], state["cell"] = policy.module(torch.from_numpy(x), **state)
+                assert answers.tobytes() == logits.numpy().tobytes()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_state_goes_to_another_and_none_is_left_through_two_hundred_kills(tmp_path):
+    """Engines and clients with sessions are killed at random; who goes on is told so, or has the state it expects."""
+    models = {"running_sum": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 64}}
+    code = (
+        "import sys, numpy as np\nfrom jurybox.client import connect\n"
+        "client = connect(sys.argv[1], timeout=60)\n"
+        "with client.model('running_sum', rows=1).sessions(8) as sessions:\n"
+        "    print('there', flush=True)\n"
+        "    while True:\n        sessions.infer(np.full((8, 1), 1000.0, np.float32), timeout=60, reset=None)\n"
+    )
+    rng = np.random.default_rng(5)
+    with serving(tmp_path, models) as server, server.connect() as client:
+        ones, expected, lost = np.ones((8, 1), np.float32), np.zeros(8), 0
+        sessions = client.model("running_sum", rows=1).sessions(8)
+        for _ in range(200):
+            other = subprocess.Popen([sys.executable, "-c", code, server.address], stdout=subprocess.PIPE, text=True)
+            assert other.stdout.readline() == "there\n"
+            for _ in range(int(rng.integers(1, 20))):
+                try:
+                    expected += 1
+                    np.testing.assert_array_equal(sessions.infer(ones, timeout=60), expected)
+                except SessionLost:
+                    lost += 1
+                    expected[:] = 1
+                    np.testing.assert_array_equal(sessions.infer(ones, reset=[True] * 8, timeout=60), expected)
+            if rng.random() < 0.2:
+                wait_until(lambda: server.pids().get("engine-0"), 60, "an engine")
+                os.kill(server.pids()["engine-0"], signal.SIGKILL)
+            other.kill()
+            other.communicate()
+        sessions.close()
+        wait_until(lambda: client.status()["lanes"]["rows"] == 0, 60, "all rows given back")
+    assert lost
