@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from jurybox.client.rewards import Juror, Passing
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
@@ -171,6 +171,8 @@ def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint
             return np.asarray(rgb)
     except SpecMismatch:
         raise
+    except UnidentifiedImageError as error:  # whose text is an address in memory
+        raise SpecMismatch("expected a whole JPEG, PNG or WebP file: its beginning is none of theirs") from error
     except Exception as error:
         raise SpecMismatch(f"expected a whole JPEG, PNG or WebP file: {said(error, 150)}") from error
 
