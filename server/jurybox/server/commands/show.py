@@ -118,7 +118,10 @@ def duration(seconds: float | None) -> str:
 
 
 def _gateway(server: dict[str, Any]) -> str:
-    return "".join(f", {scheme}://{server[scheme]}" for scheme in ("http", "grpc") if server[scheme])
+    robots = [f"ws://{where}" for where in server.get("robots", {}).values()]
+    return "".join(
+        f", {where}" for where in [*(f"{name}://{server[name]}" for name in ("http", "grpc") if server[name]), *robots]
+    )
 
 
 def _ask(address: str | None) -> dict[str, Any]:
