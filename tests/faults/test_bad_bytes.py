@@ -75,7 +75,8 @@ def test_a_peer_of_another_protocol_version_is_told_both_versions(server, dealer
     socket = dealer(server.address)
     socket.send_multipart([b"J\x63", b"12345678", b""])
     frames = socket.recv_multipart()
-    assert "protocol version 99 came, 1 is spoken here" in ControlReply.FromString(frames[2]).error.message
+    told = ControlReply.FromString(frames[2]).error.message
+    assert f"protocol version 99 came, {wire.PROTOCOL_VERSION} is spoken here" in told
     import jurybox.client.control
 
     monkeypatch.setattr(jurybox.client.control, "PREFIX", b"J\x63")

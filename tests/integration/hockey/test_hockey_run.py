@@ -49,7 +49,7 @@ def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> 
     summary = json.loads((tmp_path / "summary.json").read_text())
     # Two collectors may look at the budget in the same moment.
     assert 1600 <= summary["env_steps"] <= 1604 and summary["learner_steps"] == (1600 - 200) // 2
-    assert summary["restarts"] == 0 and summary["episodes"] > 3 and not summary["serial"]
+    assert summary["restarts"] == 0 and summary["episodes"] > 1 and not summary["serial"]
     lanes = [lane.role for lane in Timeline.read(tmp_path / "timeline.json").lanes]
     assert lanes == ["actor-0", "actor-1", "learner", "evaluator"]
     with (tmp_path / "metrics.csv").open() as file:
