@@ -68,13 +68,3 @@ def test_what_waiting_cannot_mend_is_raised_at_once():
     with pytest.raises(ModelNotFound):
         scorer.score()
     assert clock.now == 0
-
-
-def test_the_last_bits_of_a_score_do_not_matter():
-    class Wavering(Flaky):
-        def score(self):
-            self.wave = -getattr(self, "wave", 6e-8)
-            return 0.71234 + self.wave
-
-    scorer, _ = patient(Wavering([]))
-    assert scorer.score() == scorer.score() == 0.7123

@@ -136,7 +136,7 @@ def test_a_row_that_is_being_written_comes_when_it_is_whole(make) -> None:
 
 
 def test_a_row_that_never_gets_whole_is_given_up(make, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_TIMEOUT", 0.05)
     replay = make(8, full="drop_newest")
     replay.parts[0].ring.reserve_run(1)  # whoever had it is dead
     numbered(replay, 0, 5)

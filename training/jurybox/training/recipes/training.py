@@ -36,8 +36,8 @@ _FAILED, _USAGE, _COULD_NOT_START = 1, 2, 3
 
 # What pyproject.toml's extra `training` installs, as it is imported.
 _EXTRA = (
-    "gymnasium", "pettingzoo", "cloudpickle", "stable_baselines3", "cv2", "skimage", "sklearn", "matplotlib",
-    "tensorboard", "lz4", "zstandard", "Box2D", "imageio", "threadpoolctl",
+    "gymnasium", "pettingzoo", "cloudpickle", "stable_baselines3", "cv2", "skimage", "sklearn", "scipy", "matplotlib",
+    "jinja2", "tensorboard", "lz4", "zstandard", "Box2D", "imageio", "threadpoolctl",
 )  # fmt: skip
 
 _NO_SERVER = """\

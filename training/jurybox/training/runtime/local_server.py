@@ -39,6 +39,18 @@ class ServerNotStarted(RuntimeError):
     """The server ended, or was not ready in time; the message holds the end of its log."""
 
 
+_LONGEST = 80  # characters of a folder: a socket's path has at most 107 (man 7 unix), and its name comes behind
+
+
+def _short_folder() -> Path:
+    """A new folder for sockets, in TMPDIR unless that is too deep for them."""
+    folder = Path(tempfile.mkdtemp(prefix="jurybox-demo-"))
+    if len(str(folder)) <= _LONGEST:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="jurybox-demo-", dir="/tmp"))
+
+
 class LocalServer:
     """One `jurybox serve` on this machine's CPU, with addresses that nobody else has.
 
@@ -73,7 +85,7 @@ class LocalServer:
     def start(self) -> None:
         """Start it; `wait` says when it serves. Call `stop` whatever happens, also when this was interrupted."""
         with interrupts.held():
-            self._folder = Path(tempfile.mkdtemp(prefix="jurybox-demo-"))
+            self._folder = _short_folder()
             self.address = f"ipc://{self._folder / 'engine'}"
             self.http = f"127.0.0.1:{_free_port()}" if self._wants_http else ""
             config = self._folder / "server.toml"
