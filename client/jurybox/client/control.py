@@ -21,6 +21,9 @@ from jurybox.protocol.wire import PREFIX, prefix_error, require_control_size, re
 
 _NUMBER = struct.Struct("<Q")
 _SLICE_MS = 100
+# A relay does not hear a second connection of a name while the first stands (security/, ROUTER_HANDOVER). So the first
+# gets a moment to end, and who hears nothing over the second for a while takes a third.
+_PARTING, _UNHEARD = 0.05, 5.0  # seconds
 _CLOSE = 2.0  # seconds that closing all sockets may take
 _FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
 _MOST_BYTES = 64 << 20  # of an answer; a status document has some ten thousand
@@ -144,6 +147,7 @@ class Control:
             self._reopen()
             self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
         deadline = time.monotonic() + timeout
+        again = time.monotonic() + _UNHEARD
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or not still_there():
@@ -156,7 +160,9 @@ class Control:
                 frames = self._socket.recv_multipart()
                 if (reply := self._read(frames, number)) is not None:
                     return reply
-            if self._events is not None and self._events.poll(0):
+            lost = self._events is not None and self._events.poll(0)
+            if lost or (self._far is not None and time.monotonic() > again):
+                again = time.monotonic() + _UNHEARD
                 self._reopen()  # by itself a socket would send nothing again, and what it had not sent yet twice
                 self._socket.send_multipart((PREFIX, number, body), zmq.NOBLOCK)
 
@@ -176,6 +182,8 @@ class Control:
 
     def _reopen(self) -> None:
         self._disconnect()
+        if self._far is not None:
+            time.sleep(_PARTING)
         self._connect()
 
     def _open_local(self) -> zmq.Socket[bytes]:
