@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -456,13 +457,18 @@ def test_requests_of_one_sequence_in_a_stream_keep_their_order(raw):
     assert came == [2 ** (n + 1) - 1 for n in range(16)]
 
 
-def test_what_follows_a_failed_step_in_a_stream_is_refused_and_the_sequence_lost(raw):
-    values = [1, -1, 1, 1]
-    messages = [
-        raw.message("sum", {"x": numbers(v)}, sequence_id="fails", sequence_start=n == 0) for n, v in enumerate(values)
-    ]
-    told = [answer.error_message for answer in raw.stub.ModelStreamInfer(iter(messages), timeout=60)]
-    assert told[0] == "" and "negative" in told[1] and "START" in told[2] and "START" in told[3]
+@pytest.mark.parametrize("wrong", [{"x": numbers(-1)}, {"y": numbers(1)}, {"x": numbers(1, 2)}, "unknown parameter"])
+@pytest.mark.parametrize("pause", [0.0, 0.2], ids=["together", "after the failure"])
+def test_what_follows_a_failed_step_in_a_stream_is_refused_and_the_sequence_lost(raw, wrong, pause):
+    def messages():
+        for n in range(4):
+            inputs = wrong if n == 1 and isinstance(wrong, dict) else {"x": numbers(1)}
+            unknown = {"no_such_parameter": 1} if n == 1 and not isinstance(wrong, dict) else {}
+            yield raw.message("sum", inputs, sequence_id="fails", sequence_start=n == 0, **unknown)
+            time.sleep(pause if n == 1 else 0.0)
+
+    told = [answer.error_message for answer in raw.stub.ModelStreamInfer(messages(), timeout=60)]
+    assert told[0] == "" and told[1] and "START" in told[2] and "START" in told[3]
     with pytest.raises(Failed, match="FAILED_PRECONDITION"):
         raw.infer("sum", {"x": numbers(1)}, sequence_id="fails")
     assert raw.one("sum", {"x": numbers(1)}, sequence_id="fails", sequence_start=True)[0] == 1

@@ -227,6 +227,10 @@ class InferenceServicer:
             finally:
                 self._room.give(size)
         except Exception as error:  # noqa: BLE001  one request's error must not end the stream of the others
+            # In the same step of the loop, so that the next request of the sequence finds it lost.
+            if "sequence_id" in request.parameters:
+                name = request.parameters["sequence_id"]
+                self._oip.inference.sequences.lose(request.model_name, name.string_param or name.int64_param)
             named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
             return pb.ModelStreamInferResponse(error_message=said(error, _MOST_SAID), infer_response=named)
         return pb.ModelStreamInferResponse(infer_response=answer)

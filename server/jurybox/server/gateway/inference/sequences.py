@@ -7,6 +7,7 @@ here.
 A request of a sequence is answered from the state that its sender expects, or not at all. So:
 - requests of one sequence are computed one after another, in the order in which they came;
 - where one fails, those that came behind it meanwhile are refused: they were sent in the belief that it would not;
+- where one fails in a stream, its sequence is lost: nobody knows which requests were sent before its failure was seen;
 - who does not learn what became of a request (a time-out, a call given up) has lost the sequence;
 - a state that went down with an engine, a lane or this process is lost, and its sequence with it.
 What is lost is told as SESSION_LOST, until the sequence begins anew.
@@ -261,6 +262,11 @@ class Sequences:
         """A client of ours has closed its sessions."""
         for key in [key for key in self._known if key[:2] == (model, client) and len(key) == 3]:
             self._drop(key)
+
+    def lose(self, model: str, name: int | str) -> None:
+        """Refuse every step of this sequence until it begins anew."""
+        if (sequence := self._known.get((model, name))) is not None:
+            sequence.coming += 1  # no state will ever be for that step
 
     # ---- for turns
 
