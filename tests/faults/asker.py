@@ -2,6 +2,8 @@
 
 python -m tests.faults.asker ADDRESS TRANSPORT [JOURNAL]
 
+Of the models affine (rows of one shape), shout (texts) and sum (sessions) it asks those that the server has, in turn.
+
 A journal gets three float64 a call: when it began and ended (s of CLOCK_MONOTONIC), and 1 for a right answer, 0 for an
 error, -1 for a wrong answer.
 """
@@ -9,19 +11,21 @@ error, -1 for a wrong answer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import select
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from jurybox.client import Error, connect
+from jurybox.client import Error, Server, SessionLost, connect
 from jurybox.client.remote import connection
 
 PATIENCE = 60.0  # seconds for one answer: whatever is done to the server, it is back before
@@ -53,18 +57,60 @@ class Asker:
         return Told(**json.loads(out))
 
 
+def affine(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
+    model = server.model("affine", rows=8)
+
+    def right() -> bool:
+        x = rng.standard_normal((int(rng.integers(1, 9)), 4)).astype(np.float32)
+        return np.array_equal(model.infer(x), 2 * x + 1)
+
+    return right
+
+
+def shout(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
+    model = server.model("shout", rows=4)
+
+    def right() -> bool:
+        texts = [bytes(rng.integers(97, 123, rng.integers(0, 400), np.uint8)) for _ in range(rng.integers(1, 5))]
+        return list(model.infer(texts)) == [text.upper() for text in texts]
+
+    return right
+
+
+def sums(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
+    """Sessions are right when they answer from their own state: it is nobody else's, and no step is missing."""
+    sessions, total = server.model("sum").sessions(4), np.zeros(4)
+
+    def right() -> bool:
+        ids = rng.permutation(4)[: rng.integers(1, 5)]
+        x, reset = rng.integers(0, 100, (len(ids), 1)).astype(np.float32), rng.random(len(ids)) < 0.02
+        while True:
+            try:
+                y = sessions.infer(x, ids, reset)
+                break
+            except SessionLost as lost:  # with an engine or a connection, or what an error left unknown
+                reset |= np.isin(ids, lost.sessions)
+        total[ids] = np.where(reset, 0, total[ids]) + x[:, 0]
+        return np.array_equal(y, total[ids])
+
+    return right
+
+
 def ask(address: str, transport: str, journal: BinaryIO | None) -> Told:
     connection._PATIENCE = PATIENCE  # a relay's successor may take long to start where others want the cores too
     rng = np.random.default_rng()
     answered, wrong, errors, longest = 0, 0, [], 0.0
     with connect(address, transport=transport, timeout=PATIENCE) as server:
-        model = server.model("affine", rows=8)
-        while not select.select([sys.stdin], [], [], 0)[0]:
-            x = rng.standard_normal((int(rng.integers(1, 9)), 4)).astype(np.float32)
+        there = server.models()
+        kinds = {"affine": affine, "shout": shout, "sum": sums}
+        questions = [kind(server, rng) for name, kind in kinds.items() if name in there]
+        for question in itertools.cycle(questions):
+            if select.select([sys.stdin], [], [], 0)[0]:
+                break
             began = time.monotonic()
             outcome = 0.0
             try:
-                outcome = 1.0 if np.array_equal(model.infer(x), 2 * x + 1) else -1.0
+                outcome = 1.0 if question() else -1.0
                 wrong += outcome < 0
                 answered += 1
             except Error as error:

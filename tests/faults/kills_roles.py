@@ -16,8 +16,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -35,6 +37,8 @@ RECORD = struct.Struct("5d")  # asked at, the requests' end and outcome, health'
 YES, NO, WRONG, GONE = 1.0, 0.0, -1.0, -2.0  # GONE: no connection, or one that broke
 ASKED = np.array([1, 2, 3, 4], np.float32)
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+TEXT = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["aye"]}
+NUMBER = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [7]}
 
 
 def told_to_end() -> bool:
@@ -75,13 +79,20 @@ def policy(version: int) -> np.ndarray:
 
 async def works(port: int) -> float:
     """Whether every model answers: health speaks of all of them, and each may be the one that does not."""
-    outcomes = await asyncio.gather(*(answers(port, expected) for expected in (affine, moody, policy)))
+    one_step = {"sequence_id": uuid.uuid4().hex, "sequence_start": True, "sequence_end": True}
+    outcomes = await asyncio.gather(
+        *(answers(port, expected.__name__, ROW, expected) for expected in (affine, moody, policy)),
+        answers(port, "shout", TEXT, lambda _: ["AYE"]),
+        answers(port, "sum", NUMBER, lambda _: [7], **one_step),
+    )
     return WRONG if WRONG in outcomes else min(outcomes)
 
 
-async def answers(port: int, expected: Callable[[int], np.ndarray]) -> float:
-    body = json.dumps({"inputs": [ROW], "parameters": {"timeout": int(TIMEOUT * 1e6)}}).encode()
-    status, content = await http(port, b"POST /v2/models/%s/infer" % expected.__name__.encode(), body)
+async def answers(
+    port: int, model: str, row: Mapping[str, object], expected: Callable[[int], Sequence[Any]], **parameters: object
+) -> float:
+    body = json.dumps({"inputs": [row], "parameters": {"timeout": int(TIMEOUT * 1e6), **parameters}}).encode()
+    status, content = await http(port, b"POST /v2/models/%s/infer" % model.encode(), body)
     if status != 200:
         return NO if status else GONE
     answer = json.loads(content)

@@ -37,7 +37,12 @@ from tests.serving import START, RunningServer, children_of, launch, wait_until
 
 from jurybox.client import Error
 
-ALL = {**MODELS, "policy": {"factory": "tests.models:affine", "publish": "double_buffer", "rows": 64}}
+ALL = {
+    **MODELS,
+    "policy": {"factory": "tests.models:affine", "publish": "double_buffer", "rows": 64},
+    "shout": {"factory": "tests.open_models:shout", "max_batch": 16, "rows": 64},
+    "sum": {"factory": "tests.open_models:running_sum", "max_batch": 16, "rows": 64},
+}
 WEIGHTS = {  # how often each is the one
     "engine-0": 18,
     "engine-1": 18,
@@ -63,7 +68,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class ArrivalTracker:
+class Scene:
     """A server that is started again whenever its supervisor is killed, and everybody around it."""
 
     def __init__(self, folder: Path, stack: ExitStack, transports: Sequence[str], **settings: object) -> None:
@@ -89,7 +94,7 @@ class ArrivalTracker:
         self.probed = folder / "probe"
         self.join("probe", "probe", self.ports[1], str(self.probed))
         self.journals["policy"] = folder / "policy"
-        self.join("weights_updater", "follow", self.server.address, str(self.journals["policy"]))
+        self.join("follower", "follow", self.server.address, str(self.journals["policy"]))
         self.vandalised = folder / "vandalised"
         self.seen: dict[int, float] = {}  # pid -> since when it serves
         self.victims: dict[str, int] = {}
@@ -214,8 +219,8 @@ class ArrivalTracker:
         for pid in self.victims.values():
             wait_until(lambda: not running(pid), 60, "the end of a victim")  # noqa: B023
         with self.server.connect() as client:
-            held = {"affine": 2, "moody": 1, "policy": 1}  # lanes of the gateway and the relay, at most
-            wait_until(lambda: client.status()["lanes"]["in_use"] <= sum(held.values()), 30, "lanes given back")
+            held = len(ALL) + 1  # lanes of the gateway and the relay, at most
+            wait_until(lambda: client.status()["lanes"]["in_use"] <= held, 30, "lanes given back")
         for role, pid in self.server.pids().items():
             try:
                 wait_until(lambda: files_of(pid) <= self.files[role] + 8, 10)  # noqa: B023
@@ -345,38 +350,38 @@ def one_round(
     """
     rng = random.Random(seed)
     with leaving_nothing(), ExitStack() as stack:
-        crowd = ArrivalTracker(folder, stack, transports, **settings)
+        scene = Scene(folder, stack, transports, **settings)
         began = time.monotonic()
         until = max(until, began + 5)
         for role in roles:
-            while not crowd.kill(role) and time.monotonic() < until:
+            while not scene.kill(role) and time.monotonic() < until:
                 time.sleep(0.1)
                 role = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0] if calm < 1 else role  # noqa: PLW2901
             if rng.random() < calm:
-                crowd.settle()
+                scene.settle()
             if calm == 1.0:
-                crowd.others += [of_others(crowd.spent_before, spent())] * (len(crowd.kills) - len(crowd.others))
-                crowd.rest()
+                scene.others += [of_others(scene.spent_before, spent())] * (len(scene.kills) - len(scene.others))
+                scene.rest()
             time.sleep(rng.uniform(0, 2 * pause))
             if time.monotonic() > until:
                 break
         silent = ""
         try:
-            crowd.settle()
+            scene.settle()
         except AssertionError as error:
             silent = str(error)
         seconds = time.monotonic() - began
-        ended = crowd.end()
+        ended = scene.end()
         if silent:
             ended["left"]["without answers"] = silent
         logs = "".join(path.read_text() for path in folder.glob("*.log"))
-    calls, probes = crowd.calls(), crowd.probes()
+    calls, probes = scene.calls(), scene.probes()
     probes = probes[np.argsort(probes[:, 0])]
-    deeds = Counter(crowd.vandalised.read_text().splitlines()) if crowd.vandalised.exists() else Counter()
+    deeds = Counter(scene.vandalised.read_text().splitlines()) if scene.vandalised.exists() else Counter()
     answers = {name: calls[name][calls[name][:, 2] > 0] for name in (*transports, "policy")}
     answers["http"] = probes[probes[:, 2] > 0]
-    reasons = crowd.probed.with_suffix(".reasons")
-    away = [at for at, role in crowd.kills if role == "supervisor"]
+    reasons = scene.probed.with_suffix(".reasons")
+    away = [at for at, role in scene.kills if role == "supervisor"]
     lost = {
         name: {
             "near the death of a supervisor": int(sum(any(b - 1 <= at <= e + 20 for at in away) for b, e, _ in errors)),
@@ -385,12 +390,12 @@ def one_round(
         for name, errors in ((name, each[each[:, 2] == 0]) for name, each in calls.items())
     }
     return {
-        "kills": Counter(role for _, role in crowd.kills),
-        "at": crowd.kills,
+        "kills": Counter(role for _, role in scene.kills),
+        "at": scene.kills,
         "calm": calm == 1.0,
         "seconds": seconds,
         "recoveries": [
-            (*each, share) for each, share in zip_longest(recoveries(crowd.kills, answers), crowd.others, fillvalue=0.0)
+            (*each, share) for each, share in zip_longest(recoveries(scene.kills, answers), scene.others, fillvalue=0.0)
         ],
         "answers": {name: int((each[:, 2] > 0).sum()) for name, each in calls.items()},
         "wrong": {name: int((each[:, 2] == WRONG).sum()) for name, each in calls.items()}

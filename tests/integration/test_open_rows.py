@@ -106,17 +106,42 @@ def test_as_many_sessions_as_rows_and_then_busy(server):
                 other.model("running_sum", rows=1).sessions(16)
 
 
-def test_an_engine_that_dies_takes_its_sessions_with_it_and_says_so(server):
+@pytest.mark.parametrize(
+    ("client", "gone"),
+    [("shm", "engine-0"), ("zmq", "engine-0"), ("tcp", "engine-0"), ("tcp", "relay")],
+    indirect=["client"],
+)
+def test_who_dies_with_sessions_takes_them_along_and_their_client_is_told_which(server, client, gone):
     x = np.ones((3, 1), np.float32)
-    with server.connect() as client, client.model("running_sum").sessions(3) as sessions:
+    with client.model("running_sum").sessions(3) as sessions:
         sessions.infer(x)
-        sessions.infer(x)
-        os.kill(server.pids()["engine-0"], signal.SIGKILL)
+        sessions.infer(x, reset=[False, True, False])
+        killed(server, gone)
         with pytest.raises(SessionLost) as lost:
             sessions.infer(x, timeout=60)
         assert lost.value.sessions == [0, 1, 2]
         np.testing.assert_array_equal(sessions.infer(x, reset=[True] * 3, timeout=60), [1, 1, 1])
         np.testing.assert_array_equal(sessions.infer(x), [2, 2, 2])
+
+
+@pytest.mark.parametrize("client", ["tcp"], indirect=True)
+def test_sessions_that_begin_lose_nothing_with_a_relay(server, client):
+    x = np.ones((3, 1), np.float32)
+    with client.model("running_sum").sessions(3) as sessions:
+        sessions.infer(x)
+        killed(server, "relay")
+        np.testing.assert_array_equal(sessions.infer(x, reset=[True] * 3, timeout=60), [1, 1, 1])
+        killed(server, "relay")
+        begun = sessions.infer_async(x, reset=[True] * 3, timeout=60)
+        np.testing.assert_array_equal(asyncio.run(begun), [1, 1, 1])
+        killed(server, "relay")
+        sessions.set_state({"total": np.full(3, 5, np.float32)}, timeout=60)
+        np.testing.assert_array_equal(sessions.infer(x), [6, 6, 6])
+
+
+def killed(server, role):
+    os.kill(pid := server.pids()[role], signal.SIGKILL)
+    wait_until(lambda: server.pids().get(role, pid) != pid, 60, "its successor")
 
 
 def test_a_killed_clients_sessions_are_nobodys(server):

@@ -87,15 +87,27 @@ class Sessions:
         deadline = model.deadline(timeout)
         with model.lock:
             given, ids, steps = self._prepared(inputs, session, reset)
-            replies = []
-            for part, wanted in self._by_version(ids, steps, version):
-                if len(part) == len(ids):
-                    with self._stepping(ids, steps):
-                        replies.append((part, model._answered(given, len(ids), deadline, wanted)))
-                    continue
-                with self._stepping(ids[part], steps[part]):
-                    replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
-            return self._joined(len(ids), ids, replies)
+            try:
+                return self._infer(given, ids, steps, deadline, version)
+            except Refused as error:
+                if error.code != Code.STALE_LEASE:
+                    raise
+            # All of them begin, so that nothing went down with the old lane.
+            return self._infer(given, ids, steps, deadline, version)
+
+    def _infer(
+        self, given: Checked, ids: NDArray[np.intp], steps: NDArray[np.uint32], deadline: int, version: int
+    ) -> Any:
+        model = self._model
+        replies = []
+        for part, wanted in self._by_version(ids, steps, version):
+            if len(part) == len(ids):
+                with self._stepping(ids, steps):
+                    replies.append((part, model._answered(given, len(ids), deadline, wanted)))
+                continue
+            with self._stepping(ids[part], steps[part]):
+                replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
+        return self._joined(len(ids), ids, replies)
 
     async def infer_async(
         self,
@@ -110,6 +122,17 @@ class Sessions:
         model = self._model
         deadline = model.deadline(timeout)
         given, ids, steps = self._prepared(inputs, session, reset)
+        try:
+            return await self._infer_async(given, ids, steps, deadline, version)
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+        return await self._infer_async(given, ids, steps, deadline, version)
+
+    async def _infer_async(
+        self, given: Checked, ids: NDArray[np.intp], steps: NDArray[np.uint32], deadline: int, version: int
+    ) -> Any:
+        model = self._model
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
             with self._stepping(ids[part], steps[part]):
@@ -260,6 +283,16 @@ class Sessions:
     def _state(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
     ) -> dict[str, NDArray[Any]]:
+        try:
+            return self._exchanged(ids, flag, state, timeout)
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+        return self._exchanged(ids, flag, state, timeout)  # over a new lane: nothing of the old one was needed
+
+    def _exchanged(
+        self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
+    ) -> dict[str, NDArray[Any]]:
         model = self._model
         left = model.seconds(timeout) if timeout is None else seconds(timeout)
         found = {
@@ -329,6 +362,15 @@ class _Step:
                 sessions._lost[those] = self._before
                 sessions._lost[gone] = True
             raise SessionLost(str(error), sessions=gone.tolist()) from None
+        elif isinstance(error, Refused) and error.code == Code.STALE_LEASE:
+            begun = self._steps > 0
+            sessions._lost[those] = self._before | begun
+            if begun.any():
+                raise SessionLost(
+                    f"the state of these sessions of {sessions._model.name!r} went down with a relay or a server: "
+                    "begin their episodes anew, with reset",
+                    sessions=self._ids[begun].tolist(),
+                ) from error
         elif one_ticket and (isinstance(error, _NOT_COMPUTED) or _not_sent(error)):
             sessions._lost[those] = self._before
 

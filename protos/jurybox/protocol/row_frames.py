@@ -47,8 +47,13 @@ def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool 
         arrays = columns.state_in if kind == "inputs" else columns.state_out
         frames += [np.ascontiguousarray(array[first:end]) if wanted else b"" for array in arrays.values()]
     if failed:
-        frames.append(np.ascontiguousarray(columns.reasons[first:end]))
+        frames.append(reasons(columns, first, rows))
     return frames
+
+
+def reasons(columns: Columns, first: int, rows: int) -> NDArray[np.uint8]:
+    """The frame that says which of n rows failed; alone where nothing was computed (SESSION_LOST)."""
+    return np.ascontiguousarray(columns.reasons[first : first + rows])
 
 
 def size(columns: Columns, kind: Kind, first: int, rows: int) -> int:
@@ -108,6 +113,13 @@ def unpack(
         for i, count in enumerate(counts):
             slots[first + i, :count] = flat[at : at + count]
             at += count
+
+
+def unpack_reasons(columns: Columns, first: int, rows: int, frames: Sequence[memoryview]) -> None:
+    """Write the frame of `reasons` to n rows. Raises Error (SPEC_MISMATCH) where it does not fit."""
+    if len(frames) != 1:
+        raise _mismatch(f"{len(frames)} frames came, one of reasons was expected")
+    columns.reasons[first : first + rows] = _array("reasons", frames[0], columns.reasons[first : first + rows])
 
 
 def _tensors(columns: Columns, kind: Kind) -> Iterator[tuple[str, TensorSpec, NDArray[Any], NDArray[Any] | None]]:

@@ -161,10 +161,12 @@ class InlineTransport:
             or (place := self._in_flight.pop(answer.sequence, None)) is None
         ):
             return None
-        if answer.code in (Code.OK, Code.ROW_FAILED):
-            bodies = [frame.buffer for frame in frames[1:]]
-            try:
+        bodies = [frame.buffer for frame in frames[1:]]
+        try:
+            if answer.code in (Code.OK, Code.ROW_FAILED):
                 row_frames.unpack(self._rows.columns, "outputs", *place, bodies, failed=answer.code != Code.OK)
-            except Error as error:
-                raise ProtocolMismatch(str(error)) from None
+            elif answer.code == Code.SESSION_LOST:
+                row_frames.unpack_reasons(self._rows.columns, *place, bodies)
+        except Error as error:
+            raise ProtocolMismatch(str(error)) from None
         return answer

@@ -261,6 +261,8 @@ class HeldLane:
             rows = row_frames.packed(self.lane.columns, "outputs", sent.first, sent.rows, failed=failed)
             # Copies: the client may write the next ticket to these rows before the message is gone.
             frames += [part if type(part) is bytes else part.tobytes() for part in rows]
+        elif answer.code == Code.SESSION_LOST:
+            frames.append(row_frames.reasons(self.lane.columns, sent.first, sent.rows).tobytes())
         return frames
 
 
