@@ -77,34 +77,44 @@ def policy(version: int) -> np.ndarray:
     return version * ASKED + version if version else 2 * ASKED + 1
 
 
-async def works(port: int) -> float:
+async def works(port: int, reasons: Path) -> float:
     """Whether every model answers: health speaks of all of them, and each may be the one that does not."""
     one_step = {"sequence_id": uuid.uuid4().hex, "sequence_start": True, "sequence_end": True}
     outcomes = await asyncio.gather(
-        *(answers(port, expected.__name__, ROW, expected) for expected in (affine, moody, policy)),
-        answers(port, "shout", TEXT, lambda _: ["AYE"]),
-        answers(port, "sum", NUMBER, lambda _: [7], **one_step),
+        *(answers(port, reasons, expected.__name__, ROW, expected) for expected in (affine, moody, policy)),
+        answers(port, reasons, "shout", TEXT, lambda _: ["AYE"]),
+        answers(port, reasons, "sum", NUMBER, lambda _: [7], **one_step),
     )
     return WRONG if WRONG in outcomes else min(outcomes)
 
 
 async def answers(
-    port: int, model: str, row: Mapping[str, object], expected: Callable[[int], Sequence[Any]], **parameters: object
+    port: int,
+    reasons: Path,
+    model: str,
+    row: Mapping[str, object],
+    expected: Callable[[int], Sequence[Any]],
+    **parameters: object,
 ) -> float:
     body = json.dumps({"inputs": [row], "parameters": {"timeout": int(TIMEOUT * 1e6), **parameters}}).encode()
     status, content = await http(port, b"POST /v2/models/%s/infer" % model.encode(), body)
     if status != 200:
+        note(reasons, b"request to %s: %d %s" % (model.encode(), status, content))
         return NO if status else GONE
     answer = json.loads(content)
     right = np.array_equal(answer["outputs"][0]["data"], expected(int(answer["model_version"])))
     return YES if right else WRONG
 
 
+def note(reasons: Path, what: bytes) -> None:
+    with reasons.open("ab") as file:
+        file.write(b"%.3f %s\n" % (time.monotonic(), what))
+
+
 async def well(port: int, reasons: Path) -> float:
     status, content = await http(port, b"GET /health")
     if status not in (0, 200):
-        with reasons.open("ab") as file:
-            file.write(b"%.3f %s\n" % (time.monotonic(), content))
+        note(reasons, content)
     return YES if status == 200 else NO if status else GONE
 
 
@@ -116,10 +126,11 @@ async def probe(port: int, journal: Path) -> None:
         return time.monotonic(), outcome
 
     async def both(at: float) -> None:
-        request, health = await asyncio.gather(timed(works(port)), timed(well(port, journal.with_suffix(".reasons"))))
+        request, health = await asyncio.gather(timed(works(port, reasons)), timed(well(port, reasons)))
         file.write(RECORD.pack(at, *request, *health))
         file.flush()
 
+    reasons = journal.with_suffix(".reasons")
     running: set[asyncio.Task[None]] = set()
     with journal.open("ab") as file:
         due = time.monotonic()

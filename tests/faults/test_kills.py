@@ -406,7 +406,7 @@ def one_round(
         "unwell": int((probes[:, 4] <= 0).sum()),
         "disagreements": (disagreed := disagreements(probes)),
         "probes_around": [probes[np.abs(probes[:, 0] - at) < 1].tolist() for at, *_ in disagreed[:3]],
-        "reasons": reasons.read_text(errors="replace").splitlines()[-200:] if reasons.exists() else [],
+        "reasons": reasons.read_text(errors="replace").splitlines()[-400:] if reasons.exists() else [],
         "deeds": deeds,
         "quarantined": logs.count("model in quarantine"),
         "faults": sum(logs.count(text) for text in ("a part of the loop failed", "Exception in ASGI", "a call failed")),
@@ -466,7 +466,7 @@ def told(done: dict) -> str:
         )
     for line in done["reasons"]:
         at, _, reason = line.partition(" ")
-        lines.append(f"{float(at) - zero:.2f} {reason}")
+        lines.append(f"{float(at) - zero:.2f} {reason[:300]}")
     return "\n".join(sorted(lines, key=lambda line: float(line.partition(" ")[0])))
 
 
