@@ -18,7 +18,9 @@ from tests.serving import segments, serving, wait_until
 
 from jurybox.client import Refused, ServerGone, connect
 from jurybox.client.local_link import LocalLink
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest
 from jurybox.protocol.segment import sweep
+from jurybox.protocol.wire import PREFIX
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
 
@@ -132,6 +134,44 @@ def test_a_relay_that_was_replaced_long_ago_makes_nobody_lease_twice(server, whe
         np.testing.assert_array_equal(asked.result(60).infer(X, timeout=30), 2 * X + 1)
         time.sleep(0.5)
         assert leased(server) == 4
+    wait_until(lambda: leased(server) == 0, 20, "the rows came back")
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_lease_that_is_asked_again_over_another_connection_is_the_same(server, where, answered):
+    """The answer went down with the first connection; its lane would be nobody's for as long as the client lives."""
+    context, pids = zmq.Context(), server.pids()
+
+    def ask():
+        one = context.socket(zmq.DEALER)
+        for name, value in {"LINGER": 0, "RCVTIMEO": 20_000, "IDENTITY": b"Rasks again"}.items():
+            one.setsockopt(getattr(zmq, name), value)
+        one.connect(where)
+        request = ControlRequest(lease=LeaseRequest(model="affine", rows=4))
+        one.send_multipart((PREFIX, b"the call", request.SerializeToString()))
+        return one
+
+    def answer(one):
+        while True:
+            _, number, body = one.recv_multipart()
+            if number == b"the call":  # not a probe
+                return ControlReply.FromString(body).lease.lease
+
+    try:
+        with ask() as first:
+            if answered:
+                answer(first)
+            else:
+                os.kill(pids["supervisor"], signal.SIGSTOP)
+                time.sleep(0.3)  # the relay has passed it on
+        time.sleep(0.1)  # the relay has seen the connection end
+        with ask() as second:
+            os.kill(pids["supervisor"], signal.SIGCONT)
+            assert answer(second)
+            assert leased(server) == 4
+    finally:
+        os.kill(pids["supervisor"], signal.SIGCONT)
+        context.destroy(linger=0)
     wait_until(lambda: leased(server) == 0, 20, "the rows came back")
 
 

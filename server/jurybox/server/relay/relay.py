@@ -212,9 +212,7 @@ class Relay:
                 self._release(sender, request.release)
                 self._reply(sender, number, ControlReply(done=Done()))
             case "lease":
-                if len(self._lanes) >= _MOST_LANES:
-                    raise Error(f"{_MOST_LANES} lanes are leased to remote clients, which is all there are", Code.BUSY)
-                self._pass_on(sender, number, request, lambda reply: self._leased(sender, reply))
+                self._lease(sender, number, request)
             case "hello":
                 self._pass_on(sender, number, request, _without_places)
             case "load" if request.load.settings_json:
@@ -260,7 +258,19 @@ class Relay:
     def _reply(self, sender: bytes, number: bytes, reply: ControlReply) -> bool:
         return self._send([sender, PREFIX, number, reply.SerializeToString()])
 
-    def _leased(self, sender: bytes, reply: ControlReply) -> ControlReply:
+    def _lease(self, sender: bytes, number: bytes, request: ControlRequest) -> None:
+        """Lease a lane; one only for a call that comes again, since its answer went down with a connection."""
+        for held in self._lanes.values():
+            if (held.owner, held.call) == (sender, number) and held.granted.model.name == request.lease.model:
+                self._reply(sender, number, ControlReply(lease=held.granted))
+                return
+        if any(call[1:3] == (sender, number) for call in self._calls.values()):
+            return  # it is answered when the server has
+        if len(self._lanes) >= _MOST_LANES:
+            raise Error(f"{_MOST_LANES} lanes are leased to remote clients, which is all there are", Code.BUSY)
+        self._pass_on(sender, number, request, lambda reply: self._leased(sender, number, reply))
+
+    def _leased(self, sender: bytes, call: bytes, reply: ControlReply) -> ControlReply:
         """Take up the lane in the client's stead, and tell it what it needs of it."""
         if not reply.HasField("lease"):
             return reply
@@ -268,12 +278,12 @@ class Relay:
         lane = self._link.enter(lease)
         if lane is None:
             raise Error(f"lane {lease.lane} is locked by another client: ask again", Code.BUSY)
-        held = HeldLane(lane, sender, lease.first_row, lease.rows)
         number = secrets.randbits(63) | 1
-        self._lanes[number] = held
-        lane.watch(self._loop, lambda: self._answered(held))
         told = Lease(model=lease.model, lease=number, rows=lease.rows)
         told.model.arena = ""
+        held = HeldLane(lane, sender, call, told, lease.first_row, lease.rows)
+        self._lanes[number] = held
+        lane.watch(self._loop, lambda: self._answered(held))
         return ControlReply(lease=told)
 
     def _release(self, sender: bytes, request: ReleaseRequest) -> None:

@@ -17,6 +17,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from jurybox.client.lane import Lane
 from jurybox.client.transports.transport import InFlight
 from jurybox.protocol import row_frames
+from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import MOST_TEXT, Code, Error, cut
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
 from jurybox.server.security.access import public_keys, read_pair
@@ -180,11 +181,14 @@ class HeldLane:
     Args:
         lane: leased by the relay.
         owner: the connection whose end is the end of the lease.
+        call: the number of the call that it was leased for; `granted`: the answer to it.
     """
 
-    def __init__(self, lane: Lane, owner: bytes, first: int, rows: int) -> None:
+    def __init__(self, lane: Lane, owner: bytes, call: bytes, granted: Lease, first: int, rows: int) -> None:
         self.lane = lane
         self.owner = owner
+        self.call = call
+        self.granted = granted
         self._first = first
         self._rows = rows
         self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
