@@ -24,13 +24,13 @@ import numpy as np
 from tests.integration.cluster.clusters import Nodes, nodes, placed, ray
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster import engines
 from jurybox.training.cluster.launcher import RayLauncher
 from jurybox.training.cluster.traffic import Traffic
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_served import ENGINE, engine_of
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import Timeouts
 from jurybox.training.runtime.run import run
 

@@ -13,13 +13,13 @@ from tests.unit.cluster.test_endpoints import answers
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.client import Error
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster import connection, engines
 from jurybox.training.cluster.launcher import RayLauncher
 from jurybox.training.cluster.traffic import Traffic
 from jurybox.training.recipes.hockey import plan, sizes_of
 from jurybox.training.recipes.hockey_served import ENGINE, engine_of
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
 

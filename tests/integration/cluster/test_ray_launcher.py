@@ -9,9 +9,9 @@ import pytest
 from tests.integration.cluster.clusters import nodes, placed
 from tests.unit.runtime.toys import Rows, plan
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster.launcher import RayLauncher
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
 

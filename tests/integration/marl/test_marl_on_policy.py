@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_run import train
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run

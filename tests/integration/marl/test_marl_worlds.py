@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tests.integration.marl.worlds import SPACES, Kinds
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word

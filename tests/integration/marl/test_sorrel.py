@@ -12,8 +12,8 @@ from tests.serving import segments
 
 pytest.importorskip("sorrel", reason="sorrel is not installed here (it needs Python 3.12): docs/marl.md says how")
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.sorrel import run_experiment
 from jurybox.training.sorrel.experiment import SorrelError
 from jurybox.training.sorrel.models import TRANSITION, Chance

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from jurybox.training.algorithms.td3 import TD3, TD3Settings, TwinCritic
 from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.checkpoints import read_state, write_state
 
 SMALL = TD3Settings(
     hidden_actor=(32, 32), hidden_critic=(32, 32), actor_learning_rate=3e-3, critic_learning_rate=3e-3, reward_scale=1.0
@@ -120,17 +121,15 @@ def test_twin_critics_are_two_critics() -> None:
         torch.testing.assert_close(values[which], x[:, 0])
 
 
-def test_a_restored_learner_goes_on_bit_for_bit() -> None:
+def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight = TD3(5, 2, SMALL, seed=3)
     straight.normaliser.see(np.random.default_rng(0).normal(1, 3, (100, 5)))
     straight.refresh_normaliser()
     for number in range(7):
         straight.update(batch(number))
-    file = io.BytesIO()
-    torch.save(straight.state_dict(), file)
-    file.seek(0)
+    write_state(tmp_path / "learner.state", straight.state())
     resumed = TD3(5, 2, SMALL, seed=99)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.restore(read_state(tmp_path / "learner.state"))
     for number in range(7, 20):
         straight.update(batch(number))
         resumed.update(batch(number))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jurybox.training.algorithms.dqn import DQN, IQN, QNetwork, QuantileNetwork, ValueSettings, quantile_loss
-from jurybox.training.run_folder import read_state, write_state
+from jurybox.training.checkpoints import read_state, write_state
 
 torch.set_num_threads(1)  # threads of networks this small wait for each other more than they compute
 SETTINGS = ValueSettings(learning_rate=0.003, target_update_interval=50, hidden=(32, 32))

@@ -13,14 +13,13 @@ from tests.unit.hockey.hockey_runs import Nothing, settings
 from jurybox.protocol.segment import directory
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.environments.hockey import HockeyGame, make_opponent
 from jurybox.training.recipes.hockey import plan, train
 from jurybox.training.recipes.hockey_actor import Collector, evaluate, fields, name_of, number_of, shaped
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import LEAVING, HockeyTraining, Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
-from jurybox.training.run_folder import CheckpointError
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of

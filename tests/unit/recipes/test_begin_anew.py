@@ -14,11 +14,12 @@ from tests.unit.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
 from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
 
+from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.recipes import photo_run, workflow_run
 from jurybox.training.recipes.hockey import train as train_hockey
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.recipes.recorded_run import write_settings
-from jurybox.training.run_folder import CheckpointError, RunLog, RunLogError
+from jurybox.training.run_folder import RunLog, RunLogError
 
 MARL = ["--set", "learning_starts = 20", "--set", "batch_size = 8", "--set", "hidden = [8]"]
 MARL += ["--set", "evaluate_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]

@@ -1,16 +1,18 @@
 import json
 import random
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 
+from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes import checkpoints
-from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
+from jurybox.training.recipes import recorder
+from jurybox.training.recipes.photo import METRICS, PhotoTraining, _new_model, make_environments, train
 from jurybox.training.recipes.photo_run import run
 from jurybox.training.recipes.progress import Silence
-from jurybox.training.run_folder import CheckpointError, RunLog, read_metrics
+from jurybox.training.run_folder import RunLog, read_metrics
 
 SMALL = PhotoTraining(
     environment=PhotoConfig(scorer="local", juror="tests.unit.recipes.cheap_juror:middle_grey"),
@@ -45,33 +47,38 @@ def test_a_run_counts_its_steps_and_leaves_checkpoints(first):
     folder, _ = first
     found = summary(folder)
     assert (found["env_steps"], found["episodes"], found["learner_steps"], found["seed"]) == (32, 8, 8, 3)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000000016", "step-000000032"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-000000000016",
+        "step-000000000032",
+    ]
 
 
 def test_a_resumed_run_counts_on(first, tmp_path):
     folder = tmp_path / "run"
     earlier = trained(folder)
-    checkpoint = checkpoints.latest(folder / "checkpoints")
+    checkpoint = Checkpoints(folder / "checkpoints").existing()
     trained(folder, SMALL.changed(steps=64), checkpoint)
     found = summary(folder)
     assert (found["env_steps"], found["episodes"], found["learner_steps"]) == (64, 16, 16)
-    assert found["seconds"] > checkpoint.counted["seconds"] > 0
+    assert found["seconds"] > checkpoint.document["counted"]["seconds"] > 0
     assert [row["env_steps"] for row in read_metrics(folder / "metrics.csv")] == [16, 32, 48, 64]
     assert earlier.num_timesteps == 32
 
 
 def test_a_checkpoint_gives_back_weights_optimiser_and_every_random_state(first):
     folder, model = first
-    checkpoint = checkpoints.latest(folder / "checkpoints")
+    checkpoint = Checkpoints(folder / "checkpoints").existing()
     environments = make_environments(SMALL, serial=True)
-    loaded = type(model).load(checkpoint.model, environments)
+    loaded = _new_model(SMALL, environments)
+    recorder.restore(loaded, checkpoint, fresh_seed=0)
+    assert (loaded.num_timesteps, loaded._n_updates) == (32, model._n_updates)
     for name, value in model.policy.state_dict().items():
         torch.testing.assert_close(loaded.policy.state_dict()[name], value, rtol=0, atol=0)
     ours, theirs = model.policy.optimizer.state_dict()["state"], loaded.policy.optimizer.state_dict()["state"]
     torch.testing.assert_close(theirs[0]["exp_avg"], ours[0]["exp_avg"], rtol=0, atol=0)
 
     def draws():
-        checkpoints.restore_random_states(checkpoint, environments, fresh_seed=0)
+        recorder.restore(loaded, checkpoint, fresh_seed=0)
         there = [generator.random() for generator in environments.get_attr("np_random")]
         return [random.random(), float(np.random.rand()), float(torch.rand(())), *there]
 
@@ -79,7 +86,7 @@ def test_a_checkpoint_gives_back_weights_optimiser_and_every_random_state(first)
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
     assert draws() == once
     left = np.random.default_rng()
-    for index, state in enumerate(checkpoint.state["random"]["environments"]):
+    for index, state in enumerate(checkpoint.document["random"]["environments"]):
         left.bit_generator.state = state
         assert once[-2 + index] == left.random()
     environments.close()
@@ -96,24 +103,37 @@ def test_the_same_seed_trains_the_same_policy(first, tmp_path):
 
 def test_old_checkpoints_go_and_half_written_ones_are_never_found(first, tmp_path, monkeypatch):
     _, model = first
+    checkpoints = Checkpoints(tmp_path)
     environments = make_environments(SMALL, serial=True)
     model.env = environments
     for step in (10, 20, 30, 40):
         model.num_timesteps = step
-        checkpoints.save(tmp_path, model, {})
+        recorder.save(checkpoints, model, {})
     model.num_timesteps = 50
-    monkeypatch.setattr(checkpoints, "_random_states", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(model), "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        checkpoints.save(tmp_path, model, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:09d}" for step in (20, 30, 40)]
-    assert checkpoints.latest(tmp_path).env_steps == 40
+        recorder.save(checkpoints, model, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:012d}" for step in (30, 40)]
+    assert checkpoints.existing().env_steps == 40
     model.num_timesteps = 32
     environments.close()
 
 
+def test_nothing_that_a_checkpoint_pickled_is_ever_read(first, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    trained(folder)
+
+    def refused(*_, **__):
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr(cloudpickle, "loads", refused)
+    trained(folder, SMALL.changed(steps=48), Checkpoints(folder / "checkpoints").existing())
+    assert summary(folder)["env_steps"] == 48
+
+
 def test_there_must_be_something_to_resume(tmp_path):
     with pytest.raises(CheckpointError, match="without --resume"):
-        checkpoints.latest(tmp_path)
+        Checkpoints(tmp_path).existing()
 
 
 def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(tmp_path):

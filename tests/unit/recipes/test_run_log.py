@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from jurybox.training.run_folder import RunLog, RunLogError, Summary, clear, read_metrics, write_atomically
+from jurybox.training.checkpoints import write_atomically
+from jurybox.training.run_folder import RunLog, RunLogError, Summary, clear, read_metrics
 
 SUMMARY = Summary(100, 20, 25, 3.5, 1.0, 0.5, 7, "0.1.0")
 

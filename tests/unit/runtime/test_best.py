@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.unit.runtime.toys import Rows, plan
 
-from jurybox.training.run_folder import read_state
+from jurybox.training.checkpoints import read_state
 from jurybox.training.runtime.run import run
 
 SLOW = {"pause": 0.003}

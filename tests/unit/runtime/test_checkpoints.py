@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 from tests.unit.runtime.toys import Rows, plan
 
-from jurybox.training.runtime import checkpoints as module
-from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training import checkpoints as module
+from jurybox.training.checkpoints import Checkpoints, write_state
+from jurybox.training.runtime import serial
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.process import Reports
 from jurybox.training.runtime.run import run
@@ -79,6 +81,30 @@ def test_a_checkpoint_that_is_half_removed_is_not_found(tmp_path, monkeypatch):
     assert outcome.env_steps == 140
 
 
+@pytest.mark.parametrize("full_at", [1, 2, 3, 4])
+def test_a_disk_that_becomes_full_while_a_checkpoint_is_written_leaves_the_one_before_whole(
+    tmp_path, monkeypatch, full_at
+):
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints.writing(10, {"episodes": 1}) as scratch:
+        write_state(scratch / "learner.state", {"w": 1.0})
+    calls = []
+
+    def full(fd):
+        calls.append(fd)
+        if len(calls) == full_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.fdatasync(fd)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(os, "fsync", full)
+        with checkpoints.writing(20, {"episodes": 2}) as scratch:
+            write_state(scratch / "learner.state", {"w": 2.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000010"]
+    found = Checkpoints(tmp_path).existing()
+    assert (found.env_steps, found.document["episodes"], found.state("learner")) == (10, 1, {"w": 1.0})
+
+
 def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path):
     outcome = run(plan(steps=200, learner={"longest_file": 100_000}, save_every=50), tmp_path, Rows())
     assert outcome.end is End.STEPS and outcome.restarts == 0
@@ -91,7 +117,7 @@ def test_a_full_disk_costs_a_serial_run_its_checkpoints_only(tmp_path, monkeypat
     def full(path, state):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "write_state", full)
+    monkeypatch.setattr(serial, "write_state", full)
     outcome = run(plan(steps=100, save_every=50), tmp_path, Rows(), serial=True)
     assert outcome.end is End.STEPS and list((tmp_path / "checkpoints").iterdir()) == []
     assert "no checkpoint at 50 steps: [Errno 28] No space left" in (tmp_path / "logs" / "run.log").read_text()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.unit.runtime.toys import HERE, Rows, plan
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import Budget, End, Kind, Plan, PlanError, RoleSpec
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.serial import Stuck
@@ -23,7 +23,7 @@ def trajectory(folder):
     finally:
         replay.unlink()
         replay.close()
-    return rows, checkpoint.state("learner")["w"], checkpoint.said["roles"]
+    return rows, checkpoint.state("learner")["w"], checkpoint.document["roles"]
 
 
 def test_the_ratio_holds_after_every_run(tmp_path):

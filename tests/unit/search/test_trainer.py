@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from jurybox.training.algorithms.ppo import PPOSettings
+from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.recipes import workflow_run
-from jurybox.training.run_folder import CheckpointError, RunLogError
+from jurybox.training.run_folder import RunLogError
 from jurybox.training.search import environments
 from jurybox.training.search.settings import WorkflowTraining
 from jurybox.training.search.trainer import DONE, FINAL, REFERENCE, SEARCH, WorkflowTrainer
@@ -190,5 +191,5 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(who
 
 def test_only_the_newest_checkpoints_are_kept(whole) -> None:
     found = sorted(path.name for path in (whole[0] / "checkpoints").iterdir())
-    assert len(found) == workflow_run.KEPT - 1 or len(found) == workflow_run.KEPT
-    assert found[-1] == "update-000020.pt"
+    steps = json.loads((whole[0] / "summary.json").read_text())["env_steps"]
+    assert len(found) == 2 and found[-1] == f"step-{steps:012d}"

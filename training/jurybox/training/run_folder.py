@@ -1,25 +1,18 @@
-"""What a training leaves in its folder: metrics.csv and TensorBoard files, summary.json, and state files.
-
-A state file holds JSON and raw arrays under a checksum. Nothing in it is ever unpickled.
-"""
+"""What a training writes to its folder: metrics.csv and TensorBoard files, summary.json."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.protocol.weights.channel import decode_extra, encode_extra
+from jurybox.training.checkpoints import write_atomically
 
 
 class RunLogError(RuntimeError):
@@ -172,25 +165,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it finds the old or the new content whole, a crash in between included."""
-    data = content.encode() if isinstance(content, str) else content
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files for their owner's eyes alone; these are as public as their folder.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
 
     text = io.StringIO(newline="")
@@ -198,49 +172,3 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-# ---- State files.
-
-_MAGIC = b"jbstate1"
-
-
-class CheckpointError(RuntimeError):
-    """There is nothing to go on from, or it does not fit."""
-
-
-class NoCheckpoint(CheckpointError):
-    """There is none yet."""
-
-
-class StateDamaged(RuntimeError):
-    """A state file is cut, changed, or none."""
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state: JSON-able values and arrays, nested. CPU tensors are written as the arrays they are.
-
-    Raises:
-        SpecMismatch: something in it is neither; the message says where.
-    """
-    content = encode_extra(state)
-    write_atomically(path, _MAGIC + hashlib.sha256(content).digest() + content)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """What `write_state` wrote; arrays come as NumPy arrays, tuples as lists.
-
-    Raises:
-        StateDamaged: the file is not what was written, or is not there.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StateDamaged(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from error
-    content = data[len(_MAGIC) + 32 :]
-    if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(content).digest() != data[len(_MAGIC) : len(_MAGIC) + 32]:
-        raise StateDamaged(f"{path} is damaged: take an earlier checkpoint")
-    try:
-        return decode_extra(content)
-    except ProtocolMismatch as error:
-        raise StateDamaged(f"{path} is damaged: {error}") from error

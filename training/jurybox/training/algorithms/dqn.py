@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.training.algorithms.torch_states import optimiser_state, perceptron, restore_optimiser
+from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
 # ----
 # DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016) and n-step returns.
@@ -126,7 +126,7 @@ class ValueLearner(ABC):
 
     def adopt(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over published weights, for both networks."""
-        tensors = {name: torch.from_numpy(array) for name, array in state.items()}
+        tensors = as_tensors(state)
         self.network.load_state_dict(tensors)
         self.target.load_state_dict(tensors)
 
@@ -141,11 +141,11 @@ class ValueLearner(ABC):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be what `state` told."""
+        """Restore what `state` returned."""
         for network, name in ((self.network, "network"), (self.target, "target")):
-            network.load_state_dict({key: torch.from_numpy(value) for key, value in state[name].items()})
+            network.load_state_dict(as_tensors(state[name]))
         restore_optimiser(self.optimiser, state["optimiser"])
-        self.generator.set_state(torch.from_numpy(state["random"]))
+        self.generator.set_state(as_tensors(state["random"]))
         self.steps = int(state["steps"])
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from jurybox.training.algorithms.torch_states import perceptron
+from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
 
 class ActorCritic(nn.Module):
@@ -229,20 +229,20 @@ class PPO:
         return {**means, "explained_variance": explained, "learner_steps": float(self.learner_steps)}
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that going on depends on; torch's tensors, numbers and dictionaries only."""
+        """Everything that `restore` needs: copies of tensors, numbers, nested."""
         return {
-            "network": copy.deepcopy(self.network.state_dict()),
-            "optimiser": copy.deepcopy(self._optimiser.state_dict()),
+            "network": copy.deepcopy(dict(self.network.state_dict())),
+            "optimiser": copy.deepcopy(optimiser_state(self._optimiser)),
             "random": self._random.get_state(),
             "returns": [self._mean, self._deviation, self._seen],
             "learner_steps": self.learner_steps,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
-        self.network.load_state_dict(state["network"])
-        self._optimiser.load_state_dict(copy.deepcopy(state["optimiser"]))
-        self._random.set_state(state["random"])
+        """Restore what `state` returned; its arrays may be NumPy's."""
+        self.network.load_state_dict(as_tensors(state["network"]))
+        restore_optimiser(self._optimiser, state["optimiser"])
+        self._random.set_state(as_tensors(state["random"]))
         self._mean, self._deviation, self._seen = state["returns"]
         self.learner_steps = int(state["learner_steps"])
 

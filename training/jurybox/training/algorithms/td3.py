@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jurybox.training.algorithms.td3_actor import CLIP, NumpyActor, TD3Settings
+from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
 
 class Normaliser:
@@ -81,8 +82,7 @@ class Actor(nn.Module):
 
     def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
         super().__init__()
-        sizes = (observation_size, *hidden, action_size)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.layers = perceptron(observation_size, hidden, action_size)
         # A first policy that does little: saturated tanh units would learn slowly.
         with torch.no_grad():
             last = self.layers[-1]
@@ -94,10 +94,7 @@ class Actor(nn.Module):
         return torch.tanh(self.before_tanh(observation))
 
     def before_tanh(self, observation: Tensor) -> Tensor:
-        x = observation
-        for layer in self.layers[:-1]:
-            x = functional.relu(layer(x))
-        out: Tensor = self.layers[-1](x)
+        out: Tensor = self.layers(observation)
         return out
 
 
@@ -295,29 +292,32 @@ class TD3:
         state = self.acting().state_dict()
         return NumpyActor({name: value.detach().cpu().numpy().copy() for name, value in state.items()}, clip=CLIP)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All of it: networks, optimisers, statistics, counters, random state; what weights_only=True loads."""
+    def state(self) -> dict[str, Any]:
+        """Everything that `restore` needs: networks, optimisers, statistics, counters, random state."""
         return {
-            "actor": self.actor.state_dict(),
-            "critic": self.critic.state_dict(),
-            "target_actor": self.target_actor.state_dict(),
-            "target_critic": self.target_critic.state_dict(),
-            "actor_optimizer": self._actor_optimizer.state_dict(),
-            "critic_optimizer": self._critic_optimizer.state_dict(),
+            **{name: dict(network.state_dict()) for name, network in self._networks().items()},
+            "actor_optimizer": optimiser_state(self._actor_optimizer),
+            "critic_optimizer": optimiser_state(self._critic_optimizer),
             "normaliser": self.normaliser.state_dict(),
             "updates": self.updates,
             "generator": self._generator.get_state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken (on the same kind of device)."""
-        self.actor.load_state_dict(state["actor"])
-        self.critic.load_state_dict(state["critic"])
-        self.target_actor.load_state_dict(state["target_actor"])
-        self.target_critic.load_state_dict(state["target_critic"])
-        self._actor_optimizer.load_state_dict(state["actor_optimizer"])
-        self._critic_optimizer.load_state_dict(state["critic_optimizer"])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, exactly (on the same kind of device); its arrays may be NumPy's."""
+        for name, network in self._networks().items():
+            network.load_state_dict(as_tensors(state[name]))
+        restore_optimiser(self._actor_optimizer, state["actor_optimizer"])
+        restore_optimiser(self._critic_optimizer, state["critic_optimizer"])
         self.normaliser.load_state_dict(state["normaliser"])
         self.updates = int(state["updates"])
-        self._generator.set_state(state["generator"].cpu())
+        self._generator.set_state(as_tensors(state["generator"]).cpu())
         self.refresh_normaliser()
+
+    def _networks(self) -> dict[str, nn.Module]:
+        return {
+            "actor": self.actor,
+            "critic": self.critic,
+            "target_actor": self.target_actor,
+            "target_critic": self.target_critic,
+        }

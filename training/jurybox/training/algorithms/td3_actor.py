@@ -107,7 +107,7 @@ class NumpyActor:
                     np.ascontiguousarray(self.state[f"actor.layers.{number}.weight"].T),
                     self.state[f"actor.layers.{number}.bias"],
                 )
-                for number in range(layers)
+                for number in range(0, 2 * layers, 2)  # activations between them have numbers too
             ]
         except KeyError as error:
             raise ValueError(

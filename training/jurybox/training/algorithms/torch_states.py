@@ -1,7 +1,8 @@
-"""What the algorithms share of torch: perceptrons, optimiser states for state files, published weights in a module."""
+"""What the algorithms share of torch: perceptrons, states as trees of tensors, published weights in a module."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,21 +45,30 @@ def _linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
     return layer
 
 
+def as_tensors(tree: Any) -> Any:
+    """The same tree of dicts and lists with tensors for its NumPy arrays, as `checkpoints.read_state` gives them.
+
+    The tensors of read-only arrays are copies; the others share memory with the arrays.
+    """
+    if isinstance(tree, Mapping):
+        return {name: as_tensors(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [as_tensors(part) for part in tree]
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree if tree.flags.writeable else tree.copy())
+    return tree
+
+
 def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimiser remembers of its parameters, by their number. Its settings are not in it."""
+    """The state of an optimiser's parameters, by their number as a string; its settings are not in it."""
     remembered = optimiser.state_dict()["state"]
     return {str(number): dict(values) for number, values in remembered.items()}
 
 
 def restore_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put back what `optimiser_state` gave, into one over the same parameters."""
+    """Restore what `optimiser_state` returned, into an optimiser of the same parameters; arrays may be NumPy's."""
     whole = optimiser.state_dict()
-    whole["state"] = {
-        int(number): {
-            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in values.items()
-        }
-        for number, values in state.items()
-    }
+    whole["state"] = {int(number): as_tensors(values) for number, values in copy.deepcopy(state).items()}
     optimiser.load_state_dict(whole)
 
 

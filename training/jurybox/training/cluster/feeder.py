@@ -14,9 +14,9 @@ from jurybox.client import Refused, Server, connect
 from jurybox.protocol.errors import Error
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import State, WeightsReader
+from jurybox.training.checkpoints import StateDamaged, read_state
 from jurybox.training.cluster.endpoints import Feeds
 from jurybox.training.cluster.host import Folders
-from jurybox.training.run_folder import StateDamaged, read_state
 from jurybox.training.runtime.shared_resources import SharedResources
 
 _LOOK = 0.02  # seconds

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.segment import sweep
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.checkpoints import write_atomically
 from jurybox.training.replay import Replay
 from jurybox.training.replay.transfer import Exporter, Importer, RowBatch
-from jurybox.training.run_folder import write_atomically
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Scoreboard, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Collection, Coroutine, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster.actors import Heard, RolePlace
 from jurybox.training.cluster.connection import connect, disconnect
 from jurybox.training.cluster.endpoints import BOOK, EngineSpec
@@ -24,7 +24,6 @@ from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.launching import RoleProcess, configuration
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.role_context import WRITING
 from jurybox.training.runtime.shared_resources import SharedResources
 
 _LISTEN_SECONDS = 0.5
@@ -76,8 +75,7 @@ class RayProcess:
         assert self.evaluated is not None
         files: dict[str, bytes] = message.pop("kept")
         try:
-            self.evaluated.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(dir=self.evaluated, prefix=WRITING))
+            folder = Checkpoints(self.evaluated).begin()
             for name, content in files.items():
                 (folder / name).write_bytes(content)
         except OSError as error:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
@@ -105,14 +104,14 @@ class HockeyLearner(Learner):
     def save(self) -> dict[str, Any]:
         self._take_results()
         return {
-            "learner": _plain(self.learner.state_dict()),
+            "learner": self.learner.state(),
             "league": self.league.state_dict(),
             "snapshot_at": self._snapshot_at,
             "past": {name: dict(self._pool.actor(name).state) for name in self.league.pool},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.learner.load_state_dict(_as_torch(state["learner"]))
+        self.learner.restore(state["learner"])
         self.league = League.from_state_dict(state["league"])
         self._snapshot_at = int(state["snapshot_at"])
         self._restored = True
@@ -161,21 +160,3 @@ class HockeyLearner(Learner):
 
     def _weights_on_device(self) -> torch.Tensor | None:
         return self._weights if self._weights is None else self._weights.to(self.learner.device)
-
-
-def _plain(value: Any) -> Any:
-    """The same tree with names for keys, which is what state files hold."""
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
-
-
-def _as_torch(value: Any) -> Any:
-    """What `_plain` was given, of what a state file gave: tensors for arrays, parameters by their numbers."""
-    if isinstance(value, dict):
-        return {int(name) if name.isdigit() else name: _as_torch(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_as_torch(inner) for inner in value]
-    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value

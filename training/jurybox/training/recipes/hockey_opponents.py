@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.checkpoints import read_state, write_state
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
-from jurybox.training.run_folder import read_state, write_state
 
 Rows = npt.NDArray[np.float32]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.checkpoints import read_state
 from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
 from jurybox.training.environments.hockey.factory import make_game
 from jurybox.training.environments.hockey.film import film, save_film
@@ -21,7 +22,6 @@ from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Curve
 from jurybox.training.report.page import Part, Picture, Section, Table
-from jurybox.training.run_folder import read_state
 from jurybox.training.runtime.plan import Outcome
 
 _SNAPSHOTS = 4  # past selves in the win matrix

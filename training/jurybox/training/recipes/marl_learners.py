@@ -11,6 +11,7 @@ import torch
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.dqn import DQN, IQN, ValueLearner, ValueNetwork, ValueSettings, as_floats
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
+from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.recipes.marl_policies import make_network
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.role_context import Learner, RoleContext
@@ -157,33 +158,20 @@ class OnPolicyLearner(Learner):
 
     def adopt(self, published: WeightsReader) -> None:
         found = published.read()
-        self.learner.network.load_state_dict({name: torch.from_numpy(array) for name, array in found.state.items()})
+        self.learner.network.load_state_dict(as_tensors(found.state))
         # Whoever died may have learned from all that was done before its last publication.
         self.updates = self._published = self._oldest_use = int(found.extra["updates"])
 
     def save(self) -> dict[str, Any]:
         self._forget()
-        state = self.learner.state()
-        optimiser = {str(number): dict(values) for number, values in state["optimiser"]["state"].items()}
         return {
-            **state,
-            "network": dict(state["network"]),
-            "optimiser": optimiser,
+            **self.learner.state(),
             "updates": [self.updates, self._published],
             "stale": self.stale,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        whole = self.learner.state()["optimiser"]
-        whole["state"] = {int(number): _tensors(values) for number, values in state["optimiser"].items()}
-        self.learner.restore(
-            {
-                **state,
-                "network": _tensors(state["network"]),
-                "optimiser": whole,
-                "random": torch.from_numpy(state["random"]),
-            }
-        )
+        self.learner.restore(state)
         self.updates, self._published = state["updates"]
         self.stale = int(state["stale"])
         self._forget()
@@ -235,7 +223,3 @@ class OnPolicyLearner(Learner):
             final_values=self.learner.values(after)[:, None],
             last_values=np.zeros(1, np.float32),
         )
-
-
-def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in arrays.items()}

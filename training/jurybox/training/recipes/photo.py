@@ -27,13 +27,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.protocol.wire import build_version
+from jurybox.training.checkpoints import Checkpoint
 from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes import checkpoints
-from jurybox.training.recipes.checkpoints import Checkpoint
 from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Silence, Watcher
-from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps
+from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps, restore
 from jurybox.training.run_folder import RunLog, Summary
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.settings import Settings
@@ -192,7 +191,7 @@ def train(
             watcher,
             checkpoint_folder=log.folder / "checkpoints",
             checkpoint_every=settings.checkpoint_every or min(settings.rollout, settings.steps),
-            counted=resume.counted if resume else None,
+            counted=resume.document["counted"] if resume else None,
             episode_numbers=_scores,
             seconds=settings.seconds,
         )
@@ -235,11 +234,10 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
 
 
 def _resumed(settings: PhotoTraining, environments: VecEnv, checkpoint: Checkpoint) -> PPO:
-    n_steps = steps_per_environment(settings.n_envs, min(settings.rollout, settings.steps))
-    model: PPO = PPO.load(checkpoint.model, environments, device="cpu", n_steps=n_steps)
-    # Loading seeds everything anew, so the environments' seeds are used up before their states are put back.
+    model = _new_model(settings, environments)
+    # Making it seeds everything anew, so the environments' seeds are used up before their states are put back.
     environments.reset()
-    checkpoints.restore_random_states(checkpoint, environments, settings.seed + checkpoint.env_steps)
+    restore(model, checkpoint, settings.seed + checkpoint.env_steps)
     return model
 
 

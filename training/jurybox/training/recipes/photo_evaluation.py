@@ -18,6 +18,7 @@ from gymnasium.utils import seeding
 
 from jurybox.client import connect
 from jurybox.training import interrupts
+from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import (
     Outcome,
     Photo,
@@ -30,7 +31,6 @@ from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Watcher
-from jurybox.training.run_folder import write_atomically
 
 Picture = npt.NDArray[np.uint8]
 Vector = npt.NDArray[np.float32]

@@ -12,17 +12,17 @@ from typing import Any
 from jurybox.client import Error, connect
 from jurybox.training import interrupts
 from jurybox.training import run_folder as runlog
+from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes import checkpoints
 from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, check_workers, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
 from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
-from jurybox.training.recipes.recorded_run import begin_anew, check_same, failed_report, write_settings
+from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
 from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
-from jurybox.training.run_folder import NoCheckpoint, RunLog, Tracker, write_atomically
+from jurybox.training.run_folder import RunLog, Tracker
 from jurybox.training.runtime.local_server import LocalServer
 
 _log = logging.getLogger(__name__)
@@ -58,14 +58,7 @@ def run(
         RunLogError: the folder holds another run, and `resume` is not set.
         CheckpointError: there is nothing to resume, or it was trained with other settings.
     """
-    checkpoint = None
-    if resume:
-        try:
-            checkpoint = checkpoints.latest(folder / "checkpoints")
-            check_same(folder, settings.as_dict(), settings.may_change)
-        except NoCheckpoint:
-            watcher.say(begin_anew(folder, settings.as_dict(), settings.may_change))
-    checkpoints.sweep(folder / "checkpoints")
+    checkpoint = resumed(folder, settings.as_dict(), settings.may_change, watcher.say) if resume else None
     took = dict(before or {})
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
         write_settings(folder, settings.as_dict())

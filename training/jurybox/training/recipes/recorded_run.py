@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from jurybox.protocol.wire import build_version
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically
 from jurybox.training.interrupts import Signals
 from jurybox.training.report import page
-from jurybox.training.run_folder import CheckpointError, RunLog, RunLogError, Summary, Tracker, write_atomically
-from jurybox.training.runtime.checkpoints import Checkpoints
+from jurybox.training.run_folder import RunLog, RunLogError, Summary, Tracker
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Outcome, Plan
 from jurybox.training.runtime.run import run
@@ -67,6 +67,28 @@ def begin_anew(folder: Path, settings: Mapping[str, Any], may_change: Collection
     for path in left:
         path.rename(before / path.name)
     return f"{said}; what it had recorded is in {before}"
+
+
+def resumed(
+    folder: Path, settings: Mapping[str, Any], may_change: Collection[str] | None, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest checkpoint of the run in a folder; None where it was ended before its first, and begins anew.
+
+    Args:
+        may_change: as `check_same`; None: everything may.
+        say: is told where it begins anew.
+
+    Raises:
+        CheckpointError: no run was begun there, or one with other settings.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.sweep()
+    found = checkpoints.latest()
+    if found is None:
+        say(begin_anew(folder, settings, may_change))
+    elif may_change is not None:
+        check_same(folder, settings, may_change)
+    return found
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -139,16 +161,13 @@ def recorded_run(
         raise RunLogError(
             f"a run is going on in {folder} (process {living}): wait for its end, or choose another folder"
         )
-    checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoints.sweep()
-    found = checkpoints.latest() if resume else None
-    if found is not None and may_change is not None:
-        check_same(folder, settings, may_change)
-    if resume and found is None:
-        said = begin_anew(folder, settings, may_change)
-        resume = False
+
+    def say(text: str) -> None:
         if console is not None:
-            console.print(said, highlight=False, markup=False)
+            console.print(text, highlight=False, markup=False)
+
+    found = resumed(folder, settings, may_change, say) if resume else None
+    resume = found is not None
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
         write_settings(folder, settings)
         log.add_trackers(trackers())

@@ -1,7 +1,13 @@
-"""Watching a Stable-Baselines3 training from inside: counts, metrics, checkpoints, progress, and the order to stop."""
+"""Recording a Stable-Baselines3 training: counts, metrics, checkpoints, progress, and the order to stop.
+
+A checkpoint has ``model.zip`` (SB3's own file, for people who load it with SB3) and what `restore` needs beside its
+tensors. Nothing pickled is read: the model is made anew from the settings, and only tensors are taken from the file.
+What is not kept is the episode that every environment is in: a resumed run begins new ones.
+"""
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -9,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training import interrupts
-from jurybox.training.recipes import checkpoints
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog
 
@@ -78,7 +86,7 @@ class Recorder(BaseCallback):
         self._seconds_before = float(counted.get("seconds", 0.0))
         self._log = log
         self._watcher = watcher
-        self._folder = checkpoint_folder
+        self._checkpoints = None if checkpoint_folder is None else Checkpoints(checkpoint_folder)
         self._every = checkpoint_every
         self._episode_numbers = episode_numbers
         self._limit = seconds
@@ -126,12 +134,12 @@ class Recorder(BaseCallback):
     def _row_and_checkpoint(self, *, last: bool = False) -> None:
         if self.num_timesteps > self._row_at:
             self._log.scalars(self.num_timesteps, self._row())
-        if self._folder is not None and (
+        if self._checkpoints is not None and (
             self.num_timesteps - self._saved_at >= self._every or (last and self.num_timesteps > self._saved_at)
         ):
             try:
                 with interrupts.held():
-                    checkpoints.save(self._folder, self.model, self.counted())
+                    save(self._checkpoints, self.model, self.counted())
             except OSError as error:  # a full disk costs a checkpoint, not the training
                 self._watcher.say(f"no checkpoint at {self.num_timesteps} steps, the one before stands: {error}")
             self._saved_at = self.num_timesteps
@@ -170,3 +178,64 @@ def learner_steps(model: BaseAlgorithm) -> int:
     """Optimiser steps so far, as Adam counts them; its state travels in checkpoints."""
     states = list(model.policy.optimizer.state.values())
     return int(states[0]["step"]) if states else 0
+
+
+def save(checkpoints: Checkpoints, model: BaseAlgorithm, counted: Mapping[str, Any]) -> None:
+    """Write a checkpoint of a model whose last update is complete.
+
+    Args:
+        counted: further numbers, as JSON holds them.
+    """
+    assert model.env is not None
+    document = {
+        "counted": dict(counted),
+        "updates": getattr(model, "_n_updates", 0),
+        "random": _random_states(model.env),
+    }
+    with checkpoints.writing(model.num_timesteps, document) as folder:
+        model.save(folder / "model.zip")
+
+
+def restore(model: BaseAlgorithm, checkpoint: Checkpoint, fresh_seed: int) -> None:
+    """Put a new model of the same settings, its environments and the global random generators where they were.
+
+    Args:
+        fresh_seed: where there are more environments than before, the additional ones are seeded from it and their
+            number.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is of another network.
+    """
+    try:
+        model.set_parameters(checkpoint.folder / "model.zip", device=model.device)  # type: ignore[arg-type]
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint.folder} cannot be read ({error}): remove it to go on from the one before"
+        ) from error
+    model.num_timesteps = checkpoint.env_steps
+    model._n_updates = checkpoint.document["updates"]  # SB3 shows it, and has no other way to set it
+    assert model.env is not None
+    _restore_random_states(checkpoint.document["random"], model.env, fresh_seed)
+
+
+def _random_states(environments: VecEnv) -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": bytes(torch.get_rng_state().numpy()).hex(),
+        "environments": [generator.bit_generator.state for generator in environments.get_attr("np_random")],
+    }
+
+
+def _restore_random_states(states: Mapping[str, Any], environments: VecEnv, fresh_seed: int) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
+    for index in range(environments.num_envs):
+        generator = np.random.default_rng((fresh_seed, index))
+        if index < len(states["environments"]):
+            generator.bit_generator.state = states["environments"][index]
+        environments.set_attr("np_random", generator, indices=[index])

@@ -221,14 +221,15 @@ def _status_of(error: Exception) -> int:
     if isinstance(error, ExtraMissing):  # first: what follows imports what is missing
         return _USAGE
     from jurybox.client import Error
+    from jurybox.training.checkpoints import CheckpointError
     from jurybox.training.environments.cage.cyborg import CyborgMissing
     from jurybox.training.environments.photo import PhotoError
     from jurybox.training.recipes.progress import TrackerMissing
-    from jurybox.training.run_folder import CheckpointError, RunLogError, StateDamaged
+    from jurybox.training.run_folder import RunLogError
     from jurybox.training.runtime.local_server import ServerNotStarted
     from jurybox.training.runtime.plan import RunError
 
-    usage = RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing | StateDamaged
+    usage = RunLogError | CheckpointError | TrackerMissing | PhotoError | RunError | CyborgMissing
     if isinstance(error, usage | ModuleNotFoundError):
         return _USAGE
     return _COULD_NOT_START if isinstance(error, ServerNotStarted | NoServer | Error) else _FAILED

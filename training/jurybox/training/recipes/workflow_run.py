@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,80 +16,19 @@ import torch
 
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
+from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_atomically, write_state
 from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
-from jurybox.training.recipes.recorded_run import begin_anew, check_same, failed_report, write_settings
+from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
 from jurybox.training.recipes.training import Run, Training
 from jurybox.training.recipes.workflow_served import served_policy
-from jurybox.training.run_folder import CheckpointError, NoCheckpoint, RunLog, Summary, Tracker, write_atomically
+from jurybox.training.run_folder import RunLog, Summary, Tracker
 from jurybox.training.runtime.plan import refuse_unused
 from jurybox.training.search import environments
 from jurybox.training.search.environments import Parts
 from jurybox.training.search.report import WorkflowRun, conclusion, render
 from jurybox.training.search.settings import WorkflowTraining, describe
 from jurybox.training.search.trainer import WorkflowTrainer
-
-# ----
-# Checkpoints of a search, whole or not there at all: ``checkpoints/update-000120.pt``, the newest three.
-#
-# A file holds what `WorkflowTrainer.state` returns and the random states of the environments, so with our own
-# simulator a resumed run does what it would have done. It is read without pickle's power to run code (torch's
-# weights_only).
-
-
-KEPT = 3
-
-
-def write_checkpoint(folder: Path, update: int, state: Mapping[str, Any], random: Mapping[str, Any]) -> Path:
-    """Write a checkpoint; older ones than the newest three are removed.
-
-    Args:
-        folder: ``checkpoints/`` of the run.
-        random: as JSON holds it; integers may be of any size.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"update-{update:06d}.pt"
-    scratch = target.with_suffix(".writing")
-    try:
-        with scratch.open("wb") as file:
-            torch.save({"state": dict(state), "random": json.dumps(random)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    for old in _found(folder)[:-KEPT]:
-        old.unlink()
-    return target
-
-
-def latest_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State and random states of the newest checkpoint.
-
-    Raises:
-        NoCheckpoint: there is none. CheckpointError: it cannot be read.
-    """
-    found = _found(folder)
-    if not found:
-        raise NoCheckpoint(f"no checkpoint in {folder}: start without --resume")
-    try:
-        content = torch.load(found[-1], weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{found[-1]} cannot be read ({error}): remove it to go on from the one before"
-        ) from error
-    return content["state"], json.loads(content["random"])
-
-
-def _found(folder: Path) -> list[Path]:
-    return sorted(folder.glob("update-*.pt"))
-
 
 # ----
 # The networks of a search, where its launcher wants them.
@@ -196,16 +133,9 @@ def run(
     if spread is None and settings.env == "cage":
         why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
         refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
-    found = None
-    if resume:
-        try:
-            found = latest_checkpoint(folder / "checkpoints")
-            check_same(folder, settings.as_dict(), settings.may_change)
-        except NoCheckpoint:
-            watcher.say(begin_anew(folder, settings.as_dict(), settings.may_change))
-    resume_at = None if found is None else int(found[0]["counted"][2])
+    found = resumed(folder, settings.as_dict(), settings.may_change, watcher.say) if resume else None
     with (
-        RunLog(folder, METRICS, resume_at=resume_at) as log,
+        RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps) as log,
         _one_thread(),
         _trainer(settings, folder, spread, serial) as (
             trainer,
@@ -216,7 +146,7 @@ def run(
         log.add_trackers(trackers())
         spent = 0.0
         if found is not None:
-            spent = _restore(trainer, *found)
+            spent = _restore(trainer, found)
         spent += _search(trainer, folder, log, watcher, spent)
         _write_workflows(trainer, folder)
         log.summarise(_summary(trainer, settings, spent))
@@ -286,18 +216,20 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
 
 
 def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
+    # With our own simulator's random states a resumed run does what it would have done.
     streams = [environments.random_state(trainer.settings, parts) for parts in trainer.environments]
-    with interrupts.held():
-        write_checkpoint(
-            folder / "checkpoints", trainer.updates, trainer.state(), {"seconds": seconds, "environments": streams}
-        )
+    document = {"seconds": seconds, "environments": streams}
+    with interrupts.held(), Checkpoints(folder / "checkpoints").writing(trainer.env_steps, document) as scratch:
+        write_state(scratch / "search.state", trainer.state())
 
 
-def _restore(trainer: WorkflowTrainer, state: Mapping[str, Any], random: Mapping[str, Any]) -> float:
+def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> float:
+    state = checkpoint.state("search")
+    assert state is not None
     trainer.restore(state)
-    for parts, stream in zip(trainer.environments, random["environments"], strict=True):
+    for parts, stream in zip(trainer.environments, checkpoint.document["environments"], strict=True):
         environments.restore_random_state(trainer.settings, parts, stream)
-    return float(random["seconds"])
+    return float(checkpoint.document["seconds"])
 
 
 def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:

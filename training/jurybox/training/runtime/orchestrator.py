@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
+from jurybox.training.checkpoints import Checkpoint, Checkpoints
 from jurybox.training.runtime.launching import Child, Launcher
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
@@ -259,8 +259,9 @@ class Orchestrator:
                 return False
             if not self._launcher.settle(max(0.1, until - time.monotonic())):
                 return False
-            gathered = self._metrics.state()
-            made = checkpoints.complete(scratch, self._plan, self._shared, gathered, self._launcher.save_replay)
+            document = self._shared.save(self._plan, scratch, self._launcher.save_replay)
+            document["gathered"] = self._metrics.state()
+            made = checkpoints.complete(scratch, self._scoreboard.env_steps, document)
             self.latest = made
             self._saved_at = made.env_steps
             return True

@@ -269,10 +269,6 @@ class PlanError(RunError):
     """The plan contradicts itself, or names something that is not there."""
 
 
-class NothingToResume(RunError):
-    """There is no checkpoint, or it is of another run."""
-
-
 class NotRunning(RunError):
     """No run is going on in that folder."""
 

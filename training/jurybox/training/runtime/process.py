@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jurybox.processes import ControlPipe, attach
-from jurybox.training.run_folder import read_state, write_state
+from jurybox.training.checkpoints import read_state, write_state
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.role_context import Message, RoleContext
 from jurybox.training.runtime.scoreboard import Order, State, Subject, Word

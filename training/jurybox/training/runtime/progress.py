@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jurybox.training.run_folder import write_atomically
+from jurybox.training.checkpoints import write_atomically
 from jurybox.training.runtime.plan import Kind, Plan
 from jurybox.training.runtime.role_context import Message
 from jurybox.training.runtime.scoreboard import AT_REST, Scoreboard, State, Subject, Told, Word

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,8 +22,8 @@ import numpy.typing as npt
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import State as Arrays
 from jurybox.protocol.weights.reader import Weights, WeightsReader
+from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomically, write_state
 from jurybox.training.replay import Replay
-from jurybox.training.run_folder import write_atomically, write_state
 from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
 from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Order, State, Subject, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources
@@ -37,8 +35,6 @@ _REST_SECONDS = 0.01  # between two looks while waiting at rest: a thousand look
 _REPORT_SECONDS = 0.5
 _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
-WRITING = ".writing-"  # begins the names of folders that are not whole yet
-EVALUATION = "evaluation.json"  # beside weights that were evaluated: when, with what result, which versions
 
 
 class Follows(Protocol):
@@ -202,10 +198,10 @@ class RoleContext:
         kept = {name: reader.kept for name, reader in self._keeping.items() if reader.kept is not None}
         if not kept:
             return {"unkept": f"{self.name} took no weights from a reader of its context (context.reader())"}
+        checkpoints = Checkpoints(parent)
         folder: Path | None = None
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(dir=parent, prefix=WRITING))
+            folder = checkpoints.begin()
             for name, (state, version, extra) in kept.items():
                 whole = {"state": state, "version": version, "extra": extra}
                 write_state(folder / f"weights-{name}.state", whole)
@@ -214,7 +210,7 @@ class RoleContext:
             write_atomically(folder / EVALUATION, json.dumps(said, indent=1))
         except OSError as error:
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                checkpoints.abandon(folder)
             return {"unkept": f"{self.name} could not write them: {error}"}
         return {"kept": str(folder)}
 

@@ -12,12 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from jurybox.protocol.segment import sweep
+from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_atomically
 from jurybox.training.interrupts import Signals, heard
-from jurybox.training.run_folder import write_atomically
-from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
 from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.orchestrator import Orchestrator
-from jurybox.training.runtime.plan import End, NothingToResume, Outcome, Plan
+from jurybox.training.runtime.plan import End, Outcome, Plan
 from jurybox.training.runtime.progress import RunMetrics, Sink, Timeline, View, busy
 from jurybox.training.runtime.role_context import Message
 from jurybox.training.runtime.scoreboard import RUNNING, Told, Word
@@ -54,7 +53,7 @@ def run(
         How it ended. When a signal ended it, the caller decides what becomes of the process.
 
     Raises:
-        NothingToResume: there is no checkpoint, or one of another run.
+        CheckpointError: there is no checkpoint, or it is of another run.
         SharedMemoryError: the replays or channels don't fit.
         Exception: serial runs raise what a role raises.
     """
@@ -62,15 +61,13 @@ def run(
     sweep()
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.sweep()
-    resumed = checkpoints.latest() if resume else None
-    if resume and resumed is None:
-        raise NothingToResume(f"no checkpoint in {checkpoints.folder}: start without --resume")
+    resumed = checkpoints.existing() if resume else None
     with heard(signals), SharedResources.create(plan) as shared:
         folder.mkdir(parents=True, exist_ok=True)
         metrics = RunMetrics(plan, shared.scoreboard, sink)
         if resumed is not None:
-            resumed.put_back(plan, shared)
-            metrics.restore(resumed.gathered)
+            shared.restore(plan, resumed)
+            metrics.restore(resumed.document["gathered"])
             _restore_best(plan, shared, checkpoints)
         mark = folder / RUNNING
         write_atomically(mark, json.dumps({"scoreboard": shared.scoreboard.segment.name, "pid": os.getpid()}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jurybox.training.runtime.checkpoints import Checkpoint, Checkpoints
+from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_state
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
 from jurybox.training.runtime.role_context import Message, RoleContext
@@ -102,10 +102,10 @@ class Serial:
         """The one with the fewest steps: in turns, also after a resumption."""
         return min(self._actors, key=lambda turn: turn.context.words[Word.EPOCHS])
 
-    def save(self) -> Checkpoint | None:
-        """Make a checkpoint now; None where that cannot be, because the disk is full, say."""
+    def save(self) -> None:
+        """Make a checkpoint now; a full disk costs the checkpoint and not the run."""
         if self._checkpoints is None:
-            return None
+            return
         self._saved_at = self._shared.scoreboard.env_steps
         savers = [turn for turn in self._turns if turn.context.spec.kind is not Kind.EVALUATOR]
         for turn in self._turns:
@@ -113,19 +113,14 @@ class Serial:
         states = {turn.context.name: turn.role.save() for turn in savers}
         for turn in self._turns:
             turn.saved()
-        scratch = None
+        document = {"gathered": self._metrics.state()}
         try:
-            scratch = self._checkpoints.begin()
-            for name, state in states.items():
-                self._checkpoints.write_role(scratch, name, state)
-            made = self._checkpoints.complete(scratch, self._plan, self._shared, self._metrics.state())
+            with self._checkpoints.writing(self._saved_at, document) as scratch:
+                for name, state in states.items():
+                    write_state(scratch / f"{name}.state", state)
+                document |= self._shared.save(self._plan, scratch)
         except OSError as error:
             self._told(f"no checkpoint at {self._saved_at} steps: {error}")
-            return None
-        finally:
-            if scratch is not None:
-                self._checkpoints.abandon(scratch)
-        return made
 
     def close(self) -> None:
         """Close all roles."""

@@ -1,18 +1,34 @@
-"""The shared memory of a run: scoreboard, replays and weights channels. Made by its owner, attached by every role."""
+"""The shared memory of a run: scoreboard, replays and weights channels. Made by its owner, attached by every role.
+
+`SharedResources.save` and `restore` are the part of a checkpoint that no role holds: counters, replays, weights.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_state
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.scoreboard import Scoreboard
+from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.scoreboard import Scoreboard, Word
+
+# What a checkpoint keeps of every role's counters.
+_COUNTS = (
+    Word.ENV_STEPS,
+    Word.LEARNER_STEPS,
+    Word.EPOCHS,
+    Word.EPISODES,
+    Word.EVALUATED_AT,
+    Word.FORCED,
+)
 
 
 class SharedResources:
@@ -100,6 +116,67 @@ class SharedResources:
             Refused: somebody living has it.
         """
         return Publisher(self.channel(name))
+
+    def save(self, plan: Plan, folder: Path, save_replay: Callable[[str, Path], None] | None = None) -> dict[str, Any]:
+        """Write replays and published weights to the folder of a checkpoint, while the roles are paused.
+
+        Args:
+            save_replay: writes the replay of that name to a file, where the one in this object is not the one that is
+                sampled.
+
+        Returns:
+            The entries of the checkpoint's run.json that `restore` needs.
+        """
+        for replay in plan.replays:
+            path = folder / f"replay-{replay.name}.jbr"
+            if save_replay is None:
+                self.replay(replay.name).save(path)
+            else:
+                save_replay(replay.name, path)
+        for channel in plan.channels:
+            reader = self.reader(channel.name)
+            if reader.newest:
+                state, version, extra = reader.read(timeout=5.0)
+                whole = {"state": state, "version": version, "extra": extra}
+                write_state(folder / f"weights-{channel.name}.state", whole)
+        return {
+            "replays": [each.name for each in plan.replays],
+            "channels": [each.name for each in plan.channels],
+            "roles": {
+                role.name: [int(role.kind), [self.scoreboard.words[number][word] for word in _COUNTS]]
+                for number, role in enumerate(plan.roles)
+            },
+        }
+
+    def restore(self, plan: Plan, checkpoint: Checkpoint) -> None:
+        """Fill a new run's shared memory from a checkpoint: counters, replays, published weights with their versions.
+
+        Counts of roles that the plan no longer has are added to the first role of their kind.
+
+        Raises:
+            CheckpointError: it is of a run with other replays or channels.
+        """
+        expected = {"replays": [each.name for each in plan.replays], "channels": [each.name for each in plan.channels]}
+        for what, names in expected.items():
+            if checkpoint.document[what] != names:
+                raise CheckpointError(
+                    f"{checkpoint.folder} has the {what} {checkpoint.document[what]}, this plan has {names}"
+                )
+        numbers = {role.name: number for number, role in enumerate(plan.roles)}
+        for name, (kind, counts) in checkpoint.document["roles"].items():
+            of_kind = plan.of_kind(Kind(kind))
+            number = numbers.get(name, of_kind[0] if of_kind else None)
+            for word, count in zip(_COUNTS, counts, strict=True):
+                if number is not None:
+                    self.scoreboard.words[number][word] += count
+        for replay in plan.replays:
+            self.replay(replay.name).restore(checkpoint.folder / f"replay-{replay.name}.jbr")
+        for channel in plan.channels:
+            path = checkpoint.folder / f"weights-{channel.name}.state"
+            if path.exists():
+                published = read_state(path)
+                with self.publisher(channel.name) as publisher:
+                    publisher.publish(published["state"], published["extra"], version=published["version"])
 
     def close(self) -> None:
         """Let go of everything; the owner also removes the names."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
 from jurybox.training.search.rollouts import INPUTS, Episodes, Part, Policy, play
@@ -173,7 +174,7 @@ class WorkflowTrainer:
         return rate >= self.settings.gate and fixes >= self.settings.min_fixes
 
     def state(self) -> dict[str, Any]:
-        """All that going on depends on: numbers, strings, lists, dictionaries and torch's tensors."""
+        """Everything that `restore` needs: numbers, strings, tensors, nested."""
         return {
             "phase": self.phase,
             "counted": [self.episodes, self.updates, self.env_steps, self._learner_steps, self._began],
@@ -198,7 +199,8 @@ class WorkflowTrainer:
         self._proposal = None if proposal is None else Proposal(**{**proposal, "order": tuple(proposal["order"])})
         self.reference, self.final = (None if each is None else Evaluated(**each) for each in state["evaluated"])
         self.best = None if state["best"] is None else tuple(state["best"])
-        self._kept = state["kept"]
+        kept = state["kept"]
+        self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
         self.learner.restore(state["learner"])
         self._policy = self._make_policy(self.learner)
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.run_folder import RunLog
-from jurybox.training.runtime.checkpoints import Checkpoints
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.torch_states import optimiser_state, restore_optimiser
+from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, restore_optimiser
 from jurybox.training.replay import Windows
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Actor, Learner, RoleContext
@@ -140,7 +140,7 @@ class SorrelLearner(Learner):
 
     def adopt(self, published: WeightsReader) -> None:
         found = published.read()
-        state = {name: torch.from_numpy(array) for name, array in found.state.items()}
+        state = as_tensors(found.state)
         acting_part(self.model).load_state_dict(state)
         target = getattr(self.model, "models", {}).get("target")
         if target is not None:
@@ -195,5 +195,5 @@ class SorrelLearner(Learner):
 
 def put_back(model: Any, state: Mapping[str, Any]) -> None:
     """Make a model what its learner saved: weights and epsilon."""
-    model.load_state_dict({name: torch.from_numpy(array) for name, array in state["model"].items()})
+    model.load_state_dict(as_tensors(state["model"]))
     model.epsilon = state["epsilon"]

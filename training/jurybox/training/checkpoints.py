@@ -1,0 +1,253 @@
+"""Checkpoints of a training: a folder each, whole or not there, and the state files in them.
+
+``checkpoints/step-000012000`` holds ``run.json`` (what was counted, as JSON) and the files that the training put there:
+states (``NAME.state``, see `write_state`), saved replays, weights. It is written under another name and renamed, so
+that a crash, a kill or a full disk leaves the checkpoints before it. ``checkpoints/best`` is none to go on from: it
+holds what an evaluation liked best.
+
+Nothing here is ever unpickled: a state file holds JSON and raw arrays under a checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.weights.channel import decode_extra, encode_extra
+
+DOCUMENT = "run.json"
+EVALUATION = "evaluation.json"  # beside weights that were evaluated: when, with what result, which versions
+_PREFIX = "step-"
+_BEST = "best"
+_WRITING = ".writing-"  # begins the name of a folder that is not whole yet
+_OLD = ".old-"  # begins the name of a folder that is being replaced
+_MAGIC = b"jbstate1"
+
+
+class CheckpointError(RuntimeError):
+    """There is nothing to resume, or it does not fit."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is none yet."""
+
+
+class StateDamaged(CheckpointError):
+    """A file of a checkpoint is cut, changed, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that is whole.
+
+    Attributes:
+        folder: where it is.
+        document: its run.json.
+    """
+
+    folder: Path
+    document: Mapping[str, Any]
+
+    @property
+    def env_steps(self) -> int:
+        return int(self.document["env_steps"])
+
+    def state_path(self, name: str) -> Path | None:
+        """The file of the state of that name; None where there is none."""
+        path = self.folder / f"{name}.state"
+        return path if path.exists() else None
+
+    def state(self, name: str) -> dict[str, Any] | None:
+        """The state of that name; None where there is none.
+
+        Raises:
+            StateDamaged: its file is not what was written.
+        """
+        path = self.state_path(name)
+        return read_state(path) if path else None
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: ``checkpoints/`` of the run; made when the first one is written.
+        keep: how many of the newest are kept, besides the best.
+
+    Example:
+        >>> checkpoints = Checkpoints(folder / "checkpoints")
+        >>> with checkpoints.writing(1000, {"episodes": 20}) as scratch:
+        ...     write_state(scratch / "learner.state", learner.state())
+        >>> learner.restore(checkpoints.latest().state("learner"))
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def latest(self) -> Checkpoint | None:
+        """The newest one that is whole.
+
+        Raises:
+            StateDamaged: its run.json is damaged.
+        """
+        found = self._found()
+        return Checkpoint(found[-1], _read_json(found[-1] / DOCUMENT, "take the one before")) if found else None
+
+    def existing(self) -> Checkpoint:
+        """The newest one that is whole; raises NoCheckpoint where there is none."""
+        found = self.latest()
+        if found is None:
+            raise NoCheckpoint(f"no checkpoint in {self.folder}: start without --resume")
+        return found
+
+    @contextmanager
+    def writing(self, env_steps: int, document: Mapping[str, Any]) -> Iterator[Path]:
+        """A folder for the block to put files in; at its end it becomes the checkpoint of that step.
+
+        Args:
+            document: further entries of run.json; the block may add some.
+
+        Raises:
+            OSError: there is no room; nothing of it is left, and the checkpoint before stands.
+        """
+        scratch = self.begin()
+        try:
+            yield scratch
+            self.complete(scratch, env_steps, document)
+        finally:
+            self.abandon(scratch)
+
+    def begin(self) -> Path:
+        """A folder for the files of a checkpoint that is being made; `complete` or `abandon` it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=self.folder, prefix=_WRITING))
+
+    def complete(self, scratch: Path, env_steps: int, document: Mapping[str, Any]) -> Checkpoint:
+        """Make a checkpoint of a folder that `begin` gave; older ones are removed."""
+        whole = {"env_steps": env_steps, **document}
+        (scratch / DOCUMENT).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        target = self.folder / f"{_PREFIX}{env_steps:012d}"
+        self._appear(scratch, target)
+        for old in self._found()[: -self._keep]:
+            (old / DOCUMENT).unlink()  # first: what is half removed must not be taken for a checkpoint
+            shutil.rmtree(old)
+        return Checkpoint(target, whole)
+
+    def abandon(self, scratch: Path) -> None:
+        """Remove a folder that `begin` gave, if it has not become a checkpoint."""
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def keep_best(self, evaluated: Path) -> Path:
+        """Make ``checkpoints/best`` of a folder that `begin` gave, in the place of the one before."""
+        best = self.folder / _BEST
+        self._appear(evaluated, best)
+        return best
+
+    def best(self) -> dict[str, Any] | None:
+        """evaluation.json of the best weights: env_steps, numbers, versions; None before the first evaluation."""
+        path = self.folder / _BEST / EVALUATION
+        return _read_json(path, "go on without it") if path.exists() else None
+
+    def sweep(self) -> None:
+        """Remove what a killed run was writing or removing, and put back what it was about to replace."""
+        for path in self.folder.glob(f"{_WRITING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_OLD}*"):
+            replaced = self.folder / path.name.removeprefix(_OLD)
+            if replaced.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(replaced)
+        for path in self.folder.glob(f"{_PREFIX}*"):
+            if not (path / DOCUMENT).is_file():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _appear(self, scratch: Path, target: Path) -> None:
+        """Rename a folder to one that may exist; at every moment one of the two is there."""
+        for path in (*scratch.iterdir(), scratch):
+            _sync(path)
+        scratch.chmod(0o755)
+        old = self.folder / f"{_OLD}{target.name}"
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        scratch.rename(target)
+        _sync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _found(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if (path / DOCUMENT).is_file())
+
+
+def _read_json(path: Path, then: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StateDamaged(f"{path} is damaged: {error}; remove {path.parent} to {then}") from error
+    return found
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state: JSON-able values and arrays, nested. CPU tensors are written as the arrays they are.
+
+    Raises:
+        SpecMismatch: something in it is neither; the message says where.
+    """
+    content = encode_extra(state)
+    write_atomically(path, _MAGIC + hashlib.sha256(content).digest() + content)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote; arrays come as NumPy arrays, tuples as lists.
+
+    Raises:
+        StateDamaged: the file is not what was written, or is not there.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StateDamaged(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from error
+    content = data[len(_MAGIC) + 32 :]
+    if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(content).digest() != data[len(_MAGIC) : len(_MAGIC) + 32]:
+        raise StateDamaged(f"{path} is damaged: take an earlier checkpoint")
+    try:
+        return decode_extra(content)
+    except ProtocolMismatch as error:
+        raise StateDamaged(f"{path} is damaged: {error}") from error
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that whoever reads it finds the old or the new content whole, also after a crash."""
+    data = content.encode() if isinstance(content, str) else content
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files that only their owner reads; these are as public as their folder.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
