@@ -134,7 +134,7 @@ def test_an_environment_that_hangs_is_told_and_not_waited_for_for_ever() -> None
     try:
         env.reset()
         for remote in env.remotes:
-            with socket.socket(fileno=os.dup(remote._connection.fileno())) as end:
+            with socket.socket(fileno=os.dup(remote.member.pipe.fileno())) as end:
                 bound(end, 1.5)
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match=rf"worker 0 \(process {pids[0]}\) has not answered for 60 s"):

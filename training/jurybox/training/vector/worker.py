@@ -1,4 +1,20 @@
-"""The env worker: a process that holds environments and steps them for a learner. It never imports torch."""
+"""The env worker: a process that holds environments and steps them for a learner. It never imports torch.
+
+`main` makes the environments and answers messages until the learner is gone. How a message is answered depends on whom
+the worker serves:
+
+- `SharedAnswers`, for `ProcessVectorEnv`: results go to shared memory. The first byte of a message is its kind:
+
+      to the worker                                     from it
+      S  environments' numbers (int32): step them       D  numbers (int32), rest: infos of no fixed shape, pickled
+      E  the same, each answered soon after it is done       V  a value, pickled
+      R  pickled: seeds by number, options              X  what was raised, pickled
+      C  pickled: call, get or set an attribute
+
+- `CommandAnswers`, for `WorkerVecEnv`: the pickled commands of Stable-Baselines3's SubprocVecEnv, one environment.
+
+Both ends are of one program and one user, and nothing else can write to the socket: pickle is safe here.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +27,10 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gymnasium import Env
@@ -22,13 +38,7 @@ from gymnasium.vector import AutoresetMode
 
 from jurybox.processes import thread_limits
 from jurybox.protocol.segment import Segment
-from jurybox.training.vector.layout import InfoFields, Shared, arrange, put, take
-
-# ----
-# An env worker: a process that holds one environment and answers a learner through a pipe. It never imports torch.
-#
-# The messages are those of Stable-Baselines3's SubprocVecEnv, so that its other end can be used as it is.
-
+from jurybox.training.vector.layout import arrange, put, take
 
 THREAD_LIMITS = thread_limits(1)
 _PR_SET_PDEATHSIG = 1
@@ -45,30 +55,6 @@ def bound(end: socket.socket, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(whole), int(part * 1e6)))
 
 
-def serve_sb3() -> None:
-    """Serve the learner at the other end of the descriptor that is the first argument; the second is its process id."""
-    descriptor, parent = map(int, sys.argv[1:])
-    bind_to(parent)
-    pipe = Connection(descriptor)
-    try:
-        sys.path[:] = pipe.recv()
-        make = pipe.recv_bytes()
-    except EOFError:
-        return
-    try:
-        environment = pickle.loads(make)()  # from the process that started this one
-    except Exception as error:  # noqa: BLE001 (the learner raises it)
-        _tell(pipe, described(error))
-        return
-    if (cv2 := sys.modules.get("cv2")) is not None:
-        cv2.setNumThreads(0)
-    try:
-        _serve(pipe, environment)
-    finally:
-        environment.close()
-        pipe.close()
-
-
 def bind_to(parent: int) -> None:
     """Leave the terminal's signals to the parent, and die with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -78,18 +64,6 @@ def bind_to(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the order stood
         os._exit(1)
-
-
-def _serve(pipe: Connection, environment: Any) -> None:
-    while True:
-        try:
-            command, data = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        if command == "close":
-            return
-        if not _tell(pipe, answered(environment, command, data)):
-            return
 
 
 def answered(environment: Any, command: str, data: Any) -> Any:
@@ -153,28 +127,6 @@ def described(error: Exception) -> WorkerFailed:
     return WorkerFailed(f"{type(error).__name__}: {error}\n\nin the worker:\n{text}")
 
 
-def _tell(pipe: Connection, answer: Any) -> bool:
-    try:
-        pipe.send(answer)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-# ----
-# A worker process: it holds some environments, steps those that it is told to, and leaves results in shared memory.
-#
-# Messages over its private socket, of which the first byte says the kind:
-#
-#     to the worker                                     from it
-#     S  environments' numbers (int32): step them       D  numbers (int32), rest: infos of no fixed shape, pickled
-#     E  the same, each answered soon after it is done       V  a value, pickled
-#     R  pickled: seeds by number, options              X  what was raised, pickled
-#     C  pickled: call, get or set an attribute
-#
-# Both ends are of one program and one user, and nothing else can write to the socket: pickle is safe here.
-
-
 STEP, STEP_EACH, RESET, CALL = b"S", b"E", b"R", b"C"
 DONE, VALUE, RAISED = b"D", b"V", b"X"
 _COUNT = struct.Struct("<I")
@@ -189,13 +141,13 @@ class Orders:
         path: sys.path of the learner, so that what it can import can be imported here.
         make: pickled list of functions, one for each environment of this worker.
         first: number of the first one; the others follow.
-        mode: what happens at the end of an episode.
+        mode: what happens at the end of an episode; None: the worker answers SubprocVecEnv's commands.
     """
 
     path: list[str]
     make: bytes
     first: int
-    mode: AutoresetMode
+    mode: AutoresetMode | None
 
 
 def done_message(numbers: Any, extras: dict[int, Any]) -> bytes:
@@ -212,41 +164,46 @@ def read_done(message: bytes) -> tuple[list[int], dict[int, Any]]:
     return numbers, pickle.loads(message[end:]) if len(message) > end else {}
 
 
-class _LearnerGone(Exception):
-    """There is nobody to answer."""
+class Answers(Protocol):
+    """How a worker answers a message."""
+
+    def answer(self, message: bytes) -> Iterator[bytes]:
+        """The answers, each sent as soon as it is there."""
+
+    def failed(self, error: Exception) -> bytes:
+        """The answer where `answer` raised."""
 
 
-class Worker:
-    """The environments of one process and the memory they write to."""
+class CommandAnswers:
+    """The commands of SubprocVecEnv, for one environment."""
 
-    def __init__(self, orders: Orders, environments: list[Env[Any, Any]]) -> None:
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    def answer(self, message: bytes) -> Iterator[bytes]:
+        yield pickle.dumps(answered(self._environment, *pickle.loads(message)))
+
+    def failed(self, error: Exception) -> bytes:
+        return pickle.dumps(described(error))
+
+
+class SharedAnswers:
+    """Steps and resets whose results go to shared memory."""
+
+    def __init__(self, orders: Orders, environments: list[Env[Any, Any]], pipe: Connection) -> None:
         self._environments = dict(enumerate(environments, orders.first))
         self._mode = orders.mode
-        self._shared: Shared
         self._extras: dict[int, Any] = {}
-
-    def share(self, n: int, fields: InfoFields, segment: Segment) -> None:
-        any_one = next(iter(self._environments.values()))
+        n, fields, size = pipe.recv()
+        with socket.socket(fileno=pipe.fileno()) as channel:
+            _, (memory,), _, _ = socket.recv_fds(channel, 1, 1)
+            channel.detach()
+        segment = Segment("environments", memory, size, owned=False)
         finals = self._mode is AutoresetMode.SAME_STEP
-        spaces = any_one.observation_space, any_one.action_space
+        spaces = environments[0].observation_space, environments[0].action_space
         self._shared, _ = arrange(n, *spaces, fields, finals=finals, segment=segment)
 
-    def serve(self, pipe: Connection) -> None:
-        """Answer until the other end is gone."""
-        while True:
-            try:
-                message = pipe.recv_bytes()
-            except (EOFError, OSError):
-                return
-            try:
-                self._answer(message, pipe)
-            except _LearnerGone:
-                return
-            except Exception as error:  # noqa: BLE001 (the learner raises it)
-                if not _say(pipe, RAISED + pickle.dumps(described(error))):
-                    return
-
-    def _answer(self, message: bytes, pipe: Connection) -> None:
+    def answer(self, message: bytes) -> Iterator[bytes]:
         kind = message[:1]
         if kind in (STEP, STEP_EACH):
             numbers = np.frombuffer(message, np.int32, offset=1).tolist()
@@ -256,25 +213,24 @@ class Worker:
                 self._step(number)
                 done.append(number)
                 if kind == STEP_EACH and (now := time.perf_counter()) - told >= _TELL_EVERY:
-                    self._tell(pipe, done)
+                    yield self._done(done)
                     told, done = now, []
             if done:
-                self._tell(pipe, done)
+                yield self._done(done)
         elif kind == RESET:
             seeds, options = pickle.loads(message[1:])
             for number, seed in seeds.items():
                 self._reset(number, seed, options)
-            self._tell(pipe, list(seeds))
+            yield self._done(list(seeds))
         else:
-            answer = VALUE + pickle.dumps(self._call(*pickle.loads(message[1:])))
-            if not _say(pipe, answer):
-                raise _LearnerGone
+            yield VALUE + pickle.dumps(self._call(*pickle.loads(message[1:])))
 
-    def _tell(self, pipe: Connection, numbers: list[int]) -> None:
-        if not _say(pipe, done_message(numbers, self._extras)):
-            raise _LearnerGone
-        if self._extras:
-            self._extras = {}
+    def failed(self, error: Exception) -> bytes:
+        return RAISED + pickle.dumps(described(error))
+
+    def _done(self, numbers: list[int]) -> bytes:
+        extras, self._extras = self._extras, {}
+        return done_message(numbers, extras)
 
     def _step(self, number: int) -> None:
         shared, environment = self._shared, self._environments[number]
@@ -331,15 +287,6 @@ def _keep(number: int, info: dict[str, Any], fields: dict[str, Any], told: dict[
     return {name: value for name, value in info.items() if name not in fields} if info else info
 
 
-def _say(pipe: Connection, message: bytes) -> bool:
-    """False when nobody hears it any more."""
-    try:
-        pipe.send_bytes(message)
-    except OSError:
-        return False
-    return True
-
-
 def main() -> None:
     """Serve the learner at the other end of the descriptor that is the first argument; the second is its process id."""
     descriptor, parent = map(int, sys.argv[1:])
@@ -352,15 +299,10 @@ def main() -> None:
     sys.path[:] = orders.path
     made: list[Env[Any, Any]] = []
     try:
-        functions: list[Callable[[], Env[Any, Any]]] = pickle.loads(orders.make)
+        functions: list[Callable[[], Env[Any, Any]]] = pickle.loads(orders.make)  # from who started this process
         made += [function() for function in functions]
-        pipe.send([(each.observation_space, each.action_space, each.metadata) for each in made])
-        n, fields, size = pipe.recv()
-        with socket.socket(fileno=descriptor) as channel:
-            _, (memory,), _, _ = socket.recv_fds(channel, 1, 1)
-            channel.detach()
-        worker = Worker(orders, made)
-        worker.share(n, fields, Segment("environments", memory, size, owned=False))
+        pipe.send([(each.observation_space, each.action_space, getattr(each, "metadata", {})) for each in made])
+        answers: Answers = CommandAnswers(made[0]) if orders.mode is None else SharedAnswers(orders, made, pipe)
     except (EOFError, ConnectionError):
         return
     except Exception as error:  # noqa: BLE001 (the learner raises it)
@@ -369,7 +311,28 @@ def main() -> None:
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setNumThreads(0)
     try:
-        worker.serve(pipe)
+        _serve(pipe, answers)
     finally:
         for environment in made:
             environment.close()
+
+
+def _serve(pipe: Connection, answers: Answers) -> None:
+    """Answer until the other end is gone."""
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        found = answers.answer(message)
+        while True:
+            try:
+                answer = next(found, None)
+            except Exception as error:  # noqa: BLE001 (the learner raises it)
+                answer = answers.failed(error)
+            if answer is None:
+                break
+            try:
+                pipe.send_bytes(answer)
+            except OSError:
+                return

@@ -36,6 +36,7 @@ from jurybox.training.vector.worker import (
 # Not -m: what a module run as __main__ defines cannot be unpickled here.
 _RUN = "from jurybox.training.vector.worker import main; main()"
 
+STOP = 2.0  # seconds that workers get to close their environments
 _STUCK = 60.0  # seconds that one message may take, once it has begun; a worker that was stopped in its midst is gone
 
 
@@ -45,11 +46,15 @@ class WorkerProcess:
     Attributes:
         numbers: of the environments that it holds.
         busy_since: when it was last heard of or given work while it has some; None while it has none.
+
+    Args:
+        timeout: seconds that one message may take, once it has begun.
     """
 
-    def __init__(self, index: int, numbers: range, orders: Orders) -> None:
+    def __init__(self, index: int, numbers: range, orders: Orders, timeout: float = _STUCK) -> None:
         self.index = index
         self.numbers = numbers
+        self._timeout = timeout
         self.busy_since: float | None = None
         self._orders = orders
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,7 +62,7 @@ class WorkerProcess:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        bound(ours, _STUCK)
+        bound(ours, self._timeout)
         with theirs, interrupts.blocked_for_children():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, str(theirs.fileno()), str(os.getpid())],
@@ -101,9 +106,13 @@ class WorkerProcess:
         return self._pipe
 
     @property
-    def pid(self) -> int:
+    def process(self) -> subprocess.Popen[bytes]:
         assert self._process is not None
-        return self._process.pid
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def send(self, message: bytes) -> bool:
         """False when it is gone."""
@@ -128,7 +137,7 @@ class WorkerProcess:
         return f"worker {self.index} (process {self.pid}, exit status {status})"
 
     def hang_up(self) -> None:
-        """Close the channel, which a worker takes for the order to stop."""
+        """Close the channel; a worker stops when it sees that."""
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
@@ -136,21 +145,24 @@ class WorkerProcess:
     def end(self, until: float) -> None:
         """Wait for its end until that moment of the monotonic clock, then kill it."""
         self.hang_up()
-        process, self._process = self._process, None
-        if process is None:
+        if self._process is None:
             return
         try:
-            process.wait(max(0.0, until - time.monotonic()))
+            self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._process.kill()
+            self._process.wait()
 
 
-# ----
-# The workers of a vector environment: who has which work, who has answered, who is gone and is replaced.
+def end_all(members: Sequence[WorkerProcess]) -> None:
+    """End workers: asked at first, killed when they have not ended in two seconds."""
+    for member in members:
+        member.hang_up()
+    until = time.monotonic() + STOP
+    for member in members:
+        member.end(until)
 
 
-_STOP = 2.0  # seconds that workers get to close their environments
 _DEATHS = 3  # of one worker, with nothing done between them, before it is given up
 
 
@@ -283,11 +295,7 @@ class WorkerPool:
             return
         with interrupts.held():
             self._selector.close()
-            for member in self._members:
-                member.hang_up()
-            until = time.monotonic() + _STOP
-            for member in self._members:
-                member.end(until)
+            end_all(self._members)
 
     def _require_owner(self) -> None:
         if os.getpid() != self._pid:
