@@ -21,8 +21,8 @@ LEARNING = {
     "steps": 60_000,
     "learning_rate": 0.001,
     "max_ahead": 256,
-    "log_interval": 2000,
-    "evaluate_episodes": 30,
+    "log_every": 2000,
+    "evaluation_episodes": 30,
     "logging": False,
 }
 
@@ -49,7 +49,7 @@ def test_both_agents_collect_three_times_what_random_ones_do(mode, tmp_path):
 @pytest.mark.timeout(1200)
 def test_an_agent_whose_learner_is_killed_every_twenty_seconds_learns_as_much(tmp_path):
     before = segments()
-    planned = plan(MarlTraining(**LEARNING, log_dir=tmp_path, checkpoint_interval=2000))
+    planned = plan(MarlTraining(**LEARNING, log_dir=tmp_path, checkpoint_every=2000))
     victim = planned.of_kind(Kind.LEARNER)[0]
     killed, last = [], time.monotonic()
 

@@ -23,7 +23,7 @@ PPO = {
     for name, value in SMALL.items()
     if name not in ("exploration_initial_eps", "exploration_final_eps", "exploration_steps", "learning_starts")
 }
-PPO |= {"algorithm": "ppo", "ppo": {"n_steps": 20, "n_epochs": 2}, "checkpoint_interval": 30}
+PPO |= {"algorithm": "ppo", "ppo": {"n_steps": 20, "n_epochs": 2}, "checkpoint_every": 30}
 
 
 def weights(folder, learner):
@@ -46,7 +46,7 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
 
 def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
     # Without a checkpoint on the way: it ends the episode that is going on, and in which turn it falls is chance.
-    frozen = {name: value for name, value in PPO.items() if name != "checkpoint_interval"}
+    frozen = {name: value for name, value in PPO.items() if name != "checkpoint_every"}
     settings = MarlTraining(**frozen, publish_interval=0)
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())

@@ -25,11 +25,11 @@ SMALL = {
     "batch_size": 8,
     "hidden": (16, 16),
     "world": {"turns": 15, "height": 9, "width": 9, "gems": (4, 2, 1)},
-    "evaluate_episodes": 1,
+    "evaluation_episodes": 1,
     "exploration_initial_eps": 0.3,
     "exploration_final_eps": 0.3,
     "exploration_steps": 1,
-    "log_interval": 20,
+    "log_every": 20,
 }
 
 
@@ -63,9 +63,7 @@ def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(t
 
 def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
     def settings(name, steps):
-        return MarlTraining(
-            **{**SMALL, "steps": steps}, algorithm="iqn", checkpoint_interval=40, log_dir=tmp_path / name
-        )
+        return MarlTraining(**{**SMALL, "steps": steps}, algorithm="iqn", checkpoint_every=40, log_dir=tmp_path / name)
 
     train(settings("whole", 80), serial=True)
     train(settings("halves", 40), serial=True)
@@ -83,6 +81,31 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
     assert (tmp_path / "halves" / "metrics.csv").read_text().count("\n") > 4
 
 
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+def test_several_worlds_feed_the_same_learners(tmp_path, algorithm):
+    of = {"ppo": {"n_steps": 20, "n_epochs": 1}, "algorithm": "ppo"} if algorithm == "ppo" else {}
+    settings = {name: value for name, value in SMALL.items() if not of or not name.startswith(("expl", "learning_s"))}
+    outcome = train(MarlTraining(**settings, **of, envs=3, log_dir=tmp_path), serial=True)
+    assert set(outcome.busy) >= {"actor-0", "actor-1", "actor-2"} and outcome.env_steps == 60
+    assert outcome.learner_steps > 0 and outcome.episodes >= 3
+    taken = Checkpoints(tmp_path / "checkpoints").existing()
+    worlds = [taken.document["roles"][f"actor-{number}"][1][0] for number in range(3)]
+    assert worlds == [20, 20, 20]
+    if of:
+        replay = Replay.load(taken.folder / "replay-agent_0.jbr", f"worlds-{os.getpid()}")
+        try:
+            assert set(replay.parts[0].field_rows("agent", 0, len(replay)).tolist()) == {0, 2, 4}
+        finally:
+            replay.unlink()
+            replay.close()
+
+
+def test_workers_are_as_many_as_worlds():
+    assert MarlTraining(workers=2).n_envs == MarlTraining(envs=2).n_envs == 2
+    with pytest.raises(ValueError, match="each world has an actor process of its own"):
+        MarlTraining(workers=2, envs=4)
+
+
 def test_settings_come_from_file_then_options(tmp_path):
     config = tmp_path / "marl.toml"
     config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[world]\nturns = 7\n')
@@ -94,7 +117,7 @@ def test_settings_come_from_file_then_options(tmp_path):
     # The document's own defaults.
     plain = MarlTraining()
     assert (plain.buffer_size, plain.batch_size, plain.train_freq) == (10_000, 64, 4)
-    assert (plain.learning_rate, plain.log_interval, plain.publish_mode) == (0.00025, 100, "double_buffer")
+    assert (plain.learning_rate, plain.log_every, plain.publish_mode) == (0.00025, 100, "double_buffer")
 
 
 @pytest.mark.parametrize(

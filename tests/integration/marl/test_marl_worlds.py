@@ -21,9 +21,9 @@ from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.settings import changes_of
 
 KINDS = f"{Kinds.__module__}:Kinds"
-DQN = {"steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "evaluate_episodes": 1, "log_interval": 20}
+DQN = {"steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "evaluation_episodes": 1, "log_every": 20}
 PPO = {"algorithm": "ppo", "ppo": {"n_steps": 10, "n_epochs": 1}, "steps": 40, "batch_size": 8, "hidden": (8,)}
-PPO |= {"evaluate_episodes": 1, "log_interval": 20}
+PPO |= {"evaluation_episodes": 1, "log_every": 20}
 
 
 class Nothing:

@@ -24,7 +24,7 @@ TURNS, EPOCHS = 12, 5
 
 
 def asked(folder, **more):
-    settings = {"enabled": True, "log_dir": str(folder), "learning_starts": 20, "log_interval": 20, **more}
+    settings = {"enabled": True, "log_dir": str(folder), "learning_starts": 20, "log_every": 20, **more}
     return {"multiprocessing": settings, "turns": TURNS, "epochs": EPOCHS}
 
 

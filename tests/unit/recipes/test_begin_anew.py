@@ -22,8 +22,8 @@ from jurybox.training.recipes.recorded_run import write_settings
 from jurybox.training.run_folder import RunLog, RunLogError
 
 MARL = ["--set", "learning_starts = 20", "--set", "batch_size = 8", "--set", "hidden = [8]"]
-MARL += ["--set", "evaluate_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
-MARL += ["--set", "log_interval = 20", "--set", "max_ahead = 40"]
+MARL += ["--set", "evaluation_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
+MARL += ["--set", "log_every = 20", "--set", "max_ahead = 40"]
 
 
 def command(folder, *more):
@@ -74,7 +74,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
 
 
 def test_so_does_a_photo_training(tmp_path):
-    begun(tmp_path, PHOTO.as_dict())
+    begun(tmp_path, PHOTO)
     said = Said()
     photo_run.run(PHOTO, tmp_path, said, command="", resume=True, serial=True)
     assert any("it begins anew" in line for line in said.lines)
@@ -83,7 +83,7 @@ def test_so_does_a_photo_training(tmp_path):
 
 
 def test_so_does_a_search(tmp_path):
-    begun(tmp_path, WORKFLOW.as_dict())
+    begun(tmp_path, WORKFLOW)
     said = Said()
     workflow_run.run(WORKFLOW, tmp_path, said, resume=True)
     assert any("it begins anew" in line for line in said.lines)
@@ -92,7 +92,7 @@ def test_so_does_a_search(tmp_path):
 
 def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, capsys):
     s = hockey_settings(steps=600)
-    begun(tmp_path, s.model_dump(mode="json"))
+    begun(tmp_path, s)
     (tmp_path / "pool").mkdir()
     (tmp_path / "pool" / "000000000017.weights").write_bytes(b"of the run before")
     train_hockey(s, tmp_path, serial=True, resume=True, console=Console(soft_wrap=True))
@@ -101,7 +101,7 @@ def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, c
 
 
 def test_what_was_begun_with_other_settings_is_not_begun_anew(tmp_path):
-    begun(tmp_path, PHOTO.as_dict())
+    begun(tmp_path, PHOTO)
     with pytest.raises(CheckpointError, match="learning_rate was"):
         photo_run.run(PHOTO.changed(learning_rate=0.5), tmp_path, Silence(), command="", resume=True, serial=True)
     assert (tmp_path / "metrics.csv").exists()

@@ -26,7 +26,7 @@ from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.recipes.training import RunFailed
 from jurybox.training.recipes.workflow_served import ServedPolicy, WeightsNotAdopted
 from jurybox.training.runtime.plan import ConfigError
-from jurybox.training.runtime.settings import changes_of
+from jurybox.training.runtime.settings import Settings, changes_of
 from jurybox.training.search.settings import WorkflowTraining
 
 
@@ -161,6 +161,6 @@ def test_a_run_whose_report_fails_leaves_one_that_says_so(tmp_path):
         raise ZeroDivisionError("no games were filmed")
 
     with pytest.raises(ZeroDivisionError):
-        recorded_run(plan(steps=60), tmp_path, ("loss",), {"steps": 60}, report, serial=True)
+        recorded_run(plan(steps=60), tmp_path, ("loss",), Settings(), report, serial=True)
     assert "no games were filmed" in (tmp_path / "report.html").read_text()
     assert '"env_steps": 60' in (tmp_path / "summary.json").read_text()

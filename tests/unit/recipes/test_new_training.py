@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -12,12 +13,14 @@ from tests.unit.runtime import toys
 from typer.testing import CliRunner
 
 from jurybox.training import interrupts
+from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.cli import SEED, STEPS, TRAININGS, Command, Flag, command_of
-from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.recorded_run import check_same, recorded_run
 from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.settings import Settings
+from jurybox.training.sorrel.experiment import Multiprocessing, SorrelError
 
 
 class ToyTraining(Settings):
@@ -34,7 +37,7 @@ def train(settings, folder, *, command, **how):
     """The whole of the training's own: a plan, and a report's own text."""
     planned = toys.plan(steps=settings.steps, seed=settings.seed)
     report = lambda outcome, rows: f"<p>{command}: {outcome.text}</p>"  # noqa: E731
-    return recorded_run(planned, folder, COLUMNS, settings.as_dict(), report, may_change=settings.may_change, **how)
+    return recorded_run(planned, folder, COLUMNS, settings, report, **how)
 
 
 def work(settings: ToyTraining, run: Run) -> str:
@@ -114,10 +117,31 @@ def test_every_trainings_flags_name_settings_it_has(name):
 def test_names_of_earlier_releases_are_refused_with_the_new_name(name):
     module, _, attribute = TRAININGS[name].training.partition(":")
     settings = getattr(pytest.importorskip(module), attribute).settings
-    assert settings.renamed
     for old, new in settings.renamed.items():
         first, _, inner = old.partition(".")
         with pytest.raises(ValueError, match="is now"):
             settings(**{first: {inner: 1} if inner else 1})
         if new.isidentifier():
             assert new in settings.model_fields
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_run_whose_settings_have_names_of_an_earlier_release_is_refused_with_the_new_ones(name, tmp_path):
+    module, _, attribute = TRAININGS[name].training.partition(":")
+    settings = getattr(pytest.importorskip(module), attribute).settings()
+    for old, new in settings.renamed.items():
+        if old in settings.as_dict():  # a name that has another meaning now
+            continue
+        part, _, inner = old.rpartition(".")
+        written = {**settings.as_dict(), **({part: {inner: 1}} if part else {old: 1})}
+        (tmp_path / "settings.json").write_text(json.dumps(written))
+        with pytest.raises(CheckpointError, match=re.escape(f"{old} is now {new}")):
+            check_same(tmp_path, settings)
+    (tmp_path / "settings.json").write_text(json.dumps({**settings.as_dict(), "never_heard": 1}))
+    with pytest.raises(CheckpointError, match="never_heard is no setting any more"):
+        check_same(tmp_path, settings)
+
+
+def test_a_sorrel_configuration_with_names_of_an_earlier_release_is_refused_with_the_new_ones():
+    with pytest.raises(SorrelError, match="buffer_capacity is now buffer_size; log_interval is now log_every"):
+        Multiprocessing.of({"multiprocessing": {"enabled": True, "buffer_capacity": 8, "log_interval": 2}})

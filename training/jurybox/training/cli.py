@@ -115,7 +115,7 @@ TRAININGS = {
     "marl": Command(
         "jurybox.training.recipes.marl_run:TRAINING",
         "Teach many agents in one world, a learner process for each.",
-        (SEED, STEPS, Flag("agents", int, "Agents in the treasure hunt.")),
+        (SEED, STEPS, WORKERS, ENVS, Flag("agents", int, "Agents in the treasure hunt.")),
     ),
     "hockey": Command(
         "jurybox.training.recipes.hockey:TRAINING",

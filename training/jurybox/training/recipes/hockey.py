@@ -174,8 +174,7 @@ def train(
     Raises:
         ConfigError: the environment cannot be made.
         RunLogError: the folder holds another run, and `resume` is not set.
-        NothingToResume: there is no checkpoint to go on from.
-        CheckpointError: the run was begun with other settings.
+        CheckpointError: no run was begun there, or one with other settings.
         ServerNotStarted: the policy was to be served, and its server did not come up.
     """
     gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
@@ -204,11 +203,10 @@ def train(
             planned,
             folder,
             columns(settings),
-            settings.model_dump(mode="json"),
+            settings,
             lambda outcome, rows: report(settings, outcome, rows, folder, command),
             serial=serial,
             resume=resume,
-            may_change=settings.may_change,
             console=console,
             signals=signals,
             trackers=trackers,

@@ -79,6 +79,10 @@ class MarlTraining(Settings):
         "n_step": "n_steps",
         "target_interval": "target_update_interval",
         "epsilon": "exploration_initial_eps, exploration_final_eps and exploration_steps",
+        "checkpoint_interval": "checkpoint_every",
+        "evaluate_interval": "evaluate_every",
+        "evaluate_episodes": "evaluation_episodes",
+        "log_interval": "log_every",
         "ppo.rollout": "ppo.n_steps",
         "ppo.epochs": "ppo.n_epochs",
         "ppo.clip": "ppo.clip_range",
@@ -92,7 +96,9 @@ class MarlTraining(Settings):
     algorithm: Algorithm = "dqn"
     ppo: OnPolicy = OnPolicy.model_validate({})
     own: dict[str, dict[str, Any]] = Field({}, description="By agent, settings that differ from the others'.")
-    steps: int = Field(200_000, ge=1, description="Turns of the world.")
+    steps: int = Field(200_000, ge=1, description="Turns of all worlds together.")
+    envs: int | None = Field(None, ge=1, description="Worlds side by side; none: one for each worker.")
+    workers: int | None = Field(None, ge=1, description="Actor processes; each has one world.")
     seconds: float | None = Field(None, gt=0, description="Stop after so many.")
 
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
@@ -118,11 +124,11 @@ class MarlTraining(Settings):
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
     actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
     learner_timeout: float = Field(60.0, gt=0)
-    checkpoint_interval: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
-    evaluate_interval: int = Field(0, ge=0, description="Turns between two evaluations; 0: one at the end.")
-    evaluate_episodes: int = Field(20, ge=1)
+    checkpoint_every: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
+    evaluate_every: int = Field(0, ge=0, description="Turns between two evaluations; 0: one at the end.")
+    evaluation_episodes: int = Field(20, ge=1)
     logging: bool = Field(True, description="Show how it goes.")
-    log_interval: int = Field(100, ge=1, description="Turns between two rows of metrics.")
+    log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
     log_dir: Path = Path("marl-out")
 
     @field_validator("share", mode="before")
@@ -131,8 +137,17 @@ class MarlTraining(Settings):
         # ["a", "b"] is one group.
         return (tuple(value),) if value and all(isinstance(each, str) for each in value) else value
 
+    @property
+    def n_envs(self) -> int:
+        return self.envs or self.workers or 1
+
     @model_validator(mode="after")
     def _agree(self) -> MarlTraining:
+        if self.workers not in (None, self.n_envs):
+            raise ValueError(
+                f"workers={self.workers} with envs={self.envs}: each world has an actor process of its own; leave one "
+                "of the two out"
+            )
         named = [agent for group in self.share for agent in group]
         if len(named) != len(set(named)):
             raise ValueError(f"share names an agent twice: {named}")
@@ -232,7 +247,17 @@ def plan(settings: MarlTraining) -> Plan:
     played = {"environment": environment, "groups": groups, "networks": networks}
     return Plan(
         roles=(
-            RoleSpec("actor", Kind.ACTOR, f"{_ROLES}:TurnTaker", played, writes=names, reads=names),
+            *(
+                RoleSpec(
+                    f"actor-{number}",
+                    Kind.ACTOR,
+                    f"{_ROLES}:TurnTaker",
+                    {**played, "number": number},
+                    writes=names,
+                    reads=names,
+                )
+                for number in range(settings.n_envs)
+            ),
             *(_learner(own, number, name, networks[name]) for number, (name, own) in enumerate(of_group.items())),
             RoleSpec(
                 "evaluator",
@@ -240,11 +265,11 @@ def plan(settings: MarlTraining) -> Plan:
                 f"{_ROLES}:PlayingEvaluator",
                 {
                     **played,
-                    "episodes": settings.evaluate_episodes,
+                    "episodes": settings.evaluation_episodes,
                     "epsilon": {name: own.exploration_final_eps for name, own in of_group.items()},
                 },
                 reads=names,
-                evaluate_every=settings.evaluate_interval,
+                evaluate_every=settings.evaluate_every,
                 nice=settings.learner_nice,
             ),
         ),
@@ -264,8 +289,8 @@ def plan(settings: MarlTraining) -> Plan:
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
         seed=settings.seed,
         max_lag=settings.max_lag,
-        save_every=settings.checkpoint_interval,
-        log_every=settings.log_interval,
+        save_every=settings.checkpoint_every,
+        log_every=settings.log_every,
         best="return",
     )
 

@@ -1,4 +1,4 @@
-"""Who acts in a multi-agent training: one actor with the world, and an evaluator.
+"""Who acts in a multi-agent training: actors, each with a world of its own, and an evaluator.
 
 An agent's observations are stacked, its transitions go to its group's replay, its policy comes from its group's
 channel. Nothing else is shared.
@@ -30,6 +30,7 @@ class TurnTaker(Actor):
         environment: see `make_world`.
         groups: by agent, the name of its replay and channel.
         networks: by group, the arguments of `make_network` but for its seed.
+        number: of this actor among all.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class TurnTaker(Actor):
         environment: Environment,
         groups: Mapping[str, str],
         networks: Mapping[str, Mapping[str, Any]],
+        number: int = 0,
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
@@ -50,7 +52,8 @@ class TurnTaker(Actor):
         self._seen = {
             agent: Seen(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
         }
-        self._numbers = {agent: number for number, agent in enumerate(groups)}
+        # An agent's rows follow each other in its world alone.
+        self._numbers = {agent: each for each, agent in enumerate(groups, number * len(groups))}
         self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
         self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
         self._totals = dict.fromkeys(groups, 0.0)

@@ -38,7 +38,7 @@ def train(
     Raises:
         ConfigError: the settings don't fit the environment or each other.
         RunLogError: the folder holds another run, and `resume` is not set.
-        NothingToResume: there is no checkpoint to go on from.
+        CheckpointError: no run was begun there.
     """
     check_gpus(launcher, {"learner_gpus": settings.learner_gpus})
     planned, folder = plan(settings), settings.log_dir
@@ -46,7 +46,7 @@ def train(
         planned,
         folder,
         _columns(planned),
-        settings.model_dump(mode="json"),
+        settings,
         lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
         serial=serial,
         resume=resume,

@@ -58,10 +58,10 @@ def run(
         RunLogError: the folder holds another run, and `resume` is not set.
         CheckpointError: there is nothing to resume, or it was trained with other settings.
     """
-    checkpoint = resumed(folder, settings.as_dict(), settings.may_change, watcher.say) if resume else None
+    checkpoint = resumed(folder, settings, watcher.say) if resume else None
     took = dict(before or {})
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
-        write_settings(folder, settings.as_dict())
+        write_settings(folder, settings)
         log.add_trackers(trackers())
         began = time.monotonic()
         model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far, serial=serial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Outcome, Plan
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import going_on
+from jurybox.training.runtime.settings import Settings
 
 _NAME = "settings.json"
 
@@ -36,13 +37,10 @@ _LEFT = (
 )
 
 
-def begin_anew(folder: Path, settings: Mapping[str, Any], may_change: Collection[str] | None) -> str:
+def begin_anew(folder: Path, settings: Settings) -> str:
     """Make room for a run that is to be resumed and was ended before its first checkpoint: it begins anew.
 
     What it had recorded until then is moved to a folder beside.
-
-    Args:
-        may_change: as `check_same`; None: everything may.
 
     Returns:
         What was done, in a sentence.
@@ -53,8 +51,7 @@ def begin_anew(folder: Path, settings: Mapping[str, Any], may_change: Collection
     left = [folder / name for name in _LEFT if (folder / name).exists()]
     if not left and not (folder / _NAME).exists():
         raise CheckpointError(f"no checkpoint in {folder}, and no run was begun there: start without --resume")
-    if may_change is not None:
-        check_same(folder, settings, may_change)
+    check_same(folder, settings)
     said = (
         f"the run in {folder} was ended before its first checkpoint, so there is nothing to go on from: it begins anew"
     )
@@ -69,14 +66,11 @@ def begin_anew(folder: Path, settings: Mapping[str, Any], may_change: Collection
     return f"{said}; what it had recorded is in {before}"
 
 
-def resumed(
-    folder: Path, settings: Mapping[str, Any], may_change: Collection[str] | None, say: Callable[[str], None]
-) -> Checkpoint | None:
+def resumed(folder: Path, settings: Settings, say: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint of the run in a folder; None where it was ended before its first, and begins anew.
 
     Args:
-        may_change: as `check_same`; None: everything may.
-        say: is told where it begins anew.
+        say: is called with a sentence where it begins anew.
 
     Raises:
         CheckpointError: no run was begun there, or one with other settings.
@@ -85,38 +79,50 @@ def resumed(
     checkpoints.sweep()
     found = checkpoints.latest()
     if found is None:
-        say(begin_anew(folder, settings, may_change))
-    elif may_change is not None:
-        check_same(folder, settings, may_change)
+        say(begin_anew(folder, settings))
+    else:
+        check_same(folder, settings)
     return found
 
 
-def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    write_atomically(folder / _NAME, json.dumps(settings, indent=2) + "\n")
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Write settings.json."""
+    write_atomically(folder / _NAME, json.dumps(settings.as_dict(), indent=2) + "\n")
 
 
-def check_same(folder: Path, settings: Mapping[str, Any], may_change: Collection[str]) -> None:
-    """Refuse to go on with settings that the run did not begin with.
-
-    Args:
-        may_change: names of those that may be different when a run is resumed.
+def check_same(folder: Path, settings: Settings) -> None:
+    """Refuse to resume a run with settings that it did not begin with.
 
     Raises:
-        CheckpointError: another one is different.
+        CheckpointError: a setting is different that may not change (see `Settings.may_change`), or the run was begun
+            by a release whose settings have other names.
     """
     path = folder / _NAME
     if not path.exists():
         return
-    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    now: dict[str, Any] = json.loads(json.dumps(settings))
+    now: dict[str, Any] = json.loads(json.dumps(settings.as_dict()))
+    earlier: dict[str, Any] = {}
+    for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+        parts = value if isinstance(value, dict) and name not in now else None
+        earlier |= {name: value} if parts is None else {f"{name}.{inner}": each for inner, each in parts.items()}
+    gone = [name for name in earlier if name not in now]
+    if gone:
+        renamed = [f"{name} is now {settings.renamed[name]}" for name in gone if name in settings.renamed]
+        unknown = [f"{name} is no setting any more" for name in gone if name not in settings.renamed]
+        raise CheckpointError(
+            f"{path} is of an earlier release: {'; '.join((*renamed, *unknown))}. Resume the run with the release that "
+            "began it, or start anew in another folder"
+        )
+    if settings.may_change is None:
+        return
     different = [
         f"{name} was {earlier[name]!r}, is {value!r}"
         for name, value in now.items()
-        if name not in may_change and name in earlier and earlier[name] != value
+        if name not in settings.may_change and name in earlier and earlier[name] != value
     ]
     if different:
         raise CheckpointError(
-            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to go on, or "
+            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to resume it, or "
             "another folder to start anew"
         )
 
@@ -132,12 +138,11 @@ def recorded_run(
     planned: Plan,
     folder: Path,
     columns: Sequence[str],
-    settings: Mapping[str, Any],
+    settings: Settings,
     report: Callable[[Outcome, Metrics], str],
     *,
     serial: bool = False,
     resume: bool = False,
-    may_change: Collection[str] | None = None,
     console: Console | None = None,
     signals: Signals | None = None,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
@@ -147,10 +152,9 @@ def recorded_run(
 
     Args:
         columns: of metrics.csv.
-        settings: as JSON holds them.
+        settings: of the training, for settings.json.
         report: gives the report's HTML, from the outcome and the rows of metrics.csv.
         serial, resume, console, signals, launcher: see `run`.
-        may_change: settings that may be others when a run is resumed; None: all.
         trackers: made when the folder is known to be usable.
 
     Raises:
@@ -166,7 +170,7 @@ def recorded_run(
         if console is not None:
             console.print(text, highlight=False, markup=False)
 
-    found = resumed(folder, settings, may_change, say) if resume else None
+    found = resumed(folder, settings, say) if resume else None
     resume = found is not None
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
         write_settings(folder, settings)
@@ -197,7 +201,7 @@ def recorded_run(
         try:
             write_atomically(folder / "report.html", report(outcome, log.rows()))
         except Exception as error:
-            failed_report(folder, f"{outcome.text}.", error, settings)
+            failed_report(folder, f"{outcome.text}.", error, settings.as_dict())
             raise
         log.finish([folder / "report.html"])
     return outcome

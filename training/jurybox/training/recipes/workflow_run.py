@@ -133,7 +133,7 @@ def run(
     if spread is None and settings.env == "cage":
         why = "our simulator runs in this process (workers are of --env cyborg, or of --launcher ray)"
         refuse_unused(() if settings.workers is None else ("workers",), {"workers": why})
-    found = resumed(folder, settings.as_dict(), settings.may_change, watcher.say) if resume else None
+    found = resumed(folder, settings, watcher.say) if resume else None
     with (
         RunLog(folder, METRICS, resume_at=None if found is None else found.env_steps) as log,
         _one_thread(),
@@ -142,7 +142,7 @@ def run(
             restarts,
         ),
     ):
-        write_settings(folder, settings.as_dict())
+        write_settings(folder, settings)
         log.add_trackers(trackers())
         spent = 0.0
         if found is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from rich.console import Console
 
 from jurybox.protocol.weights import WeightsLayout
@@ -17,6 +17,7 @@ from jurybox.training.run_folder import RunLog
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
+    ConfigError,
     Kind,
     Outcome,
     Pace,
@@ -29,6 +30,7 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.settings import Settings
 from jurybox.training.sorrel.models import acting_part, fields_of, is_on_policy, learned
 from jurybox.training.sorrel.roles import put_back
 
@@ -37,25 +39,30 @@ class SorrelError(RunError):
     """An environment, or its configuration, that cannot run in processes; the message says why."""
 
 
-class Multiprocessing(BaseModel):
+class Multiprocessing(Settings):
     """Settings beside those that sorrel has; without `enabled` the experiment runs as sorrel runs it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    title = "sorrel"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "buffer_capacity": "buffer_size",
+        "train_interval": "train_freq",
+        "checkpoint_interval": "checkpoint_every",
+        "log_interval": "log_every",
+    }
 
     enabled: bool = False
     publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
-    buffer_capacity: int = Field(10_000, ge=1, description="Rows on their way from the actor to a learner.")
-    train_interval: int = Field(4, ge=1, description="Turns for one train_step; on-policy models take whole epochs.")
+    buffer_size: int = Field(10_000, ge=1, description="Rows on their way from the actor to a learner.")
+    train_freq: int = Field(4, ge=1, description="Turns for one train_step; on-policy models take whole epochs.")
     learning_starts: int = Field(100, ge=0, description="Turns before the first train_step.")
     learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
     max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
     actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
     learner_timeout: float = Field(60.0, gt=0)
-    checkpoint_interval: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
-    seed: int = Field(0, ge=0)
-    log_interval: int = Field(100, ge=1, description="Turns between two rows of metrics.")
+    checkpoint_every: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
+    log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
     log_dir: Path = Path("sorrel-out")
 
     @classmethod
@@ -65,16 +72,11 @@ class Multiprocessing(BaseModel):
         Raises:
             SorrelError: one is unknown or out of its bounds.
         """
-        said = config.get("multiprocessing") or {}
+        given = config.get("multiprocessing") or {}
         try:
-            return cls(**{str(name): said[name] for name in said})
-        except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise SorrelError(f"config.multiprocessing: {told}") from error
-
-
-# ----
-# A sorrel experiment, in processes where its configuration asks for it and as sorrel runs it where not.
+            return cls.checked({str(name): given[name] for name in given})
+        except ConfigError as error:
+            raise SorrelError(f"config.multiprocessing: {error}") from error
 
 
 _ROLES = "jurybox.training.sorrel.roles"
@@ -150,9 +152,9 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
     models = {name: env.agents[members[0]].model for name, members in groups.items()}
     turns = int(env.config.experiment.max_turns)
     on_policy = any(is_on_policy(model) for model in models.values())
-    if on_policy and settings.buffer_capacity < 2 * max(len(group) for group in groups.values()) * (turns + 2):
+    if on_policy and settings.buffer_size < 2 * max(len(group) for group in groups.values()) * (turns + 2):
         raise SorrelError(
-            f"buffer_capacity {settings.buffer_capacity} is too small for models that learn from whole epochs of "
+            f"buffer_size {settings.buffer_size} is too small for models that learn from whole epochs of "
             f"{turns} turns: two of them have to fit"
         )
     names = tuple(groups)
@@ -185,7 +187,7 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
                 for name, members in groups.items()
             ),
         ),
-        replays=tuple(ReplaySpec(name, settings.buffer_capacity, fields[name]) for name in names),
+        replays=tuple(ReplaySpec(name, settings.buffer_size, fields[name]) for name in names),
         channels=tuple(
             ChannelSpec(name, WeightsLayout.of(acting_part(models[name]).state_dict()), settings.publish_mode)
             for name in names
@@ -194,10 +196,10 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
         budget=Budget((int(env.config.experiment.epochs) + 1) * turns),
         pace=Pace(turns, 1, 0, settings.max_ahead)
         if on_policy
-        else Pace(settings.train_interval, 1, settings.learning_starts, settings.max_ahead),
+        else Pace(settings.train_freq, 1, settings.learning_starts, settings.max_ahead),
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout),
         seed=settings.seed,
         max_lag=settings.max_lag,
-        save_every=settings.checkpoint_interval,
-        log_every=settings.log_interval,
+        save_every=settings.checkpoint_every,
+        log_every=settings.log_every,
     )
