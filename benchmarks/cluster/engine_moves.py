@@ -109,7 +109,7 @@ def served_hockey(launcher: RayLauncher, cluster: Nodes, doomed: Any) -> list[st
     """The engine's node dies."""
     came: Counter[tuple[str, int]] = Counter()
     counted(came)
-    s = settings(steps=10**9, workers=2, policy="served", snapshot_every=10, minutes=0.8, max_ahead=600)
+    s = settings(steps=10**9, workers=2, policy="served", snapshot_every=10, seconds=48.0, max_ahead=600)
     moments: list[tuple[float, int]] = []
     killed: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -136,7 +136,7 @@ def test_ten_minutes_of_training_clearly_beat_random_play(tmp_path) -> None:
     rng = np.random.default_rng(0)
     games = [HockeyGame() for _ in range(8)]
     chance = evaluate(games, lambda rows: rng.uniform(-1, 1, (len(rows), 4)).astype(np.float32), "weak", 200)
-    train(HockeyTraining(minutes=10, steps=10**8, matrix_games=0, film_games=0), tmp_path)
+    train(HockeyTraining(seconds=600, steps=10**8, matrix_games=0, film_games=0), tmp_path)
     best = evaluate(games, learned(tmp_path), "weak", 200)
     assert chance.points < -0.1
     assert best.points > chance.points + 0.2

@@ -86,6 +86,7 @@ class Flag:
 SEED = Flag("seed", int, "Everything random comes from it.")
 STEPS = Flag("steps", int, "Env steps in all.")
 WORKERS = Flag("workers", int, "Processes that hold environments.")
+SECONDS = Flag("seconds", float, "Stop training after so many.")
 ENVS = Flag("envs", int, "Environments, of all workers together.")
 
 
@@ -107,6 +108,7 @@ TRAININGS = {
             Flag("environment.address", str, "The Jurybox server; JURYBOX_ADDRESS or the default.", "--server"),
             Flag("environment.model", str, "The juror's name on the server.", "--model"),
             Flag("environment.photos", str, "A folder of photos to use instead of those that ship.", "--photos"),
+            SECONDS,
             Flag("rollout", int, "Steps of all environments together between two updates."),
             Flag("damages", int, "Seeds of degradation in the evaluation."),
             Flag("+network_address", str, "The server's address for a Ray cluster's other machines."),
@@ -115,14 +117,14 @@ TRAININGS = {
     "marl": Command(
         "jurybox.training.recipes.marl_run:TRAINING",
         "Teach many agents in one world, a learner process for each.",
-        (SEED, STEPS, WORKERS, ENVS, Flag("agents", int, "Agents in the treasure hunt.")),
+        (SEED, STEPS, SECONDS, WORKERS, ENVS, Flag("agents", int, "Agents in the treasure hunt.")),
     ),
     "hockey": Command(
         "jurybox.training.recipes.hockey:TRAINING",
         "Teach a policy to play hockey against bots and its past selves, collecting and learning at the same time.",
         (
             *(SEED, STEPS, WORKERS, ENVS),
-            Flag("minutes", float, "Stop after so many."),
+            SECONDS,
             Flag("target", float, "Stop at so many points (wins - losses)."),
             Flag("on_failure", str, "end or serial, when a process fails too often."),
             Flag("environment", str, "module:Class made like the original.", "--env"),

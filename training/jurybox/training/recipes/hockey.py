@@ -123,7 +123,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
         pace=Pace(settings.train_freq, settings.gradient_steps, settings.learning_starts, settings.max_ahead),
         budget=Budget(
             settings.steps,
-            None if settings.minutes is None else 60 * settings.minutes,
+            settings.seconds,
             None if settings.target is None else ("points", settings.target),
         ),
         seed=settings.seed,

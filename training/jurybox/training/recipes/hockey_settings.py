@@ -38,6 +38,7 @@ class HockeyTraining(Settings):
 
     title = "hockey"
     renamed: ClassVar[Mapping[str, str]] = {
+        "minutes": "seconds",
         "warmup": "learning_starts",
         "ratio": "gradient_steps learner steps for every train_freq env steps",
         "batch": "batch_size",
@@ -52,13 +53,13 @@ class HockeyTraining(Settings):
     }
     # What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
     may_change = (
-        *("steps", "minutes", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
+        *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
         *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
     )
 
     steps: int = Field(40_000_000, ge=1, description="Env steps in all: steps of games, whoever plays.")
-    minutes: float | None = Field(None, gt=0, description="Stop after so many.")
+    seconds: float | None = Field(None, gt=0, description="Stop after so many.")
     target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation's points reach it.")
 
     environment: str | None = Field(None, description="module:Class made like the original; none: this package's own.")
