@@ -117,7 +117,7 @@ class Others(LocalPolicies):
 def collect(book: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
     """Steps a second of one collector between two moments of the clock that all share."""
     os.sched_setaffinity(0, half_of_cores(1))
-    from jurybox.training.environments.hockey.factory import make_game
+    from jurybox.training.environments.hockey.original import make_game
     from jurybox.training.recipes.hockey_actor import Collector, fields
     from jurybox.training.recipes.hockey_served import ServedPolicies
     from jurybox.training.replay import Episodes, Replay

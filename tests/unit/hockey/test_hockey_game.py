@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.environments.hockey import BOTS, Bot, HockeyGame, Match, Mode, RandomPlayer, make_opponent, play
-from jurybox.training.environments.hockey.symmetry import MIRROR_ACTION, MIRROR_OBSERVATION
+from jurybox.training.environments.hockey.game import MIRROR_ACTION, MIRROR_OBSERVATION
 
 NOTHING = np.zeros((2, 4))
 ORIGINAL = (0.4025, 0.453, 0.1445)  # strong against weak, either on either side, 2,000 games each

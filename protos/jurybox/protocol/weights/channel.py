@@ -220,10 +220,6 @@ class WeightsChannel:
         """The claimed slot's weights, ``layout.nbytes`` bytes of shared memory: copy, check `holds`, then trust it."""
         return self._data[claim.slot]
 
-    def slot_extra(self, claim: WeightsClaim) -> bytes:
-        """The claimed slot's extra, still encoded (`jurybox.protocol.weights.channel.decode`, after `holds`)."""
-        return self._extra[claim.slot][: claim.extra_bytes].tobytes()
-
     def holds(self, claim: WeightsClaim) -> bool:
         """Whether everything copied from the slot since `claim` is of the claimed version."""
         return self.slots.holds(claim)

@@ -312,11 +312,6 @@ class DeviceStage:
         ]
         self._locked = [target for target in self._targets if self._page_lock(target)]
 
-    @property
-    def page_locked(self) -> bool:
-        """Whether transfers go straight into the slots."""
-        return len(self._locked) == len(self._targets)
-
     def gather(self, tensors: Mapping[str, Any]) -> None:
         """Copy the tensors into the flat buffer, in as few kernels as torch has for it."""
         with self._torch.no_grad():

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEATURES = 36
-
 _RADIUS = 3
 _SIGMA = 7 / 6
 # On a 0..255 scale; the paper's C, which keeps flat regions from dividing by zero.

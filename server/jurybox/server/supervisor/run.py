@@ -19,7 +19,7 @@ from jurybox.server.supervisor.control import Events
 from jurybox.server.supervisor.supervisor import Supervisor
 
 _DYING = 2.0  # seconds that a server killed just now may take to let go of its address
-STOPPED, FAILED, COULD_NOT_START, ENGINE_LOST = 0, 1, 3, 4
+STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
 class AddressTaken(Error):
@@ -27,7 +27,7 @@ class AddressTaken(Error):
 
 
 def run(settings: Settings, *, dry_run: bool = False) -> int:
-    """Serve until stopped by a signal; gives the process's exit status (DESIGN: 0, 1, 3 or 4).
+    """Serve until stopped by a signal; gives the process's exit status: 0, 1, 3 or 4.
 
     With `dry_run`, load and warm up every model, log what would be used, and stop.
     """

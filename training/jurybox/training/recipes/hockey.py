@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.cluster.endpoints import BOOK, Serves
-from jurybox.training.environments.hockey.factory import make_game
+from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey_actor import fields
 from jurybox.training.recipes.hockey_report import report

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from jurybox.training.algorithms.league import League, draw
 from jurybox.training.algorithms.td3_actor import coloured_noise
 from jurybox.training.environments.hockey.bots import Opponent, make_opponent
-from jurybox.training.environments.hockey.factory import make_game
 from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, Turn
 from jurybox.training.environments.hockey.matches import Match, Policy, Result, Table, play
+from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
 from jurybox.training.recipes.hockey_served import Beside, InCluster, ServedPolicies
 from jurybox.training.recipes.hockey_settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping

@@ -12,7 +12,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.league import League
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.algorithms.td3_actor import NumpyActor
-from jurybox.training.environments.hockey.symmetry import mirrors
+from jurybox.training.environments.hockey.game import mirrors
 from jurybox.training.recipes.hockey_actor import name_of
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import LEAVING, POOL, RESULTS, ROWS, HockeyTraining

@@ -26,6 +26,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from jurybox.client.rewards import Juror, Passing
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 
+VERSION_HEADER = "X-Jurybox-Weights-Version"
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 MOST_PIXELS = 1 << 25  # of one picture, about 100 MB when it is decoded

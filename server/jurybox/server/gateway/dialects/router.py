@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
-from jurybox.server.gateway.dialects import flow_factory, flow_grpo, openrlhf, slime, unirl, verl_omni
+from jurybox.server.gateway.dialects import json_dialects, pickle_dialects
 from jurybox.server.gateway.dialects.intake import Intake
 from jurybox.server.logs import Log
 
@@ -37,13 +37,13 @@ class Dialect:
 
 
 _DIALECTS = {
-    "flow_grpo": Dialect(flow_grpo.answer, flow_grpo.refusal),
-    "verl_omni": Dialect(verl_omni.answer, flow_grpo.refusal),
-    "openrlhf": Dialect(openrlhf.answer, openrlhf.refusal),
-    "slime": Dialect(slime.answer, openrlhf.refusal),
+    "flow_grpo": Dialect(pickle_dialects.flow_grpo, pickle_dialects.refusal),
+    "verl_omni": Dialect(pickle_dialects.verl_omni, pickle_dialects.refusal),
+    "openrlhf": Dialect(json_dialects.openrlhf, json_dialects.refusal),
+    "slime": Dialect(json_dialects.slime, json_dialects.refusal),
     # Its client raises the text of an error that comes with 200, and repeats anything else without it.
-    "flow_factory": Dialect(flow_factory.answer, openrlhf.refusal, "/compute", status=200),
-    "unirl": Dialect(unirl.answer, unirl.refusal, "/score", about=unirl.about),
+    "flow_factory": Dialect(json_dialects.flow_factory, json_dialects.refusal, "/compute", status=200),
+    "unirl": Dialect(json_dialects.unirl, json_dialects.unirl_refusal, "/score", about=json_dialects.unirl_about),
 }
 # The server is busy, or an engine is starting: the same request may be answered a moment later.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)

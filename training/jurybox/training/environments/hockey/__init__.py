@@ -1,9 +1,9 @@
 """Hockey for two on a small rink, after the public hockey environment of the Martius lab: same figures, own code."""
 
 from jurybox.training.environments.hockey.bots import BOTS, Bot, Opponent, RandomPlayer, make_opponent
-from jurybox.training.environments.hockey.factory import make_game
 from jurybox.training.environments.hockey.game import Game, HockeyGame, Mode, Turn
 from jurybox.training.environments.hockey.matches import Match, Result, play
+from jurybox.training.environments.hockey.original import make_game
 
 __all__ = [
     "BOTS",

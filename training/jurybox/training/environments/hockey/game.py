@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.environments.hockey.rink import FPS, SHOT_SPEED, SIDES, Rink
+from jurybox.training.environments.hockey.rink import SHOT_SPEED, SIDES, Rink
 
 Observation = npt.NDArray[np.float32]
 Action = npt.NDArray[np.float32]
@@ -227,4 +227,13 @@ class HockeyGame:
         }
 
 
-SECONDS_PER_STEP = 1.0 / FPS
+# Factors that swap left and right of the rink; the game is symmetric.
+# y, angle, velocity in y and angular velocity of both players; y and velocity in y of the puck.
+MIRROR_OBSERVATION = np.array([1, -1, -1, 1, -1, -1] * 2 + [1, -1, 1, -1, 1, 1], np.float32)
+# Force in y and torque.
+MIRROR_ACTION = np.array([1, -1, -1, 1], np.float32)
+
+
+def mirrors(observation_size: int, action_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What observations and actions are multiplied by; of the sizes without the puck's hold too."""
+    return MIRROR_OBSERVATION[:observation_size], MIRROR_ACTION[:action_size]

@@ -1,4 +1,4 @@
-"""An environment with the original's interface, played as a `Game`.
+"""Making games: this package's own, or an environment with the original's interface, played as a `Game`.
 
 ``hockey.hockey_env:HockeyEnv`` (github.com/martius-lab/hockey-env) is the one that this is for. It is not a dependency:
 where it is installed, ``--env hockey.hockey_env:HockeyEnv`` uses it. Needed of it are ``reset(one_starting=, mode=,
@@ -14,7 +14,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.environments.hockey.game import GOAL_REWARD, Mode, Observation, TimeOut, Turn
+from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, HockeyGame, Mode, Observation, TimeOut, Turn
+
+
+def make_game(
+    environment: str | None = None,
+    mode: Mode | int = Mode.NORMAL,
+    *,
+    keep: bool = True,
+    time_out: TimeOut = "truncate",
+    seed: int | None = None,
+) -> Game:
+    """A game of two.
+
+    Args:
+        environment: None for `HockeyGame`; ``module:Class`` for an environment with the original's interface, such as
+            ``hockey.hockey_env:HockeyEnv`` where that is installed.
+    """
+    if environment is None:
+        return HockeyGame(mode, keep=keep, time_out=time_out, seed=seed)
+    return OriginalGame.of(environment, mode, keep=keep, time_out=time_out, seed=seed)
 
 
 class OriginalGame:

@@ -65,12 +65,6 @@ class Evaluation:
         return self.after - self.before
 
     @property
-    def improvement_error(self) -> float:
-        """Standard error of the mean improvement; NaN for a single photo."""
-        changes = [outcome.after - outcome.before for outcome in self.outcomes]
-        return float(np.std(changes, ddof=1) / np.sqrt(len(changes))) if len(changes) > 1 else float("nan")
-
-    @property
     def improved_share(self) -> float:
         """Share of the photos that score higher than before."""
         return float(np.mean([outcome.after > outcome.before for outcome in self.outcomes]))

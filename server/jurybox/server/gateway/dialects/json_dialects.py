@@ -1,0 +1,145 @@
+"""Trainers that send JSON: OpenRLHF, slime, Flow-Factory and UniRL."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import Response
+
+from jurybox.client.rewards import Passing
+from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, listed
+
+MEDIA = "application/json"
+_NOT_SERVED = ("video", "condition_images", "condition_videos")
+_METRICS = ["score", "weights_version"]
+
+
+async def openrlhf(intake: Intake, body: bytes) -> Response:
+    """OpenRLHF's remote reward model: JSON for JSON, one sample or a whole rollout.
+
+        {"query": [str, ...], "prompts": [str, ...], "labels": [str | null, ...]}
+            -> {"rewards": [float, ...], "scores": [float, ...], "extra_logs": {"weights_version": [int, ...]}}
+
+    Its client repeats what is not 2xx five times, a second apart; then the sample goes on with reward None. A client of
+    several URLs sends empty lists to the second and further ones.
+    """
+    given = await intake.off_loop(read, body)
+    queries = listed(given, "query")
+    n = len(queries)
+    columns = {"query": queries, "text": queries}
+    for field, name in (("prompts", "prompt"), ("labels", "label")):
+        if given.get(field) is not None:
+            columns[name] = listed(given, field, n)
+    scores = await intake.score(columns, n)
+    rewards = {
+        "rewards": scores.values,
+        "scores": scores.values,
+        "extra_logs": {"weights_version": [scores.version] * n} if n else {},
+    }
+    return Response(json.dumps(rewards, allow_nan=False), media_type=MEDIA)
+
+
+def read(body: bytes) -> dict[str, Any]:
+    """The JSON object that came. Raises ProtocolMismatch, SpecMismatch."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolMismatch(f"the body is no JSON: {said(error, 200)}", Code.MALFORMED) from error
+    if type(given) is not dict:
+        raise SpecMismatch(f"expected a JSON object, came {type(given).__name__}")
+    return given
+
+
+def refusal(why: str) -> tuple[bytes, str]:
+    """A body that says why there is no score, and its media type."""
+    return json.dumps({"error": why}).encode(), MEDIA
+
+
+async def slime(intake: Intake, body: bytes) -> Response:
+    """slime's remote reward model: one sample in JSON for one number.
+
+        {"prompt": str | [{"role": ..., "content": ...}, ...], "response": str, "label": str | null} -> float
+
+    The whole body is the reward, so a sample without a score gets an error status: slime asks ten times, then stops.
+    """
+    given = await intake.off_loop(read, body)
+    columns = {name: [given[name]] for name in ("prompt", "response", "label") if given.get(name) is not None}
+    scores = await intake.score(columns, 1)
+    headers = {VERSION_HEADER: str(scores.version)}
+    return Response(json.dumps(scores.values[0], allow_nan=False), 200, headers, MEDIA)
+
+
+async def flow_factory(intake: Intake, body: bytes) -> Response:
+    """Flow-Factory's remote reward: JSON with PNG pictures in base64.
+
+        {"prompt": [str, ...], "image": [base64, ...], "video": null, ...} -> {"rewards": [float, ...]}
+
+    An "error" that comes with status 200 stops its training with our text; any other status is repeated three times
+    without a pause, and its text is lost.
+    """
+    given = await intake.off_loop(read, body)
+    prompts = listed(given, "prompt")
+    if others := [name for name in _NOT_SERVED if given.get(name)]:
+        raise Refused(f"{', '.join(others)} came: pictures and prompts alone are scored here", Code.UNSUPPORTED)
+    pictures = listed(given, "image", len(prompts)) if given.get("image") is not None else None
+    scores = await intake.score({"prompt": prompts, "text": prompts}, len(prompts), pictures=pictures)
+    rewards = json.dumps({"rewards": scores.values}, allow_nan=False)
+    return Response(rewards, 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+
+
+def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
+    """What /health and /rewards say."""
+    return {
+        "/health": {"status": "ok", "rewards": {intake.reward: _METRICS}},
+        "/rewards": {"rewards": [intake.reward]},
+    }
+
+
+async def unirl(intake: Intake, body: bytes) -> Response:
+    """UniRL's reward service: JSON with pictures in base64; each sample of a request has its own result or error.
+
+        {"requests": [{"history": [{"text": str, "image_b64": base64, ...}, ...], "required_rewards": [name], ...}]}
+            -> {"results": [{name: {"score": float, "weights_version": int}}, ...], "errors": [{name: str}, ...]}
+
+    The client takes a reward's first number. It repeats what is not 2xx three times, and stops at a sample with an
+    error. The last turn is scored; a file name on the server's host ("video_path") is never opened.
+    """
+    given = await intake.off_loop(read, body)
+    turns = [_last_turn(intake, request) for request in listed(given, "requests")]
+    seen = [turn.get("image_b64") is not None for turn in turns]
+    if any(seen) and not all(seen):
+        raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
+    texts = [turn.get("text") or "" for turn in turns]
+    pictures = [turn["image_b64"] for turn in turns] if any(seen) else None
+    found, version = await intake.rows({"text": texts, "prompt": texts}, len(turns), pictures=pictures)
+    if late := next((score for score in found if isinstance(score, Passing)), ""):
+        raise Refused(late, Code.NOT_READY)  # worth another try
+    name = intake.reward
+    results: list[dict[str, Any]] = []
+    errors: list[dict[str, str]] = []
+    for score in found:
+        failed = isinstance(score, str)
+        results.append({} if failed else {name: {"score": score, "weights_version": version}})
+        errors.append({name: plain(score, 500)} if failed else {})
+    return Response(json.dumps({"results": results, "errors": errors}, allow_nan=False), media_type=MEDIA)
+
+
+def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
+    history = request.get("history") if type(request) is dict else None
+    if type(history) is not list or not history or type(history[-1]) is not dict:
+        raise ProtocolMismatch("expected requests with a history of at least one turn", Code.MALFORMED)
+    required = request.get("required_rewards")
+    if required != [intake.reward]:
+        told = plain(json.dumps(required), 200)
+        raise ProtocolMismatch(f"rewards {told} are required, expected [{intake.reward!r}]", Code.MALFORMED)
+    turn: dict[str, Any] = history[-1]
+    if turn.get("video_b64") is not None or turn.get("video_path") is not None:
+        raise ProtocolMismatch("video is not scored here, expected image_b64 or text", Code.MALFORMED)
+    return turn
+
+
+def unirl_refusal(why: str) -> tuple[bytes, str]:
+    """A body that says why there is no answer, and its media type."""
+    return json.dumps({"detail": why}).encode(), MEDIA
