@@ -88,10 +88,10 @@ class _Clock:
 def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: bool) -> Stretch:
     clock = _Clock(seconds)
     with ExitStack() as resources:
-        address = None
+        served = None
         if settings.policy == "served":
-            address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
-        planned = plan(settings, folder, address)
+            served = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
+        planned = plan(settings, folder, served)
         run(planned, folder, _Nothing(), serial=serial, signals=clock.signals, watch=clock)
     assert clock.stretch is not None, "it ended before the clock did"
     return clock.stretch

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -58,7 +58,7 @@ def serve(book: Path, settings: HockeyTraining) -> None:
     from jurybox.training.algorithms.td3 import TD3
     from jurybox.training.cluster.endpoints import locks
     from jurybox.training.recipes.hockey import sizes_of
-    from jurybox.training.recipes.hockey_served import ServedPublications, models
+    from jurybox.training.recipes.hockey_served import MODEL, POOL_MODEL, PastSelves, models
     from jurybox.training.runtime.local_server import LocalServer
 
     sizes = sizes_of(settings)
@@ -71,11 +71,12 @@ def serve(book: Path, settings: HockeyTraining) -> None:
         try:
             server.start()
             server.wait()
-            with server.connect() as client, ServedPublications(server.address) as publications:
+            with server.connect() as client, PastSelves(server.address, POOL_MODEL, sizes[0]) as past:
                 where = f"grpcs://{client.status()['server']['grpc']}"
-                publications.publish(policy)
+                newest = client.publisher(MODEL)
+                newest.publish(policy)
                 for name in ("pool:1", "pool:2"):
-                    publications.keep(name, state)
+                    past.keep(name, state)
                 endpoints.show(
                     book,
                     1,
@@ -83,7 +84,7 @@ def serve(book: Path, settings: HockeyTraining) -> None:
                 )
                 os.set_blocking(0, False)
                 while sys.stdin.buffer.raw.read(1) is None:  # type: ignore[attr-defined]
-                    publications.publish(policy)
+                    newest.publish(policy)
                     time.sleep(0.5)
         finally:
             server.stop()
@@ -95,7 +96,8 @@ def serve(book: Path, settings: HockeyTraining) -> None:
 class Found:
     """The engine of the book."""
 
-    moves = True
+    models = "policy/hockey", "policy/hockey-pool"
+    patience = 30.0
 
     def __init__(self, book: Path) -> None:
         self._book = book
@@ -103,8 +105,8 @@ class Found:
     def connect(self) -> Server:
         return endpoints.reach(ENGINE, lambda: endpoints.find(self._book, ENGINE), 30.0)
 
-    def newest(self, connection: Server) -> Callable[[], int]:
-        return lambda: 1
+    def newest(self) -> int:
+        return 1
 
 
 class Others(LocalPolicies):

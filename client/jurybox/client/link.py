@@ -16,6 +16,7 @@ from jurybox.protocol import forks
 from jurybox.protocol.control_pb2 import (
     ControlReply,
     Hello,
+    KeepRequest,
     Lease,
     LeaseRequest,
     LoadRequest,
@@ -52,8 +53,11 @@ class Link(Protocol):
     def status(self, timeout: float) -> str:
         """The status document, JSON."""
 
-    def load(self, name: str, settings_json: str, timeout: float) -> None:
+    def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
         """Begin to load a model; `describe` says how it goes."""
+
+    def keep(self, name: str, seconds: float, timeout: float) -> None:
+        """Hold a model on that was loaded with `keep`."""
 
     def unload(self, name: str, timeout: float) -> None:
         """Serve a model no longer."""
@@ -152,9 +156,13 @@ class ControlLink:
         """As Link.status."""
         return self._call(timeout, status=StatusRequest()).status.json
 
-    def load(self, name: str, settings_json: str, timeout: float) -> None:
+    def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
         """As Link.load."""
-        self._call(timeout, load=LoadRequest(model=name, settings_json=settings_json))
+        self._call(timeout, load=LoadRequest(model=name, settings_json=settings_json, keep=keep, remote=remote))
+
+    def keep(self, name: str, seconds: float, timeout: float) -> None:
+        """As Link.keep."""
+        self._call(timeout, keep=KeepRequest(model=name, keep=seconds))
 
     def unload(self, name: str, timeout: float) -> None:
         """As Link.unload."""

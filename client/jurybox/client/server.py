@@ -129,23 +129,43 @@ class Server:
         document: dict[str, Any] = json.loads(self._open_link().status(self.timeout))
         return document
 
-    def load(self, name: str, settings: dict[str, Any] | None = None, *, timeout: float = 60.0) -> None:
+    def load(
+        self,
+        name: str,
+        settings: dict[str, Any] | None = None,
+        *,
+        keep: float | None = None,
+        timeout: float = 60.0,
+        remote: bool = False,
+    ) -> None:
         """Load a model, or load it again with new settings (those of the config's [models.NAME]).
 
         A model that is serving goes on serving until the new one is ready, and after a failure. Settings name code to
-        run: servers take them from clients on their own host only.
+        run: servers take them from clients on their own host, for the factories of `server.factories`, and from others
+        with `keep` and for those of `server.remote_factories`.
+
+        Args:
+            keep: seconds after which the server unloads the model unless it is asked to `keep` it on: a client that was
+                killed then leaves none behind. None: it stays until it is unloaded.
+            remote: said by those who pass a load on that came from a network.
 
         Raises:
-            ModelFailed: it could not be loaded; Timeout: not within `timeout` seconds.
+            ModelFailed: it could not be loaded; Timeout: not within `timeout` seconds; Refused: the configuration does
+                not allow it, and the message says which line to add.
         """
         deadline = time.monotonic() + seconds(timeout)
-        self._open_link().load(name, json.dumps(settings) if settings is not None else "", self.timeout)
+        told = json.dumps(settings) if settings is not None else ""
+        self._open_link().load(name, told, self.timeout, keep=keep or 0.0, remote=remote)
         while not (message := self.describe(name)).settled:
             if time.monotonic() > deadline:
                 raise Timeout(f"model {name!r} is still {message.state}")
             time.sleep(POLL)
         if message.reason:
             raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
+
+    def keep(self, name: str, seconds: float) -> None:
+        """Hold a model on that was loaded with `keep`: for so many seconds from now. Raises ModelNotFound, Refused."""
+        self._open_link().keep(name, seconds, self.timeout)
 
     def unload(self, name: str) -> None:
         """Serve a model no longer; tickets that wait for it are refused. Raises ModelNotFound."""

@@ -111,12 +111,24 @@ class ModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model", "settings_json")
+    __slots__ = ("model", "settings_json", "keep", "remote")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     model: str
     settings_json: str
-    def __init__(self, model: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
+    keep: float
+    remote: bool
+    def __init__(self, model: _Optional[str] = ..., settings_json: _Optional[str] = ..., keep: _Optional[float] = ..., remote: _Optional[bool] = ...) -> None: ...
+
+class KeepRequest(_message.Message):
+    __slots__ = ("model", "keep")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    keep: float
+    def __init__(self, model: _Optional[str] = ..., keep: _Optional[float] = ...) -> None: ...
 
 class UnloadRequest(_message.Message):
     __slots__ = ("model",)
@@ -147,7 +159,7 @@ class StatusMessage(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload")
+    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +167,7 @@ class ControlRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     lease: LeaseRequest
     release: ReleaseRequest
@@ -162,7 +175,8 @@ class ControlRequest(_message.Message):
     model: ModelRequest
     load: LoadRequest
     unload: UnloadRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ...) -> None: ...
+    keep: KeepRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("error", "server", "lease", "status", "model", "done")

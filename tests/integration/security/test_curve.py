@@ -158,8 +158,10 @@ def test_settings_that_name_code_are_not_taken_from_a_network(server, friend, ra
     request = LoadRequest(model="affine", settings_json='{"factory": "os:getcwd"}')
     assert call(raw(), load=request).error.code == Code.REFUSED
     with connect(server.where, **friend) as client:
-        with pytest.raises(Refused, match="clients on the server's host only"):
+        with pytest.raises(Refused, match="this server's own, and its settings are not taken from a network"):
             client.load("affine", {"factory": "os:getcwd"})
+        with pytest.raises(Refused, match=r'remote_factories = \["os:\*"\]'):
+            client.load("other", {"factory": "os:getcwd"}, keep=5.0)
         client.load("affine")  # as configured
 
 

@@ -88,6 +88,11 @@ STEPS = Flag("steps", int, "Env steps in all.")
 WORKERS = Flag("workers", int, "Processes that hold environments.")
 SECONDS = Flag("seconds", float, "Stop training after so many.")
 ENVS = Flag("envs", int, "Environments, of all workers together.")
+SERVED = (
+    Flag("policy", str, "local: whoever acts computes; served: a server."),
+    Flag("server", str, "Of a served policy: ipc:// or grpc:// of a server that runs; else a private one."),
+    Flag("server_http", bool, "A private server serves HTTP, too."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ TRAININGS = {
         "Teach a policy to edit photos so that the server's juror likes them better.",
         (
             *(SEED, STEPS, WORKERS, ENVS),
-            Flag("environment.address", str, "The Jurybox server; JURYBOX_ADDRESS or the default.", "--server"),
+            Flag("environment.address", str, "The server; else JURYBOX_ADDRESS, or a private one.", "--server"),
+            Flag("+server_http", bool, "A private server serves HTTP, too."),
             Flag("environment.model", str, "The juror's name on the server.", "--model"),
             Flag("environment.photos", str, "A folder of photos to use instead of those that ship.", "--photos"),
             SECONDS,
@@ -117,7 +123,7 @@ TRAININGS = {
     "marl": Command(
         "jurybox.training.recipes.marl_run:TRAINING",
         "Teach many agents in one world, a learner process for each.",
-        (SEED, STEPS, SECONDS, WORKERS, ENVS, Flag("agents", int, "Agents in the treasure hunt.")),
+        (SEED, STEPS, SECONDS, WORKERS, ENVS, Flag("agents", int, "Agents in the treasure hunt."), *SERVED),
     ),
     "hockey": Command(
         "jurybox.training.recipes.hockey:TRAINING",
@@ -129,7 +135,7 @@ TRAININGS = {
             Flag("on_failure", str, "end or serial, when a process fails too often."),
             Flag("environment", str, "module:Class made like the original.", "--env"),
             Flag("mode", int, "0 whole games, 1 shooting, 2 defence."),
-            Flag("policy", str, "local: collectors act; served: a policy server."),
+            *SERVED,
             Flag("train_freq", int, "Env steps for gradient_steps learner steps."),
             Flag("gradient_steps", int, "Learner steps for train_freq env steps."),
             Flag("learning_starts", int, "Env steps at random, without learning."),
@@ -147,7 +153,7 @@ TRAININGS = {
             Flag("total_episodes", int, "Episodes of training in all."),
             Flag("red", str, "The attacker: B_line or Meander."),
             Flag("env", str, "cage: our simulator; cyborg: the real one, where installed."),
-            Flag("policy", str, "local: acts in this process; served: from a server."),
+            *SERVED,
             Flag("halves", bool, "Act for half of the networks while the other half steps."),
             Flag("episode_length", int, "Steps of an episode."),
             Flag("gate", float, "Share of fixes that must comply."),

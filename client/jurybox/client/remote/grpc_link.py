@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -96,14 +97,19 @@ class GrpcLink:
         """As Link.status; it is no part of the Open Inference Protocol, but the gateway offers it beside."""
         return str(self._asked(self._status_stub.Get, StatusRequest(), timeout).json)
 
-    def load(self, name: str, settings_json: str, timeout: float) -> None:
-        """As Link.load, of a model of the server's configuration; returns when it has loaded."""
+    def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
+        """As Link.load; returns when it has loaded. The gateway says that the settings come from a network."""
+        request = pb.RepositoryModelLoadRequest(model_name=name)
         if settings_json:
-            raise Refused(
-                "settings of a model name code to run: they are taken from clients on the server's host only. "
-                "Load it as configured, without settings"
-            )
-        self._call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=name), max(timeout, _LOAD))
+            request.parameters["settings"].string_param = settings_json
+            request.parameters["keep"].int64_param = math.ceil(keep)
+        self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
+
+    def keep(self, name: str, seconds: float, timeout: float) -> None:
+        """As Link.keep."""
+        request = pb.RepositoryModelLoadRequest(model_name=name)
+        request.parameters["keep"].int64_param = math.ceil(seconds)
+        self._call("RepositoryModelLoad", request, timeout)
 
     def unload(self, name: str, timeout: float) -> None:
         """As Link.unload."""

@@ -215,13 +215,10 @@ class Relay:
                 self._lease(sender, number, request)
             case "hello":
                 self._pass_on(sender, number, request, _without_places)
-            case "load" if request.load.settings_json:
-                raise Error(
-                    "settings of a model name code to run: they are taken from clients on the server's host only. "
-                    "Load it as configured, without settings",
-                    Code.REFUSED,
-                )
-            case "status" | "model" | "load" | "unload":
+            case "load":
+                request.load.remote = True
+                self._pass_on(sender, number, request, lambda reply: reply)
+            case "status" | "model" | "unload" | "keep":
                 self._pass_on(sender, number, request, lambda reply: reply)
             case _:
                 raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)

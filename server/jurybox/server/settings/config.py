@@ -91,7 +91,15 @@ def _check_absolute(text: str) -> str:
 
 
 # What comes with Jurybox to be served. Not all of jurybox: it starts processes, too.
-_OWN_FACTORIES = ("jurybox.server.jurors:*",)
+_OWN_FACTORIES = ("jurybox.server.jurors:*", "jurybox.training.recipes.served_networks:*")
+# What a client elsewhere may say of a model that it brings: nothing that is read from disk or written to it.
+_FROM_ELSEWHERE = frozenset(
+    {
+        *("factory", "args", "max_batch", "min_batch", "max_wait_us", "rows", "lane_rows", "group"),
+        *("publish", "keep_versions", "max_lag", "dtype", "channels_last", "cuda_graphs", "deterministic"),
+    }
+)
+LONGEST_KEEP = 3600.0  # seconds that a model may be held without a word of whoever loaded it
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Listen = Annotated[str, AfterValidator(check_listen)]
@@ -109,6 +117,7 @@ class ServerSettings(SecuritySettings):
     threads: int = Field(default=0, ge=0, le=1024)
     standby: bool = False
     factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
+    remote_factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
     exported: list[Annotated[str, AfterValidator(_check_absolute)]] = Field(default=[])
     spin_us: int = Field(default=100, ge=0, le=100_000)
     start_timeout: Seconds = 120.0
@@ -399,7 +408,32 @@ class Settings(_Strict):
 def named_factories(settings: Settings) -> list[str]:
     """The factories that the configuration names one by one, of whatever module they really come."""
     named = [model.factory for model in settings.models.values() if model.factory]
-    return [*dict.fromkeys((*named, *(name for name in settings.server.factories if not name.endswith(":*"))))]
+    listed = (*settings.server.factories, *settings.server.remote_factories)
+    return [*dict.fromkeys((*named, *(name for name in listed if not name.endswith(":*"))))]
+
+
+def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelSettings, keep: float) -> None:
+    """Refuse what a client of another host may not bring: more than `server.remote_factories` lets in.
+
+    Raises:
+        Refused: the message says which setting to add.
+    """
+    if strange := sorted(model.model_fields_set - _FROM_ELSEWHERE):
+        raise Refused(
+            f"{strange[0]} of model {name!r} is not taken from a network: expected some of {sorted(_FROM_ELSEWHERE)}"
+        )
+    module = str(model.factory).partition(":")[0]
+    if not {str(model.factory), f"{module}:*"} & set(settings.server.remote_factories):
+        raise Refused(
+            f"factory {model.factory!r} of model {name!r} may not be loaded from another host. To allow it, add this "
+            f'line to [server] of the server\'s configuration: remote_factories = ["{module}:*"], for all that this '
+            f'module defines, or ["{model.factory}"]'
+        )
+    if not 0 < keep <= LONGEST_KEEP:
+        raise Refused(
+            f"keep = {keep:g} of model {name!r}: a model from another host is held for 1 to {LONGEST_KEEP:g} s, and on "
+            "as long as its client asks for that"
+        )
 
 
 def require_loadable(settings: Settings, name: str, model: ModelSettings) -> None:
@@ -409,7 +443,8 @@ def require_loadable(settings: Settings, name: str, model: ModelSettings) -> Non
         Refused: the message says which setting to add.
     """
     if model.factory is not None:
-        allowed = {*named_factories(settings), *_OWN_FACTORIES, *settings.server.factories}
+        own = (*_OWN_FACTORIES, *settings.server.factories, *settings.server.remote_factories)
+        allowed = {*named_factories(settings), *own}
         module = model.factory.partition(":")[0]
         if not allowed & {model.factory, f"{module}:*"}:
             raise Refused(

@@ -18,6 +18,7 @@ from jurybox.protocol.control_pb2 import (
     Done,
     ErrorMessage,
     Hello,
+    KeepRequest,
     Lease,
     LeaseRequest,
     LoadRequest,
@@ -33,7 +34,14 @@ from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, pla
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
 from jurybox.server.logs import traced
-from jurybox.server.settings.config import ModelSettings, Settings, model_settings_from_json, require_loadable
+from jurybox.server.settings.config import (
+    LONGEST_KEEP,
+    ModelSettings,
+    Settings,
+    model_settings_from_json,
+    require_loadable,
+    require_loadable_from_elsewhere,
+)
 from jurybox.server.settings.endpoints import bind_for_own_user
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.engines import Engines
@@ -202,6 +210,7 @@ class ControlHandlers:
             "model": self._model,
             "load": self._load,
             "unload": self._unload,
+            "keep": self._keep,
         }
 
     def forget(self, lane: LeasedLane) -> None:
@@ -266,16 +275,48 @@ class ControlHandlers:
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
             self._require_said(request)
+            if request.remote:
+                self._require_theirs(request.model)
+                require_loadable_from_elsewhere(self._settings, request.model, settings, request.keep)
             require_loadable(self._settings, request.model, settings)
         else:
             settings = self._known_settings(request.model)
+        until = self._until(request.model, request.keep) if request.keep else None
         for index in self._fleet.living():
             if self._fleet.engines[index].orders_waiting > _ORDERS:
                 raise Busy(f"engine {index} is behind with its orders: ask again later")
         held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
+        if request.settings_json:
+            held.until, held.remote = until, request.remote
         held.leave_quarantine()
         self._fleet.load(held)
         return held.message()
+
+    def _until(self, name: str, keep: float) -> float:
+        if not 0 < keep <= LONGEST_KEEP:
+            raise Refused(
+                f"keep = {keep:g} of model {name!r}, expected seconds, more than 0 and at most {LONGEST_KEEP:g}"
+            )
+        if name in self._settings.models:
+            raise Refused(f"model {name!r} is of the server's configuration, which keeps it: load it without keep")
+        return time.monotonic() + keep
+
+    def _require_theirs(self, name: str) -> None:
+        """Refuse settings from a network for a model that did not come from there."""
+        held = self._models.get(name)
+        if name in self._settings.models or (held is not None and not held.remote):
+            raise Refused(
+                f"model {name!r} is this server's own, and its settings are not taken from a network: load it as it "
+                "is, without settings, or another one under a name of its own"
+            )
+
+    def _keep(self, request: KeepRequest) -> None:
+        """Hold a model on whose client still wants it."""
+        held = self._models.named(request.model)
+        until = self._until(request.model, request.keep)
+        if held.until is None:
+            raise Refused(f"model {request.model!r} was loaded without keep: it stays until it is unloaded")
+        held.until = until
 
     def _require_said(self, request: LoadRequest) -> None:
         """Refuse settings that would end a model's publications, or their saving, without a word about it."""

@@ -65,6 +65,8 @@ class HeldModel:
         arenas: engine -> number of the arena that it computes in.
         deaths: engine -> its deaths in a row that are charged to this model.
         quarantined: why it is served no longer, until it is loaded again; empty: it is not.
+        until: when it is let go unless its client asks to keep it, seconds of the monotonic clock; None: never.
+        remote: whether it was loaded with settings that came from a network.
     """
 
     index: int
@@ -86,6 +88,8 @@ class HeldModel:
     reasons: dict[int, str] = field(default_factory=dict)
     deaths: dict[int, int] = field(default_factory=dict)
     quarantined: str = ""
+    until: float | None = None
+    remote: bool = False
 
     def __post_init__(self) -> None:
         self.asked = self.settings
@@ -290,6 +294,10 @@ class Models:
             name = segment_name(self._server_id, "weights", self._channels_made)
             held.channel = WeightsChannel.create(name, layout, mode_named(str(held.asked.publish)), make=self._make)
             held.published.look(0, time.monotonic())  # what is published before the first tick counts too
+
+    def given_up(self, now: float) -> list[HeldModel]:
+        """Those that were to be kept by a client of whom nothing is heard any more; `now` as `HeldModel.until`."""
+        return [held for held in self._by_name.values() if held.until is not None and now > held.until]
 
     def look(self, now: float) -> list[str]:
         """Notice what has been published; `now` in seconds of a steady clock.

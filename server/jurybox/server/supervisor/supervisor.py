@@ -29,6 +29,7 @@ from jurybox.server.supervisor.service_manager import ServiceManager
 from jurybox.server.supervisor.weights_saver import WeightsSaver
 
 _TICK = 0.25  # seconds between two looks at heartbeats and leases
+_PAUSED = 2.0  # seconds between two looks after which this process was stopped for a while
 _SETTLED = 60.0  # seconds of service after which a child's failures are forgotten
 _STOP = 3.0  # seconds a child gets to stop
 _CHANCE = 3  # times as many kills from outside, all while one model was computed, as deaths of another kind are borne
@@ -101,6 +102,7 @@ class Supervisor:
             scoreboard, self._settings.engine_timeout, self._settings.start_timeout, time.monotonic()
         )
         self._sweep_at = time.monotonic() + _DEAD_BY_THEN
+        self._ticked = time.monotonic()
 
     # ---- the loop
 
@@ -153,6 +155,10 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         self._tell_manager()
+        if (paused := now - self._ticked) > _PAUSED:  # nobody was heard meanwhile, through no fault of theirs
+            for held in self._models:
+                held.until = None if held.until is None else held.until + paused
+        self._ticked = now
         if self._scoreboard.restore():
             self._log.warning("another process wrote to the server's scoreboard; what stood there is written anew")
         for child in self._children():
@@ -176,6 +182,9 @@ class Supervisor:
         for lane in self._leases.reclaim(self._fleet.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._control.forget(lane)
+        for held in self._models.given_up(now):
+            self._log.info("nobody keeps this model any more, unloading it", model=held.name)
+            self._control.let_go(held)
         self._models.close_replaced({lane.model for lane in self._leases.in_use() if lane.retiring is not None})
 
     def _tell_manager(self) -> None:

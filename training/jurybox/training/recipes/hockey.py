@@ -18,6 +18,7 @@ from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.hockey_actor import fields
 from jurybox.training.recipes.hockey_report import report
+from jurybox.training.recipes.hockey_served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
 from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
 from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.recorded_run import recorded_run
@@ -37,6 +38,7 @@ from jurybox.training.runtime.plan import (
     RoleSpec,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
+from jurybox.training.runtime.serving import ServedModels
 
 _ACTOR = "jurybox.training.recipes.hockey_actor"
 _LEARNER = "jurybox.training.recipes.hockey_learner"
@@ -58,13 +60,12 @@ def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
     return game.observation_size, game.action_size
 
 
-def plan(settings: HockeyTraining, folder: Path, address: str | None = None, engine: str | None = None) -> Plan:
+def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = None, engine: str | None = None) -> Plan:
     """The run that these settings ask for.
 
     Args:
         folder: of the run; past selves are kept in its ``pool/``.
-        address: of a policy server on this machine with the models of `hockey_served.models`, where the policy is to
-            be served.
+        served: where the models of `hockey_served.models` are, if the policy is to be served.
         engine: name of an engine with them somewhere in a cluster, likewise; a launcher serves it.
 
     Raises:
@@ -72,7 +73,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
     """
     sizes = sizes_of(settings)
     told: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
-    served = {**told, "address": address}
+    past = None if served is None else served.names[POOL_MODEL]
     folders = {POOL: str(folder.resolve() / "pool")} | ({BOOK: str(folder.resolve() / "engines")} if engine else {})
     layout = WeightsLayout.of(TD3(*sizes, settings.learner).acting().state_dict())
     return Plan(
@@ -82,7 +83,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
                     f"actor-{number}",
                     Kind.ACTOR,
                     f"{_ACTOR}:HockeyActor",
-                    {**served, "engine": engine},
+                    {**told, "past": past, "engine": engine},
                     writes=(ROWS, RESULTS),
                     reads=(CHANNEL,),
                 )
@@ -92,7 +93,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
                 "learner",
                 Kind.LEARNER,
                 f"{_LEARNER}:HockeyLearner",
-                {**served, "sizes": sizes},
+                {**told, "past": past, "sizes": sizes},
                 samples=(ROWS, RESULTS),
                 publishes=CHANNEL,
                 publish_every=settings.publish_interval,
@@ -134,6 +135,7 @@ def plan(settings: HockeyTraining, folder: Path, address: str | None = None, eng
         on_failure=settings.on_failure,
         best="points",
         folders=folders,
+        server=None if served is None else served.feed({CHANNEL: MODEL}),
     )
 
 
@@ -182,13 +184,11 @@ def train(
     with ExitStack() as resources:
         # Networks this small are slower on two threads, and sums in another order would not be the same sums.
         resources.enter_context(threadpool_limits(1))
-        address = engine = None
+        served = engine = None
         if settings.policy == "served":
-            from jurybox.training.recipes.hockey_served import ENGINE, engine_of, policy_server
-
             folder.mkdir(parents=True, exist_ok=True)
             serving: object = launcher
-            if isinstance(serving, Serves) and not serial:
+            if isinstance(serving, Serves) and not serial and settings.server is None:
                 if settings.on_failure == "serial":
                     raise ConfigError(
                         "on_failure='serial' does not go with a policy that an engine in a cluster serves, since that "
@@ -197,8 +197,8 @@ def train(
                 engine = ENGINE
                 serving.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
             else:
-                address = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
-        planned = plan(settings, folder, address, engine)
+                served = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
+        planned = plan(settings, folder, served, engine)
         return recorded_run(
             planned,
             folder,

@@ -17,7 +17,7 @@ from jurybox.training.environments.hockey.game import GOAL_REWARD, Game, Turn
 from jurybox.training.environments.hockey.matches import Match, Policy, Result, Table, play
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
-from jurybox.training.recipes.hockey_served import Beside, InCluster, ServedPolicies
+from jurybox.training.recipes.hockey_served import InCluster, OnServer, ServedPolicies
 from jurybox.training.recipes.hockey_settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping
 from jurybox.training.replay import Field, Replay
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
@@ -239,7 +239,7 @@ class HockeyActor(Actor):
 
     Args:
         settings: of `HockeyTraining`.
-        address: of the policy server, where there is one on this machine.
+        past: name of the model of past selves on the plan's server, where there is one.
         engine: name of the engine that serves the policy, where there is one in the cluster.
     """
 
@@ -248,7 +248,7 @@ class HockeyActor(Actor):
         context: RoleContext,
         *,
         settings: Mapping[str, Any],
-        address: str | None = None,
+        past: str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(context)
@@ -261,13 +261,13 @@ class HockeyActor(Actor):
                 undo.callback(game.close)
             published = PublishedActor(context.reader(CHANNEL))
             context.follow(CHANNEL, published)
-            past = Pool(context.folder(POOL), _CARRIED, s.league.pool + LEAVING)
-            local = LocalPolicies(published, past, games[0].action_size)
+            pool = Pool(context.folder(POOL), _CARRIED, s.league.pool + LEAVING)
+            local = LocalPolicies(published, pool, games[0].action_size)
             policies: Policies = local
             self._held_back: Callable[[], int] = lambda: 0
-            if address is not None or engine is not None:
-                where = Beside(address) if address is not None else InCluster(str(engine), context)
-                policies = served = undo.enter_context(ServedPolicies(where, len(games), local, past, s.max_lag))
+            if past is not None or engine is not None:
+                where = OnServer(context, past) if past is not None else InCluster(str(engine), context)
+                policies = served = undo.enter_context(ServedPolicies(where, len(games), local, pool, s.max_lag))
                 self._held_back = lambda: served.held_back
             self.collector = Collector(
                 games,

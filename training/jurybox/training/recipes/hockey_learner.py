@@ -31,11 +31,11 @@ class HockeyLearner(Learner):
     Args:
         settings: of `HockeyTraining`.
         sizes: of an observation and of an action.
-        address: of a policy server that this role publishes to, where there is one.
+        past: name of the model on the plan's server that is to hold past selves, where there is one.
     """
 
     def __init__(
-        self, context: RoleContext, *, settings: Mapping[str, Any], sizes: tuple[int, int], address: str | None = None
+        self, context: RoleContext, *, settings: Mapping[str, Any], sizes: tuple[int, int], past: str | None = None
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
@@ -58,10 +58,10 @@ class HockeyLearner(Learner):
         torch.set_flush_denormal(True)
         self._resources.callback(torch.set_flush_denormal, False)
         self._served: Any = None
-        if address is not None:
-            from jurybox.training.recipes.hockey_served import ServedPublications
+        if past is not None and context.plan.server is not None:
+            from jurybox.training.recipes.hockey_served import PastSelves
 
-            self._served = self._resources.enter_context(ServedPublications(address))
+            self._served = self._resources.enter_context(PastSelves(context.plan.server.address, past, sizes[0]))
 
     def step(self) -> None:
         s, own = self._settings, self.context.own_steps
@@ -83,8 +83,6 @@ class HockeyLearner(Learner):
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         policy = self.learner.acting()
-        if self._served is not None:
-            self._served.publish(policy)
         return policy, {"odds": self.league.odds(), "row": self.league.row(), "snapshot_at": self._snapshot_at}
 
     def adopt(self, published: WeightsReader) -> None:

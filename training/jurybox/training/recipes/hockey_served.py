@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client import Error, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
-from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.client import Error, ModelNotFound, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
 from jurybox.training.cluster.endpoints import BOOK, EngineSpec, Feeds, find, reach
 from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
 from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, HockeyTraining
-from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.runtime.serving import ServedModels, served_models
 
 _log = logging.getLogger("jurybox.hockey")
 # Versions of the first come several times a second and those of the second stay: the server keeps a model's last ones.
@@ -30,6 +29,7 @@ _FACTORY = "jurybox.training.recipes.served_networks:hockey_policy"
 _ANSWER = 10.0  # seconds
 _FOUND = 90.0  # seconds in which an engine that moves is expected back: its server imports torch
 _LOOK = 0.005
+_PAUSE = 0.1
 _ADOPTED = 5.0  # seconds that a snapshot gets to be taken over by the engines
 
 Rows = npt.NDArray[np.float32]
@@ -46,20 +46,9 @@ def models(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, dict[s
     return {MODEL: made, POOL_MODEL: {**made, "keep_versions": max(1, settings.league.pool)}}
 
 
-@contextmanager
-def policy_server(settings: HockeyTraining, sizes: tuple[int, int], log: Path) -> Iterator[str]:
-    """A server with both models, as long as the block; gives its address.
-
-    Raises:
-        ServerNotStarted: it did not come up.
-    """
-    server = LocalServer(models(settings, sizes), log, http=False)
-    try:
-        server.start()
-        server.wait()
-        yield server.address
-    finally:
-        server.stop()
+def policy_server(settings: HockeyTraining, sizes: tuple[int, int], log: Path) -> AbstractContextManager[ServedModels]:
+    """Both models on the server that the settings name, or on a private one; see `served_models`."""
+    return served_models(models(settings, sizes), settings.server, log, http=settings.server_http)
 
 
 def engine_of(settings: HockeyTraining, sizes: tuple[int, int]) -> EngineSpec:
@@ -68,36 +57,34 @@ def engine_of(settings: HockeyTraining, sizes: tuple[int, int]) -> EngineSpec:
     return EngineSpec(ENGINE, models(settings, sizes), feeds, gpus=settings.engine_gpus)
 
 
-def _here(connection: Server, name: str) -> WeightsReader:
-    reader = connection.weights(name)
-    if not isinstance(reader, WeightsReader):
-        raise Refused(f"{name} is served on another host: a training that publishes to it runs beside its server")
-    return reader
+class PastSelves:
+    """The learner's end of the model that holds past selves as versions. Use it in a ``with``.
 
+    Args:
+        model: its name on that server.
+        observation: size of one, for asking whether a version is there.
+    """
 
-class ServedPublications:
-    """The learner's end: what it publishes goes to the server as well. Use it in a ``with``."""
-
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, model: str, observation: int) -> None:
         with ExitStack() as undo:
             connection = undo.enter_context(connect(address))
-            self._newest, self._kept = connection.publisher(MODEL), connection.publisher(POOL_MODEL)  # closed with it
-            self._engines = _here(connection, POOL_MODEL)
+            self._publisher = connection.publisher(model)  # closed with it
+            self._model = undo.enter_context(connection.model(model, rows=1))
+            self._row = np.zeros((1, observation), np.float32)
             self._resources = undo.pop_all()
-
-    def publish(self, policy: Any) -> None:
-        """The policy as it is now."""
-        self._newest.publish(policy)
 
     def keep(self, name: str, state: Mapping[str, Any]) -> None:
         """These weights play under `name` ("pool:17") from now on; a version that the server has had is passed over."""
         version = int(name.removeprefix("pool:"))
-        if version > self._engines.newest:
-            self._kept.publish(dict(state), version=version)
-            # Engines take over the newest: one that is overtaken before that would be missing.
-            self._engines.wait_until_fresh(_ADOPTED, max_lag=0)
+        if version <= self._publisher.version:
+            return
+        self._publisher.publish(dict(state), version=version)
+        # Engines take over the newest: one that is overtaken before that would be missing.
+        until = time.monotonic() + _ADOPTED
+        while time.monotonic() < until and self._model.infer_reply(self._row, timeout=_ANSWER).version < version:
+            time.sleep(_LOOK)
 
-    def __enter__(self) -> ServedPublications:
+    def __enter__(self) -> PastSelves:
         return self
 
     def __exit__(
@@ -125,27 +112,33 @@ class ServedPast:
         return self.action
 
 
-class Beside:
-    """A server on this machine, to which the learner publishes."""
+class OnServer:
+    """The server that the plan names, which has what the learner publishes; a role of the run asks it.
 
-    moves = False
+    Args:
+        past: name of the model of past selves there.
+    """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, context: RoleContext, past: str) -> None:
+        assert context.plan.server is not None
+        self._server = context.plan.server
+        self.models = self._server.models[CHANNEL], past
+        self.patience = self._server.patience
+        self._weights = context.reader(CHANNEL)
 
     def connect(self) -> Server:
-        return connect(self._address)
+        return connect(self._server.address)
 
-    def newest(self, connection: Server) -> Callable[[], int]:
-        """What tells the newest version."""
-        weights = _here(connection, MODEL)
-        return lambda: weights.newest
+    def newest(self) -> int:
+        """The newest version."""
+        return self._weights.newest
 
 
 class InCluster:
     """An engine that is found by its name, which has the weights of the run's channel; a role of that run asks it."""
 
-    moves = True
+    models = MODEL, POOL_MODEL
+    patience = _FOUND
 
     def __init__(self, name: str, context: RoleContext) -> None:
         self._name, self._context = name, context
@@ -155,9 +148,9 @@ class InCluster:
         book = self._context.folder(BOOK)
         return reach(self._name, lambda: find(book, self._name), _FOUND, self._context.alive)
 
-    def newest(self, connection: Server) -> Callable[[], int]:
-        """What tells the newest version."""
-        return lambda: self._weights.newest
+    def newest(self) -> int:
+        """The newest version."""
+        return self._weights.newest
 
 
 @dataclass(slots=True)
@@ -186,7 +179,7 @@ class ServedPolicies:
     """
 
     def __init__(
-        self, where: Beside | InCluster, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None
+        self, where: OnServer | InCluster, rows: int, local: LocalPolicies, pool: Pool, max_lag: int | None
     ) -> None:
         self._where, self._local, self._pool, self._max_lag = where, local, pool, max_lag
         self._half = -(-rows // 2)
@@ -207,7 +200,7 @@ class ServedPolicies:
         self._asked[half] = _Asked(seen, past)
         try:
             self._send(half)
-        except (ServerGone, Timeout) as error:
+        except (ServerGone, Timeout, ModelNotFound) as error:
             self._again(error)
 
     def actions(self, half: int) -> Rows:
@@ -216,7 +209,7 @@ class ServedPolicies:
                 chosen = self._collect(half)
                 del self._asked[half]
                 return chosen
-            except (ServerGone, Timeout) as error:
+            except (ServerGone, Timeout, ModelNotFound) as error:
                 self._again(error)
 
     def player(self, name: str) -> Opponent:
@@ -239,18 +232,16 @@ class ServedPolicies:
     def _open(self) -> None:
         with ExitStack() as undo:
             connection = undo.enter_context(self._where.connect())
-            self._model = undo.enter_context(connection.model(MODEL, rows=2 * self._half))
+            newest, past = self._where.models
+            self._model = undo.enter_context(connection.model(newest, rows=2 * self._half))
             # A lane for each half: requests of changing sizes would leave gaps in a common one.
-            self._past = [undo.enter_context(connection.model(POOL_MODEL, rows=self._half)) for _ in (0, 1)]
-            self._newest = self._where.newest(connection)
+            self._past = [undo.enter_context(connection.model(past, rows=self._half)) for _ in (0, 1)]
             self._resources = undo.pop_all()
 
     def _again(self, error: Error) -> None:
-        """Connect anew, and ask again for all that is not answered. Raises the error where the server cannot move."""
-        if not self._where.moves:
-            raise error
+        """Connect anew, and ask again for all that is not answered, as long as the server is waited for."""
         _log.warning("the policy server is looked for again: %s", error)
-        until = time.monotonic() + _FOUND
+        until = time.monotonic() + self._where.patience
         while True:
             with suppress(Error):
                 self._resources.close()
@@ -259,9 +250,10 @@ class ServedPolicies:
                 for half in self._asked:
                     self._send(half)
                 return
-            except (ServerGone, Timeout):
+            except (ServerGone, Timeout, ModelNotFound, Refused):
                 if time.monotonic() > until:
                     raise
+                time.sleep(_PAUSE)
 
     def _send(self, half: int) -> None:
         asked = self._asked[half]
@@ -291,5 +283,5 @@ class ServedPolicies:
         return chosen
 
     def _late(self, reply: Reply) -> bool:
-        behind = self._newest() - reply.version
+        behind = self._where.newest() - reply.version
         return reply.version == 0 or (self._max_lag is not None and behind > self._max_lag)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from jurybox.training.algorithms.league import LeagueSettings
 from jurybox.training.algorithms.td3_actor import TD3Settings
-from jurybox.training.runtime.settings import Settings
+from jurybox.training.runtime.settings import ServedSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
 LEAVING = 8  # past selves that stay for a while when they have left: somebody may just have drawn them
 
 
-class HockeyTraining(Settings):
+class HockeyTraining(ServedSettings):
     """Settings of one training; a TOML file and the command line hold the same names."""
 
     title = "hockey"
@@ -54,6 +54,7 @@ class HockeyTraining(Settings):
     # What may be another when a run is resumed: how long it goes on, who does the work, what is looked at.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
+        *("server", "server_http"),
         *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
     )
@@ -66,7 +67,6 @@ class HockeyTraining(Settings):
     mode: Literal[0, 1, 2] = Field(0, description="0 whole games, 1 shooting, 2 defence.")
     workers: int = Field(1, ge=1, description="Collecting processes.")
     envs: int | None = Field(None, ge=2, description="Games of all workers together; none: 8 for each.")
-    policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
 
     learning_starts: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
     # A learner step costs about what 39 env steps cost: with one collector, both are busy.
@@ -121,7 +121,7 @@ class HockeyTraining(Settings):
 
     def unused(self) -> dict[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``league.NAME``."""
-        unused: dict[str, str] = {}
+        unused = super().unused()
         if not self.prioritized:
             unused |= dict.fromkeys(("alpha", "beta"), "prioritized is false")
         if self.league.weighting != "hard":

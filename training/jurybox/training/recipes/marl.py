@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,10 +26,12 @@ from jurybox.training.runtime.plan import (
     Timeouts,
     refuse_unused,
 )
-from jurybox.training.runtime.settings import Settings
+from jurybox.training.runtime.serving import Models, ServedModels
+from jurybox.training.runtime.settings import ServedSettings
 
 _ROLES = "jurybox.training.recipes.marl_roles"
 _LEARNERS = "jurybox.training.recipes.marl_learners"
+_FACTORY = "jurybox.training.recipes.served_networks:choosing_policy"
 TREASURE = "jurybox.training.environments.treasure:TreasureHunt"
 
 
@@ -68,7 +70,7 @@ OWN = frozenset(
 )
 
 
-class MarlTraining(Settings):
+class MarlTraining(ServedSettings):
     """Settings of a multi-agent training; a TOML file and the command line hold the same names."""
 
     title = "multi-agent"
@@ -193,6 +195,7 @@ class MarlTraining(Settings):
                 unused["device_per_agent"] = "a learner with GPUs of its own (learner_gpus) takes the first of them"
         if self.environment != TREASURE:
             unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `world`"
+        unused |= self.unused()
         return unused
 
     @property
@@ -201,8 +204,11 @@ class MarlTraining(Settings):
         return {"agents": self.agents, **self.world} if self.environment == TREASURE else dict(self.world)
 
 
-def plan(settings: MarlTraining) -> Plan:
+def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None = None) -> Plan:
     """The run that these settings ask for.
+
+    Args:
+        serve: has models served; None: the actor computes its policies itself.
 
     Raises:
         ConfigError: the environment cannot be made, agents that share see or do different things, `share` or `own`
@@ -244,6 +250,12 @@ def plan(settings: MarlTraining) -> Plan:
             "moment": ReplayField((), "int64"),
         }
     names = tuple(of_group)
+    # Names of agents may have characters that names of models have not.
+    models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
+    served = None
+    if serve is not None:
+        made = {"publish": settings.publish_mode, "max_batch": 16}
+        served = serve({models[name]: {"factory": _FACTORY, "args": networks[name], **made} for name in names})
     played = {"environment": environment, "groups": groups, "networks": networks}
     return Plan(
         roles=(
@@ -292,6 +304,7 @@ def plan(settings: MarlTraining) -> Plan:
         save_every=settings.checkpoint_every,
         log_every=settings.log_every,
         best="return",
+        server=None if served is None else served.feed(models),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -11,9 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from jurybox.client import Error, Model, ModelNotFound, ServerGone, Timeout, connect
 from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, ValueNetwork, as_floats
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.torch_states import TorchWeights
+from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 
 Algorithm = Literal["dqn", "iqn", "ppo"]
@@ -48,6 +52,9 @@ def make_network(
 
 
 Observation = npt.NDArray[Any]
+_ANSWER = 10.0  # seconds
+_LOOK = 0.002
+_UPDATES = 64
 
 
 class Policy(ABC):
@@ -61,6 +68,14 @@ class Policy(ABC):
     def __init__(self, context: RoleContext, channel: str, network: nn.Module) -> None:
         self._weights = TorchWeights(context.reader(channel), network.requires_grad_(False))
         context.follow(channel, self._weights)
+        server = context.plan.server
+        acts = context.spec.kind is Kind.ACTOR and server is not None and channel in server.models
+        self._served = ServedNetwork(context, channel) if acts else None
+
+    def close(self) -> None:
+        """Give back what it has on a server."""
+        if self._served is not None:
+            self._served.close()
 
     @abstractmethod
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
@@ -69,6 +84,57 @@ class Policy(ABC):
     @abstractmethod
     def play(self, stacked: Observation, random: np.random.Generator) -> int:
         """An action as in an evaluation."""
+
+
+class ServedNetwork:
+    """A group's network on the plan's server, which has what its learner publishes.
+
+    Attributes:
+        version: of the weights that gave the last answer.
+    """
+
+    def __init__(self, context: RoleContext, channel: str) -> None:
+        assert context.plan.server is not None
+        self._server, self._channel, self._context = context.plan.server, channel, context
+        self._reader, self._max_lag = context.reader(channel), context.plan.max_lag
+        self._resources = ExitStack()
+        self._model: Model | None = None
+        self.version = 0
+
+    def __call__(self, stacked: Observation) -> npt.NDArray[np.float32]:
+        """What the policy chooses by, (1, actions), of weights that have been published and are not too old.
+
+        Raises:
+            ServerGone, Timeout, ModelNotFound: for longer than the server's patience.
+        """
+        until = time.monotonic() + self._server.patience
+        while True:
+            try:
+                reply = (self._model or self._open()).infer_reply(stacked[None], timeout=_ANSWER)
+                behind = self._reader.newest - reply.version
+                if reply.version and (self._max_lag is None or behind <= self._max_lag or time.monotonic() > until):
+                    self.version = reply.version
+                    return np.asarray(reply.outputs)
+            except (ServerGone, Timeout, ModelNotFound):
+                self.close()
+                if time.monotonic() > until:
+                    raise
+            self._context.alive()
+            time.sleep(_LOOK)
+
+    def close(self) -> None:
+        """Give its lane back."""
+        self._model = None
+        with suppress(Error):
+            self._resources.close()
+
+    def _open(self) -> Model:
+        with ExitStack() as undo:
+            connection = undo.enter_context(connect(self._server.address))
+            model = undo.enter_context(connection.model(self._server.models[self._channel], rows=1))
+            self._resources = undo.pop_all()
+        self._model = model
+        return model
 
 
 class ValuePolicy(Policy):
@@ -96,6 +162,8 @@ class ValuePolicy(Policy):
         explores, anything = random.random() < epsilon, int(random.integers(self._actions))
         if explores:
             return anything
+        if self._served is not None:
+            return int(self._served(stacked)[0].argmax())
         with torch.inference_mode():
             return int(self._network.values(torch.from_numpy(stacked)[None])[0].argmax())
 
@@ -110,17 +178,32 @@ class SampledPolicy(Policy):
     def __init__(self, context: RoleContext, channel: str, network: ActorCritic, *, scale: float) -> None:
         super().__init__(context, channel, network)
         self._network, self._scale = network, scale
+        self._updates: dict[int, int] = {}  # by version, of the last that were seen
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
         action, log_probability = self._draw(stacked, random)
-        return action, {"log_probability": log_probability, "version": self._weights.extra["updates"]}
+        return action, {"log_probability": log_probability, "version": self._of_updates()}
+
+    def _of_updates(self) -> int:
+        """After how many updates the policy that has just acted was published; rather fewer where it is not known."""
+        newest = int(self._weights.extra["updates"])
+        if self._served is None:
+            return newest
+        self._updates[self._weights.version] = newest
+        if len(self._updates) > _UPDATES:
+            del self._updates[min(self._updates)]
+        known = [updates for version, updates in self._updates.items() if version <= self._served.version]
+        return max(known, default=min(self._updates.values()))
 
     def play(self, stacked: Observation, random: np.random.Generator) -> int:
         return self._draw(stacked, random)[0]
 
     def _draw(self, stacked: Observation, random: np.random.Generator) -> tuple[int, float]:
         with torch.inference_mode():
-            logits = self._network.actor(as_floats(torch.from_numpy(stacked)[None], self._scale))[0]
+            if self._served is not None:
+                logits = torch.from_numpy(self._served(stacked)[0].copy())
+            else:
+                logits = self._network.actor(as_floats(torch.from_numpy(stacked)[None], self._scale))[0]
             log_probabilities = torch.log_softmax(logits, 0).double().numpy()
         reached = np.cumsum(np.exp(log_probabilities)) > random.random()
         action = int(reached.argmax()) if reached.any() else len(reached) - 1

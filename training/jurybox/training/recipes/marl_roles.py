@@ -87,6 +87,8 @@ class TurnTaker(Actor):
         self._moment = int(state["moment"])
 
     def close(self) -> None:
+        for policy in self._policies.values():
+            policy.close()
         self.env.close()
 
     def _begin(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from jurybox.training.run_folder import Tracker
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Kind, Outcome, Plan
 from jurybox.training.runtime.progress import COLUMNS
+from jurybox.training.runtime.serving import served_models
 
 
 def train(
@@ -41,20 +43,26 @@ def train(
         CheckpointError: no run was begun there.
     """
     check_gpus(launcher, {"learner_gpus": settings.learner_gpus})
-    planned, folder = plan(settings), settings.log_dir
-    return recorded_run(
-        planned,
-        folder,
-        _columns(planned),
-        settings,
-        lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
-        serial=serial,
-        resume=resume,
-        console=console,
-        signals=signals,
-        trackers=trackers,
-        launcher=launcher,
-    )
+    folder = settings.log_dir
+    with ExitStack() as resources:
+        serve = None
+        if settings.policy == "served":
+            log, http = folder / "server.log", settings.server_http
+            serve = lambda models: resources.enter_context(served_models(models, settings.server, log, http=http))  # noqa: E731
+        planned = plan(settings, serve)
+        return recorded_run(
+            planned,
+            folder,
+            _columns(planned),
+            settings,
+            lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
+            serial=serial,
+            resume=resume,
+            console=console,
+            signals=signals,
+            trackers=trackers,
+            launcher=launcher,
+        )
 
 
 def _columns(planned: Plan) -> tuple[str, ...]:

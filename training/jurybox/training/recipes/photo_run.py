@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
 from jurybox.training.run_folder import RunLog, Tracker
 from jurybox.training.runtime.local_server import LocalServer
+from jurybox.training.runtime.serving import served_models
 
 _log = logging.getLogger(__name__)
+_GLANCE = 0.5  # seconds for a server that may be at the default address
 
 
 def run(
@@ -40,6 +44,7 @@ def run(
     spread: Spread | None = None,
     far: str | None = None,
     serial: bool = False,
+    juror: PhotoConfig | None = None,
 ) -> Verdict:
     """Train, evaluate on held-out photos, and write the report.
 
@@ -50,6 +55,7 @@ def run(
         trackers: makes those that record the run elsewhere; called when the folder has been found usable.
         before: seconds that something took before this, by name, for the report.
         spread, far, serial: see `train`.
+        juror: the environment's settings with the place where the juror really is; None: as in the settings.
 
     Returns:
         The verdict, which is also in the report and in summary.json.
@@ -60,8 +66,9 @@ def run(
     """
     checkpoint = resumed(folder, settings, watcher.say) if resume else None
     took = dict(before or {})
+    asked, settings = settings, settings if juror is None else settings.changed(environment=juror)
     with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
-        write_settings(folder, settings)
+        write_settings(folder, asked)
         log.add_trackers(trackers())
         began = time.monotonic()
         model = train(settings, log, resume=checkpoint, watcher=watcher, spread=spread, far=far, serial=serial)
@@ -119,9 +126,10 @@ def _work(settings: PhotoTraining, given: Run) -> str:
     if given.launcher == "local":
         given.refuse({"--network-address": "it goes with --launcher ray"})
         check_workers(settings)
-    if settings.environment.scorer == "server":
-        check_server(settings.environment.address, settings.environment.model)
-    with spread_named(given.launcher, given.ray_address) as spread:
+    with (
+        juror_of(settings, given.folder, http=bool(given.more.get("server_http"))) as juror,
+        spread_named(given.launcher, given.ray_address) as spread,
+    ):
         verdict = run(
             settings,
             given.folder,
@@ -132,8 +140,42 @@ def _work(settings: PhotoTraining, given: Run) -> str:
             spread=spread,
             far=far,
             serial=given.serial,
+            juror=juror,
         )
     return "\n".join((verdict.headline, *verdict.sentences))
+
+
+@contextmanager
+def juror_of(settings: PhotoTraining, folder: Path, *, http: bool = False) -> Iterator[PhotoConfig]:
+    """The environment's settings with the place of the juror, which is there for the length of the block.
+
+    That is a server's model of this name. Where the server has none, the juror is loaded there for this training; where
+    no address is given and no server runs at the default one, a private server is started.
+
+    Raises:
+        NoServer: nobody answers at the address that is given.
+        Refused: the server does not hold the juror, and its configuration does not let it in.
+    """
+    config = settings.environment
+    if config.scorer != "server":
+        yield config
+        return
+    address = config.address or os.environ.get("JURYBOX_ADDRESS")
+    if address is not None:
+        held = check_server(address, config.model)
+    else:
+        try:
+            with connect(timeout=_GLANCE) as server:
+                address, held = server.address, config.model in server.models()
+        except Error:
+            held = False
+    if held:
+        yield replace(config, address=address)
+        return
+    models = {config.model: {"factory": config.juror, "max_batch": max(16, settings.n_envs)}}
+    folder.mkdir(parents=True, exist_ok=True)
+    with served_models(models, address, folder / "server.log", http=http) as served:
+        yield replace(config, address=served.address, model=served.names[config.model])
 
 
 TRAINING = Training("photo", PhotoTraining, _work)

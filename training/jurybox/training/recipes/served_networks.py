@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
+from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import Actor, Policy
 from jurybox.training.algorithms.td3_actor import CLIP
@@ -46,4 +48,42 @@ def workflow_policy() -> ServedModel:
         _Named(),
         {"observation": TensorSpec("float32", (INPUTS,))},
         {"logits": TensorSpec("float32", (N_ACTIONS,)), "value": TensorSpec("float32", ())},
+    )
+
+
+# ----
+# Networks of multi-agent trainings: what their policies choose by, under the names that the learners publish.
+
+
+class _Quantiles(QuantileNetwork):
+    def forward(self, seen: Tensor, taus: Tensor | None = None) -> Tensor:
+        return super().forward(seen, self.spread if taus is None else taus).mean(1)
+
+
+class _Logits(ActorCritic):
+    def __init__(self, inputs: int, actions: int, hidden: Sequence[int], scale: float) -> None:
+        super().__init__(inputs, actions, hidden)
+        self._scale = scale
+
+    def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]
+        return self.actor(as_floats(observation, self._scale))  # type: ignore[no-any-return]
+
+
+def choosing_policy(
+    algorithm: str, shape: Sequence[int], actions: int, hidden: Sequence[int], dtype: str = "uint8", scale: float = 1.0
+) -> ServedModel:
+    """Stacked observations of `shape` to what a policy of "dqn", "iqn" or "ppo" chooses by, float32 (actions,).
+
+    Values of actions, or for "ppo" logits.
+    """
+    inputs, widths = math.prod(shape), tuple(hidden)
+    networks: dict[str, Callable[[], nn.Module]] = {
+        "dqn": lambda: QNetwork(inputs, actions, widths, scale),
+        "iqn": lambda: _Quantiles(inputs, actions, widths, scale),
+        "ppo": lambda: _Logits(inputs, actions, widths, scale),
+    }
+    return ServedModel(
+        networks[algorithm](),
+        {"observation": TensorSpec(dtype, tuple(shape))},
+        {"logits" if algorithm == "ppo" else "values": TensorSpec("float32", (actions,))},
     )

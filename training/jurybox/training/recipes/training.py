@@ -43,7 +43,8 @@ _EXTRA = (
 _NO_SERVER = """\
 {error}
 
-A training asks a running server for its scores. Start one in another terminal:
+A training asks a server for its scores. Leave --server (and JURYBOX_ADDRESS) out, and it starts one of its own; or
+start one in another terminal:
 
     printf '[models.{model}]\\nfactory = "jurybox.server.jurors:panel"\\n' > photo.toml
     jurybox serve photo.toml
@@ -285,15 +286,15 @@ def require_extra() -> None:
 
 
 class NoServer(RuntimeError):
-    """There is no server to train against, or it has no such juror."""
+    """There is no server to train against."""
 
 
-def check_server(address: str | None, model: str) -> None:
-    """Raises NoServer where none answers at that address, or it has no such model."""
+def check_server(address: str, model: str) -> bool:
+    """Whether the server there holds a model; raises NoServer where none answers."""
     from jurybox.client import Error, connect
 
     try:
         with connect(address, timeout=2.0) as server:
-            server.describe(model)
+            return model in server.models()
     except Error as error:
         raise NoServer(_NO_SERVER.format(error=error, model=model)) from error

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jurybox.client import Model, Publisher
+from jurybox.client import Model, Publisher, connect
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO
-from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.plan import ConfigError, RunError
+from jurybox.training.runtime.serving import served_models
 from jurybox.training.search.settings import WorkflowTraining
 
 MODEL = "policy/workflow"
@@ -25,6 +25,7 @@ _FACTORY = "jurybox.training.recipes.served_networks:workflow_policy"
 
 _ADOPTED = 30.0  # seconds; an engine that restarts meanwhile imports torch
 _PAUSE = 0.002
+_CONNECT = 30.0
 
 Floats = npt.NDArray[np.float32]
 
@@ -85,21 +86,18 @@ class ServedPolicy:
 
 @contextmanager
 def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], Any] | None]:
-    """Makes a policy for a learner, where the settings want it served; the server lives as long as the block."""
+    """Makes a policy for a learner, where the settings want it served; it is there as long as the block."""
     if settings.policy == "local":
         yield None
         return
     hidden = settings.ppo.hidden
     if hidden != (64, 64):
         raise ConfigError(f"expected the default network, which is what the server makes, got hidden {hidden}")
-    server = LocalServer(
-        {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.envs}}, log, http=False
-    )
-    try:
-        server.start()
-        server.wait()
-        with server.connect() as connection, connection.publisher(MODEL) as publisher:
-            model = connection.model(MODEL, rows=settings.envs)
-            yield lambda learner: ServedPolicy(learner, model, publisher)
-    finally:
-        server.stop()
+    made = {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.envs}}
+    with (
+        served_models(made, settings.server, log, http=settings.server_http) as served,
+        connect(served.address, timeout=_CONNECT) as connection,
+        connection.publisher(served.names[MODEL]) as publisher,
+    ):
+        model = connection.model(served.names[MODEL], rows=settings.envs)
+        yield lambda learner: ServedPolicy(learner, model, publisher)

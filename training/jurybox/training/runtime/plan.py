@@ -90,6 +90,21 @@ class ChannelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyServer:
+    """A server that has the run's policies, and is given what is published to them.
+
+    Attributes:
+        address: of the server.
+        models: by weights channel, the model that has its publications, under the same versions.
+        patience: seconds for which roles wait for a server that went away before that is an error.
+    """
+
+    address: str
+    models: Mapping[str, str] = field(default_factory=dict)
+    patience: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """How learner steps and environment steps go together, counted over the whole run.
 
@@ -185,6 +200,7 @@ class Plan:
         best: the number of evaluations whose highest value marks the best checkpoint; None: none is marked.
         folders: by name, folders on the orchestrator's machine. A file in one is written once, whole (under a hidden
             name first), and is soon in that folder on every machine that has roles.
+        server: what is published goes there, too; None: to the roles alone.
     """
 
     roles: tuple[RoleSpec, ...]
@@ -201,6 +217,7 @@ class Plan:
     on_failure: Literal["end", "serial"] = "end"
     best: str | None = None
     folders: Mapping[str, str] = field(default_factory=dict)
+    server: PolicyServer | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -235,6 +252,8 @@ def check(plan: Plan) -> None:
             raise PlanError(
                 f"{role.name}: settings travel to a fresh process as JSON, and these don't: {error}"
             ) from error
+    if plan.server is not None and (strange := plan.server.models.keys() - channels):
+        raise PlanError(f"the server is to have {strange.pop()!r}, which the plan has no channel for")
     if not plan.of_kind(Kind.ACTOR):
         raise PlanError("a run needs an actor: nothing would ever happen")
 

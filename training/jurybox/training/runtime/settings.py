@@ -11,7 +11,7 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -94,6 +94,24 @@ class Settings(BaseModel):
             else:
                 found[name] = value
         return found
+
+
+class ServedSettings(Settings):
+    """Settings of a training whose policy a server can compute; `policy` says whether."""
+
+    policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
+    server: str | None = Field(
+        None, description="Of a served policy: ipc:// or grpc:// address of a server; none: a private one is started."
+    )
+    server_http: bool = Field(False, description="Whether a private server serves HTTP, too, on a free port.")
+
+    def unused(self) -> dict[str, str]:
+        unused: dict[str, str] = {}
+        if self.policy == "local":
+            unused |= dict.fromkeys(("server", "server_http"), 'policy is "local", so no server is asked')
+        elif self.server is not None:
+            unused["server_http"] = "the server at `server` has a setting of its own for HTTP"
+        return unused
 
 
 def flat_names(said: Mapping[str, Any]) -> list[str]:

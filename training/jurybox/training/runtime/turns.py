@@ -13,6 +13,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.training.runtime.plan import Kind, Plan, load
 from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Role, RoleContext
 from jurybox.training.runtime.scoreboard import Scoreboard, Subject, Told, Word
+from jurybox.training.runtime.serving import ServedChannel
 
 _READ_SECONDS = 1.0
 
@@ -173,10 +174,17 @@ class LearnerTurn(Turn):
         self._learner = role
         self._every = context.spec.publish_every
         self._publisher: Publisher | None = None
-        if context.spec.publishes is not None:
+        self._served: ServedChannel | None = None
+        if (channel := context.spec.publishes) is not None:
             self._publisher = context.publisher()
+            server = context.plan.server
+            if server is not None and channel in server.models:
+                self._served = ServedChannel(server, channel, context.alive)
             if publish:
                 self._publish()
+            elif self._served is not None:  # a server that has not what was published before this process
+                state, version, _ = context.shared.reader(channel).read(timeout=_READ_SECONDS)
+                self._served.publish(state, version)
 
     def may(self) -> bool:
         due = self.rules.may_learn(self.context.number)
@@ -196,6 +204,8 @@ class LearnerTurn(Turn):
             self._publish()
 
     def close(self) -> None:
+        if self._served is not None:
+            self._served.close()
         if self._publisher is not None:
             self._publisher.close()
         super().close()
@@ -203,7 +213,9 @@ class LearnerTurn(Turn):
     def _publish(self) -> None:
         if self._publisher is not None:
             weights, extra = self._learner.publication()
-            self.context.words[Word.VERSION] = self._publisher.publish(weights, extra)
+            version = self.context.words[Word.VERSION] = self._publisher.publish(weights, extra)
+            if self._served is not None:
+                self._served.publish(weights, version)
 
 
 class EvaluatorTurn(Turn):

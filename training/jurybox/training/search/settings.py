@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.environments.cage import RedName
 from jurybox.training.environments.cage.tables import UNIT_TYPES
-from jurybox.training.runtime.settings import Settings
+from jurybox.training.runtime.settings import ServedSettings
 
 # ----
 # Workflows: the 120 orders in which the five types of units may have priority.
@@ -68,7 +68,7 @@ def _signs(orders: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 # What a search over workflows can be told.
 
 
-class WorkflowTraining(Settings):
+class WorkflowTraining(ServedSettings):
     """A search over workflows; a TOML file and the command line hold the same names.
 
     Attributes:
@@ -93,7 +93,7 @@ class WorkflowTraining(Settings):
         evaluation_episodes: after a workflow's training; ten times as many at the end.
         workers: that networks are spread over: processes, with "cyborg"; actors of a cluster, with either.
         halves: act for half of the networks while the other half steps. Draws other random numbers than acting for all.
-        policy: "local", or "served": actions come from a policy server that this training starts.
+        policy: "local", or "served": actions come from a policy server, one that runs or a private one.
         ppo: the learner's settings.
     """
 
@@ -110,7 +110,7 @@ class WorkflowTraining(Settings):
         "ppo.normalise_advantages": "ppo.normalize_advantage",
     }
     # What may be different when a run is resumed; all else would make it another run.
-    may_change = ("total_episodes", "workers", "policy")
+    may_change = ("total_episodes", "workers", "policy", "server", "server_http")
 
     env: Literal["cage", "cyborg"] = "cage"
     red: RedName = "B_line"
@@ -136,7 +136,6 @@ class WorkflowTraining(Settings):
     evaluation_episodes: int = Field(200, ge=1)
     workers: int | None = Field(None, ge=1)
     halves: bool = False
-    policy: Literal["local", "served"] = "local"
     ppo: PPOSettings = PPOSettings()
 
     @model_validator(mode="after")
@@ -152,5 +151,6 @@ class WorkflowTraining(Settings):
             raise ValueError(f"expected at least 2 networks to make halves of, got envs {self.envs}")
         return self
 
-    def unused(self) -> Mapping[str, str]:
-        return {"quirk": "it is of our simulator; CybORG is as it is"} if self.env == "cyborg" else {}
+    def unused(self) -> dict[str, str]:
+        own = {"quirk": "it is of our simulator; CybORG is as it is"} if self.env == "cyborg" else {}
+        return {**super().unused(), **own}

@@ -16,17 +16,15 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 
-from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for, plain
+from jurybox.protocol.errors import Code, ModelNotFound, Refused, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Output, Wanted
 from jurybox.server.gateway.inference.shared_memory import Region
-from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, shown
+from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown
 from jurybox.server.security.http import TAKEN, Taken
 
 LENGTH = "Inference-Header-Content-Length"
-# What JSON of so many bytes becomes in memory: numbers eight times as much, lists and objects thirty times.
-_MOST_PARTS = {b"{": 8 * MOST_TENSORS, b"[": 1 << 20, b'"': 64 * MOST_TENSORS}
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 
@@ -91,22 +89,6 @@ def whole(text: str, most: int) -> int:
         return -1
     number = int(text)
     return number if number <= most else -1
-
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """An object. Raises ProtocolMismatch: it is none, or has more parts than a request has."""
-    for mark, most in _MOST_PARTS.items():
-        if (there := body.count(mark)) > most:
-            raise malformed(
-                f"the JSON has {there} {mark.decode()}, expected at most {most}: send tensors as binary data"
-            )
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise malformed(f"the body is no JSON: {plain(error, 200)}") from error
-    if not isinstance(given, dict):
-        raise malformed(f"the body is a JSON {type(given).__name__}: expected an object")
-    return given
 
 
 def _input(part: dict[str, Any], binary: memoryview) -> tuple[Input, int]:

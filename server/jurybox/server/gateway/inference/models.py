@@ -13,7 +13,7 @@ from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import build_version, require_name
 from jurybox.server.gateway.inference.lanes import Lanes
-from jurybox.server.gateway.inference.tensors import Parameters, weights_version
+from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, weights_version
 
 Document = dict[str, Any]
 
@@ -173,10 +173,10 @@ def _sum_ns(counts: list[int]) -> int:
 
 
 # ----
-# The model-repository extension: loading and unloading models of the server's configuration.
+# The model-repository extension: loading and unloading models.
 #
-# A request cannot bring settings: they name code to import, and whoever reaches a port must not run code. A client on
-# the server's own clients can (jurybox.client.Server.load).
+# A request may bring settings, which name code to import: as much of it as `server.remote_factories` lets in, which is
+# nothing unless the configuration says so.
 
 
 _LOAD = 120.0  # seconds
@@ -191,17 +191,33 @@ class Repository:
     async def load(self, repository: str, model: str, parameters: Parameters) -> None:
         """Load a configured model, or load it again; it goes on serving meanwhile.
 
+        Args:
+            parameters: none; or `settings`, as JSON of [models.NAME], and `keep`, seconds, for a model that the client
+                brings and keeps; or `keep` alone, which holds such a model on.
+
         Raises:
             ModelNotFound: none of that name is configured. ModelFailed, Timeout: it could not be loaded.
-            Refused: settings or files came with the request.
+            Refused: other parameters came with the request, or settings that the configuration does not let in.
         """
         _only_ours(repository)
-        for name in parameters:
+        given = dict(parameters)
+        settings, keep = given.pop("settings", ""), given.pop("keep", 0)
+        for name in given:
             raise Refused(
-                f"parameter {name!r}: settings and files name code to run, which is not taken from HTTP or gRPC; "
-                "change the server's configuration, or call jurybox.client's Server.load on the server's host"
+                f"parameter {name!r}: files and settings of Triton's name code to run, which is not taken from HTTP or "
+                "gRPC; change the server's configuration, or call jurybox.client's Server.load"
             )
-        await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
+        if not isinstance(settings, str) or isinstance(keep, bool) or not isinstance(keep, int | float):
+            raise malformed("expected settings, JSON in a string, and keep, seconds")
+        if settings:
+            told = read_json(settings.encode())
+            await self._lanes.call(
+                lambda server: server.load(model, told, keep=float(keep), timeout=_LOAD, remote=True)
+            )
+        elif keep:
+            await self._lanes.call(lambda server: server.keep(model, float(keep)))
+        else:
+            await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
 
     async def unload(self, repository: str, model: str, parameters: Parameters) -> None:
         """Serve a model no longer. Raises ModelNotFound."""

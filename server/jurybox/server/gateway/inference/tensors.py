@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,29 @@ Rows = NDArray[Any] | list[Any]  # (n, *row shape); a list of n arrays or bytes 
 
 MOST_DIMENSIONS = 32
 MOST_TENSORS = 1024  # inputs, outputs and parameters that a request may name, of each kind
+# What JSON of so many bytes becomes in memory: numbers eight times as much, lists and objects thirty times.
+_MOST_PARTS = {b"{": 8 * MOST_TENSORS, b"[": 1 << 20, b'"': 64 * MOST_TENSORS}
 
 
 def malformed(message: str) -> Error:
     """What to raise for a request that cannot be read."""
     return error_for(Code.MALFORMED, message)
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """An object. Raises ProtocolMismatch: it is none, or has more parts than a request has."""
+    for mark, most in _MOST_PARTS.items():
+        if (there := body.count(mark)) > most:
+            raise malformed(
+                f"the JSON has {there} {mark.decode()}, expected at most {most}: send tensors as binary data"
+            )
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise malformed(f"the body is no JSON: {plain(error, 200)}") from error
+    if not isinstance(given, dict):
+        raise malformed(f"the body is a JSON {type(given).__name__}: expected an object")
+    return given
 
 
 def shown(value: object) -> str:

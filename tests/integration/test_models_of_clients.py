@@ -1,0 +1,130 @@
+"""Models that a client brings and keeps: over every transport, within the configuration, gone with their client."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+from jurybox.client import ModelNotFound, Refused, connect
+
+MINE = {"factory": "tests.models:affine", "args": {"scale": 3.0}, "publish": "double_buffer"}
+X = np.ones((2, 4), np.float32)
+TRANSPORTS = ["ipc", "grpc", "tcp"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    models = {"own": {"factory": "tests.models:affine"}}
+    lets_in = {"remote_factories": ["tests.models:*"]}
+    with serving(tmp_path_factory.mktemp("server"), models, grpc="127.0.0.1:0", tcp="127.0.0.1:0", **lets_in) as it:
+        yield it
+
+
+@pytest.fixture(params=TRANSPORTS)
+def client(server, request):
+    kind = request.param
+    address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
+    with connect(address, timeout=30.0) as connection:
+        yield connection
+
+
+def test_a_client_anywhere_loads_asks_keeps_and_unloads_what_the_configuration_lets_in(client):
+    client.load("mine", MINE, keep=30.0)
+    assert (client.model("mine", rows=2).infer(X) == 4.0).all()
+    client.keep("mine", 60.0)
+    client.unload("mine")
+    with pytest.raises(ModelNotFound):
+        client.describe("mine")
+
+
+def test_a_model_whose_client_says_nothing_any_more_is_let_go_and_one_that_is_kept_is_not(client):
+    for name in ("silent", "kept"):
+        client.load(name, MINE, keep=2.0)
+    began = time.monotonic()
+
+    def silent_is_gone():
+        client.keep("kept", 2.0)
+        return "silent" not in client.models()
+
+    wait_until(silent_is_gone, 20, "the model that nobody keeps, unloaded")
+    assert time.monotonic() - began > 0.5
+    assert "kept" in client.models() and "own" in client.models()
+    client.unload("kept")
+
+
+@pytest.mark.parametrize("kind", ["grpc", "tcp"])
+def test_a_client_elsewhere_brings_no_more_than_that_and_touches_nothing_of_the_servers(server, kind, tmp_path):
+    with connect(f"{kind}://{server.listening(kind)}", timeout=30.0) as client, server.connect() as here:
+        here.load("local", {"factory": "tests.models:affine"})
+        for name in ("own", "local"):
+            with pytest.raises(Refused, match="is this server's own"):
+                client.load(name, MINE, keep=5.0)
+        with pytest.raises(Refused, match=r'add this line .* remote_factories = \["os:\*"\]'):
+            client.load("mine", {"factory": "os:getcwd"}, keep=5.0)
+        with pytest.raises(Refused, match="is held for 1 to 3600 s"):
+            client.load("mine", MINE)
+        for more in ({"save_dir": str(tmp_path)}, {"weights": "/etc/passwd"}, {"compile": True}):
+            with pytest.raises(Refused, match=f"{next(iter(more))} of model 'mine' is not taken from a network"):
+                client.load("mine", {**MINE, **more}, keep=5.0)
+        with pytest.raises(Refused, match="of the server's configuration"):
+            client.keep("own", 5.0)
+        with pytest.raises(Refused, match="stays until it is unloaded"):
+            client.keep("local", 5.0)
+        here.unload("local")
+        assert client.models() == ["own"]
+
+
+def test_without_a_line_in_the_configuration_nothing_comes_in_from_a_network(tmp_path):
+    with serving(tmp_path, {"own": {"factory": "tests.models:affine"}}, grpc="127.0.0.1:0") as server:
+        with connect(f"grpc://{server.listening('grpc')}", timeout=30.0) as client:
+            with pytest.raises(Refused, match=r'remote_factories = \["tests.models:\*"\]'):
+                client.load("mine", MINE, keep=5.0)
+
+
+_RUN = """
+import sys, time
+from pathlib import Path
+from jurybox.training.runtime import serving
+serving.KEEP = 4.0
+models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
+with serving.served_models(models, sys.argv[1], Path("server.log")) as served:
+    print(served.names["policy"], flush=True)
+    if sys.argv[2] == "raise":
+        raise SystemExit(7)
+    time.sleep(600)
+"""
+
+
+def begin(address, how):
+    process = subprocess.Popen([sys.executable, "-c", _RUN, address, how], stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "grpc"])
+def test_two_runs_have_models_of_their_own_and_leave_none_whether_they_end_fail_or_are_killed(server, kind):
+    address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
+    runs = [begin(address, how) for how in ("stay", "stay", "raise")]
+    try:
+        (killed, first), (told, second), (failed, third) = runs
+        assert len({first, second, third}) == 3 and all(name.startswith("policy-") for name in (first, second))
+        assert failed.wait(30) == 7
+        with server.connect() as client:
+            assert third not in client.models()
+            time.sleep(5.0)  # longer than a model is held without a word of its run
+            assert {first, second} <= set(client.models())
+            os.kill(killed.pid, signal.SIGKILL)
+            killed.wait(30)
+            wait_until(lambda: first not in client.models(), 20, "the killed run's model, let go")
+            told.send_signal(signal.SIGINT)
+            told.wait(30)
+            assert client.models() == ["own"]
+    finally:
+        for process, _ in runs:
+            if process.poll() is None:
+                process.kill()
+            process.wait()

@@ -1,0 +1,87 @@
+"""Trainings as clients of a server that runs: over its socket and over gRPC, two at once, nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.serving import serving
+
+CLI = [sys.executable, "-m", "jurybox.training.cli", "train"]
+# fmt: off
+HOCKEY = [
+    "hockey", "--policy", "served", "--envs", "8", "--steps", "1200", "--learning-starts", "200", "--train-freq", "4",
+    "--set", "batch_size = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
+    "--set", "evaluation_games = 1", "--set", "matrix_games = 0", "--set", "film_games = 0", "--set", "max_ahead = 200",
+    "--set", "snapshot_every = 2", "--set", "league.pool = 3", "--set", "league.anchor_share = 0.1",
+    "--evaluate-every", "0",
+]
+WORKFLOW = [
+    "workflow", "--policy", "served", "--envs", "4", "--total-episodes", "16", "--episode-length", "10",
+    "--max-train-episodes-per-env", "2", "--set", "evaluation_episodes = 4",
+]
+MARL = [
+    "marl", "--policy", "served", "--steps", "60", "--set", "learning_starts = 20", "--set", "batch_size = 8",
+    "--set", "hidden = [16, 16]", "--set", "world = {turns = 15, height = 9, width = 9, gems = [4, 2, 1]}",
+    "--set", "evaluate_episodes = 1",
+]
+PHOTO = ["photo", "--workers", "2", "--rollout", "16", "--damages", "2", "--steps", "16"]
+JUROR = ["--set", "environment.juror = 'tests.unit.recipes.cheap_juror:middle_grey'"]
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    lets_in = ["jurybox.training.recipes.served_networks:*", "tests.unit.recipes.cheap_juror:*"]
+    with serving(tmp_path_factory.mktemp("server"), {}, grpc="127.0.0.1:0", remote_factories=lets_in) as running:
+        yield running
+
+
+def train(out, *options):
+    return subprocess.run(
+        [*CLI, *options, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("training", [HOCKEY, WORKFLOW, MARL, [*PHOTO, *JUROR]], ids=lambda options: options[0])
+def test_two_runs_at_once_over_both_transports_end_with_their_reports_and_leave_no_model(tmp_path, server, training):
+    addresses = {"ipc": server.address, "grpc": f"grpc://{server.listening('grpc')}"}
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(lambda at: train(tmp_path / at, *training, "--server", addresses[at]), addresses)
+        for at, done in zip(addresses, ended, strict=True):
+            assert done.returncode == 0, f"{at}: {done.stderr[-3000:]}"
+            assert (tmp_path / at / "report.html").exists()
+            summary = json.loads((tmp_path / at / "summary.json").read_text())
+            assert summary["env_steps"] >= 16 and not summary.get("restarts")
+            assert not (tmp_path / at / "server.log").exists(), "no private server was started"
+    with server.connect() as client:
+        assert client.models() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([*WORKFLOW, "--server", "tcp://127.0.0.1:1"], "carries rows and no weights"),
+        ([*WORKFLOW, "--server", "ipc:///nowhere/engine"], "is a server running there"),
+        (["marl", "--server", "ipc:///nowhere/engine"], 'policy is "local"'),
+    ],
+)
+def test_an_address_that_cannot_be_is_told_in_a_sentence(tmp_path, options, told):
+    done = train(tmp_path / "run", *options)
+    assert done.returncode in (2, 3)
+    assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_server_that_lets_the_policy_not_in_says_which_line_to_add(tmp_path):
+    with serving(tmp_path / "server", {}, grpc="127.0.0.1:0") as server:
+        done = train(tmp_path / "run", *WORKFLOW, "--server", f"grpc://{server.listening('grpc')}")
+    assert done.returncode == 3, done.stderr
+    assert 'remote_factories = ["jurybox.training.recipes.served_networks:*"]' in done.stderr
+    assert "Traceback" not in done.stderr

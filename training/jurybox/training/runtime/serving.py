@@ -1,0 +1,223 @@
+"""The models of a run on a server: one that runs anyway, whose client the training is, or a private one.
+
+On a server of somebody else's the models have names of their own, so that two runs never meet, and are *kept*: the
+server unloads them when nobody has asked for them for `KEEP` seconds. So a run unloads them when it ends, however it
+ends, and one that was killed leaves nothing behind for longer than that.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jurybox.client import Error, ModelNotFound, Refused, Server, ServerGone, Timeout, connect
+from jurybox.training import interrupts
+from jurybox.training.runtime.local_server import LocalServer
+from jurybox.training.runtime.plan import ConfigError, PolicyServer
+
+if TYPE_CHECKING:
+    from jurybox.client import Publisher
+    from jurybox.client.remote.weights import RemotePublisher
+
+_log = logging.getLogger("jurybox.training")
+
+KEEP = 60.0  # seconds that a server holds a run's models without a word of it
+_KEEPS = 4  # words in that time
+_LOAD = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
+_CALL = 10.0
+_UNLOAD = 5.0
+_PATIENCE, _PRIVATE_PATIENCE = 60.0, 2.0  # seconds for a server that went away; nobody starts a private one again
+_AGAIN = 0.2
+
+Models = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """Where a run's models are.
+
+    Attributes:
+        address: of the server.
+        names: by the name that the training has for a model, its name there.
+        private: whether the server is the run's own.
+        http: where it serves HTTP, "host:port"; "" where it does not, or is somebody else's.
+    """
+
+    address: str
+    names: Mapping[str, str]
+    private: bool
+    http: str = ""
+
+    def feed(self, models: Mapping[str, str]) -> PolicyServer:
+        """For a plan: by channel, the model (as the training calls it) that gets its publications."""
+        named = {channel: self.names[model] for channel, model in models.items()}
+        return PolicyServer(self.address, named, _PRIVATE_PATIENCE if self.private else _PATIENCE)
+
+
+@contextmanager
+def served_models(
+    models: Models, server: str | None, log: Path, *, http: bool = False, devices: list[str] | None = None
+) -> Iterator[ServedModels]:
+    """Have models served for the length of the block.
+
+    Args:
+        models: by name, what goes under [models.NAME] of a server's configuration.
+        server: address of the one that shall have them; None: a private one is started, on the GPU where there is one.
+        log: of a private server.
+        http: whether a private server serves HTTP, too, on a free port of this host.
+        devices: of a private server, as in its configuration; None: the first GPU, without one the CPU.
+
+    Raises:
+        ServerGone: nobody answers there. Refused: the server's configuration does not let the models in; the message
+            says which line to add. ModelFailed: one could not be loaded. ServerNotStarted: a private one.
+        ConfigError: weights cannot be published to that address.
+    """
+    if server is None:
+        with _private(models, log, http, devices) as served:
+            yield served
+        return
+    check_address(server, models)
+    run = secrets.token_hex(4)
+    names = {name: f"{name}-{run}" for name in models}
+    with ExitStack() as resources:
+        keeper = _Keeper(server, {names[name]: dict(settings) for name, settings in models.items()})
+        resources.callback(keeper.close)
+        keeper.load()
+        yield ServedModels(server, names, private=False)
+
+
+def check_address(server: str, models: Models) -> None:
+    """Raises ConfigError where weights are to be published to an address that carries none."""
+    if server.startswith("tcp://") and any(settings.get("publish") for settings in models.values()):
+        raise ConfigError(
+            f"{server} carries rows and no weights, and this training publishes its policy: give the server's ipc:// "
+            "address on its own host, or its grpc:// address (server.grpc) from anywhere"
+        )
+
+
+@contextmanager
+def _private(models: Models, log: Path, http: bool, devices: list[str] | None) -> Iterator[ServedModels]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    running = LocalServer(models, log, http=http, server={"devices": devices or _devices()})
+    try:
+        running.start()
+        running.wait()
+        if http:
+            _log.warning("the run's own server: http://%s/", running.http)
+        yield ServedModels(running.address, {name: name for name in models}, private=True, http=running.http)
+    finally:
+        running.stop()
+
+
+def _devices() -> list[str]:
+    import torch
+
+    return ["cuda:0"] if torch.cuda.device_count() else ["cpu"]
+
+
+class _Keeper:
+    """Loads models under their names, asks the server to keep them, and unloads them in the end.
+
+    A server that was started again has none of them: they are loaded there again, and the learner publishes to them.
+    """
+
+    def __init__(self, address: str, models: Mapping[str, dict[str, Any]]) -> None:
+        self._address, self._models = address, models
+        self._loaded: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jurybox-keeper", daemon=True)
+
+    def load(self) -> None:
+        """Load all of them; from then on they are kept."""
+        with connect(self._address, timeout=_CALL) as server:
+            self._thread.start()  # a load may take longer than the server waits for a word
+            for name, settings in self._models.items():
+                server.load(name, settings, keep=KEEP, timeout=_LOAD)
+                self._loaded.add(name)
+
+    def close(self) -> None:
+        """Unload them; a server that is gone, or does not answer, forgets them by itself."""
+        with interrupts.held():
+            self._stop.set()
+            if self._thread.is_alive():
+                self._thread.join(_UNLOAD)
+            with suppress(Error), connect(self._address, timeout=_UNLOAD) as server:
+                for name in self._models:
+                    with suppress(ModelNotFound):
+                        server.unload(name)
+
+    def _run(self) -> None:
+        server: Server | None = None
+        while not self._stop.wait(_AGAIN if server is None else KEEP / _KEEPS):
+            try:
+                server = server or connect(self._address, timeout=_CALL)
+                for name in self._models:
+                    self._keep(server, name)
+            except Error as error:
+                _log.warning("the server at %s does not answer for now: %s", self._address, error)
+                if server is not None:
+                    server.close()
+                server = None
+        if server is not None:
+            server.close()
+
+    def _keep(self, server: Server, name: str) -> None:
+        try:
+            server.keep(name, KEEP)
+        except ModelNotFound:
+            if name in self._loaded and not self._stop.is_set():
+                _log.warning("the server has lost %s, which is loaded again", name)
+                server.load(name, self._models[name], keep=KEEP, timeout=_LOAD)
+
+
+class ServedChannel:
+    """A learner's end of a model that has what is published on one of its run's channels.
+
+    Args:
+        alive: called while it waits for a server that went away.
+    """
+
+    def __init__(self, server: PolicyServer, channel: str, alive: Callable[[], None] = lambda: None) -> None:
+        self._server, self._model, self._alive = server, server.models[channel], alive
+        self._resources = ExitStack()
+        self._publisher: Publisher | RemotePublisher | None = None
+
+    def publish(self, weights: Any, version: int) -> None:
+        """Publish what the channel has under `version`; what the server has had is passed over.
+
+        Raises:
+            ServerGone, Timeout, ModelNotFound, Refused: for longer than the server's patience.
+        """
+        until = time.monotonic() + self._server.patience
+        while True:
+            try:
+                publisher = self._publisher or self._open()
+                if version > publisher.version:
+                    publisher.publish(weights, version=version)
+                return
+            except (ServerGone, Timeout, ModelNotFound, Refused):
+                self.close()
+                if time.monotonic() > until:
+                    raise
+                self._alive()
+                time.sleep(_AGAIN)
+
+    def close(self) -> None:
+        """Give the place of publisher up."""
+        self._publisher = None
+        with suppress(Error):
+            self._resources.close()
+
+    def _open(self) -> Publisher | RemotePublisher:
+        with ExitStack() as undo:
+            connection = undo.enter_context(connect(self._server.address, timeout=_CALL))
+            publisher = self._publisher = connection.publisher(self._model)
+            self._resources = undo.pop_all()
+        return publisher
