@@ -50,7 +50,11 @@ def train(out, *options):
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("training", [HOCKEY, WORKFLOW, MARL, [*PHOTO, *JUROR]], ids=lambda options: options[0])
+@pytest.mark.parametrize(
+    "training",
+    [WORKFLOW, *(pytest.param(each, marks=pytest.mark.slow) for each in (HOCKEY, MARL, [*PHOTO, *JUROR]))],
+    ids=lambda options: options[0],
+)
 def test_two_runs_at_once_over_both_transports_end_with_their_reports_and_leave_no_model(tmp_path, server, training):
     addresses = {"ipc": server.address, "grpc": f"grpc://{server.listening('grpc')}"}
     with ThreadPoolExecutor(2) as pool:
@@ -80,7 +84,7 @@ def test_an_address_that_cannot_be_is_told_in_a_sentence(tmp_path, options, told
 
 
 def test_a_server_that_lets_the_policy_not_in_says_which_line_to_add(tmp_path):
-    with serving(tmp_path / "server", {}, grpc="127.0.0.1:0") as server:
+    with serving(tmp_path / "server", {}, grpc="127.0.0.1:0", factories=["tests.models:*"]) as server:
         done = train(tmp_path / "run", *WORKFLOW, "--server", f"grpc://{server.listening('grpc')}")
     assert done.returncode == 3, done.stderr
     assert 'remote_factories = ["jurybox.training.recipes.served_networks:*"]' in done.stderr

@@ -508,7 +508,7 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
         ConfigError: no model is configured, a device is not there, or the server would be reachable by others without
             `insecure`.
     """
-    if not settings.models:
+    if not (settings.models or settings.server.factories or settings.server.remote_factories):
         raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
     if missing := settings.server.missing_devices():
         raise ConfigError(missing)

@@ -1,4 +1,7 @@
-"""Policies of the trainings as models of the server: what its engines load."""
+"""Policies of the trainings as models of the server: what its engines load.
+
+A server has torch, and nothing of what trainings need beside: no environment is imported here, and sizes are arguments.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import Actor, Policy
 from jurybox.training.algorithms.td3_actor import CLIP
-from jurybox.training.environments.cage.tables import N_ACTIONS
-from jurybox.training.search.rollouts import INPUTS
 
 
 def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
@@ -30,24 +31,19 @@ def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> Serve
 # The search's network as a model of the server.
 
 
-class _Named(nn.Module):
+class _Named(ActorCritic):
     """The network with named outputs; its weights keep the names that the learner publishes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        network = ActorCritic(INPUTS, N_ACTIONS, (64, 64))
-        self.actor, self.critic = network.actor, network.critic
-
-    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"logits": self.actor(observation), "value": self.critic(observation).squeeze(-1)}
 
 
-def workflow_policy() -> ServedModel:
-    """Observations with their workflow, float32 (77,), to logits (145,) and a value in the learner's scale."""
+def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
+    """Float32 (observation,) to logits (actions,) and a value in the learner's scale."""
     return ServedModel(
-        _Named(),
-        {"observation": TensorSpec("float32", (INPUTS,))},
-        {"logits": TensorSpec("float32", (N_ACTIONS,)), "value": TensorSpec("float32", ())},
+        _Named(observation, actions, hidden),
+        {"observation": TensorSpec("float32", (observation,))},
+        {"logits": TensorSpec("float32", (actions,)), "value": TensorSpec("float32", ())},
     )
 
 

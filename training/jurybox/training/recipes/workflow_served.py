@@ -16,12 +16,14 @@ from jurybox.client import Model, Publisher, connect
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPO
-from jurybox.training.runtime.plan import ConfigError, RunError
+from jurybox.training.environments.cage.tables import N_ACTIONS
+from jurybox.training.runtime.plan import RunError
 from jurybox.training.runtime.serving import served_models
+from jurybox.training.search.rollouts import INPUTS
 from jurybox.training.search.settings import WorkflowTraining
 
 MODEL = "policy/workflow"
-_FACTORY = "jurybox.training.recipes.served_networks:workflow_policy"
+_FACTORY = "jurybox.training.recipes.served_networks:actor_critic"
 
 _ADOPTED = 30.0  # seconds; an engine that restarts meanwhile imports torch
 _PAUSE = 0.002
@@ -90,10 +92,8 @@ def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[P
     if settings.policy == "local":
         yield None
         return
-    hidden = settings.ppo.hidden
-    if hidden != (64, 64):
-        raise ConfigError(f"expected the default network, which is what the server makes, got hidden {hidden}")
-    made = {MODEL: {"factory": _FACTORY, "publish": "double_buffer", "max_batch": settings.envs}}
+    network = {"observation": INPUTS, "actions": N_ACTIONS, "hidden": list(settings.ppo.hidden)}
+    made = {MODEL: {"factory": _FACTORY, "args": network, "publish": "double_buffer", "max_batch": settings.envs}}
     with (
         served_models(made, settings.server, log, http=settings.server_http) as served,
         connect(served.address, timeout=_CONNECT) as connection,
