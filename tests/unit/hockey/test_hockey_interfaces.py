@@ -18,9 +18,10 @@ from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.environments.hockey import Bot, HockeyGame, Mode, make_game
 from jurybox.training.environments.hockey.drawing import draw
-from jurybox.training.environments.hockey.film import film, save_film
+from jurybox.training.environments.hockey.film import film
 from jurybox.training.environments.hockey.parallel import HockeyParallel
 from jurybox.training.environments.hockey.single import DISCRETE_ACTIONS, HockeyEnv
+from jurybox.training.film import save_film
 from jurybox.training.recipes.hockey import plan
 from jurybox.training.runtime.run import run
 

@@ -16,6 +16,7 @@ from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.cluster.endpoints import BOOK, Serves
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.interrupts import Signals
+from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.hockey_actor import fields
 from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
@@ -136,11 +137,34 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
         best="points",
         folders=folders,
         server=None if served is None else served.feed({CHANNEL: MODEL}),
+        policy=description(settings, sizes).as_dict(),
     )
 
 
 # ----
 # A hockey training from its settings to the report: what `jurybox train hockey` does.
+
+
+def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description:
+    """How the published weights act: against the weak bot, unless whoever plays them says otherwise."""
+    observation, action = sizes
+    acts = Acts(
+        "jurybox.training.recipes.served_networks:hockey_policy",
+        {"observation": observation, "action": action, "hidden": list(settings.learner.hidden_actor)},
+        f"weights-{CHANNEL}.state",
+        output="action",
+        choose="box",
+        low=[-1.0] * action,
+        high=[1.0] * action,
+    )
+    return Description(
+        "hockey",
+        {CHANNEL: acts},
+        "jurybox.training.environments.hockey.single:HockeyEnv",
+        {"opponent": "weak", "mode": int(settings.mode), "environment": settings.environment},
+        settings.model_dump(mode="json"),
+        settings.seed,
+    )
 
 
 def columns(settings: HockeyTraining) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ import numpy as np
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import read_state
 from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
-from jurybox.training.environments.hockey.film import film, save_film
+from jurybox.training.environments.hockey.film import film
 from jurybox.training.environments.hockey.game import Game
 from jurybox.training.environments.hockey.matches import Match, play
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.environments.hockey.rink import FPS
+from jurybox.training.film import save_film
 from jurybox.training.recipes.hockey_actor import Standing
 from jurybox.training.recipes.hockey_opponents import PastSelf, Pool
 from jurybox.training.recipes.hockey_settings import HockeyTraining

@@ -11,30 +11,35 @@ The settings were found on the photos that ship, with the panel as juror. What m
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 from stable_baselines3 import PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.protocol.wire import build_version
-from jurybox.training.checkpoints import Checkpoint
-from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.checkpoints import Checkpoint, write_atomically, write_state
+from jurybox.training.environments.photo import PhotoConfig, observation
+from jurybox.training.environments.photo.edits import TOOLS
+from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.launchers import Spread
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Silence, Watcher
 from jurybox.training.recipes.recorder import COLUMNS, Recorder, learner_steps, restore
 from jurybox.training.run_folder import RunLog, Summary
-from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.plan import POLICY_FILE, ConfigError
 from jurybox.training.runtime.settings import Settings
 from jurybox.training.vector.sb3_env import WorkerVecEnv
 
@@ -194,6 +199,7 @@ def train(
             counted=resume.document["counted"] if resume else None,
             episode_numbers=_scores,
             seconds=settings.seconds,
+            policy=partial(_save_policy, settings),
         )
         left = settings.steps - model.num_timesteps
         if left > 0:
@@ -257,6 +263,31 @@ def _summary(settings: PhotoTraining, model: PPO, recorder: Recorder) -> Summary
         seed=settings.seed,
         version=build_version(),
     )
+
+
+def description(settings: PhotoTraining) -> Description:
+    """How the saved weights act: on held-out photos, with the juror in the process, unless a player says otherwise."""
+    size, actions = observation.SIZE, len(TOOLS)
+    acts = Acts(
+        "jurybox.training.recipes.served_networks:gaussian_mean",
+        {"observation": size, "action": actions, "hidden": list(settings.hidden)},
+        "weights-policy.state",
+        output="action",
+        choose="box",
+        low=[-1.0] * actions,
+        high=[1.0] * actions,
+    )
+    played = replace(settings.config.held_out(), scorer="local", address=None)
+    factory = "jurybox.training.environments.photo.environment:played"
+    return Description("photo", {"policy": acts}, factory, asdict(played), settings.as_dict(), settings.seed)
+
+
+def _save_policy(settings: PhotoTraining, folder: Path, model: BaseAlgorithm) -> None:
+    found: Any = model.policy
+    layers = torch.nn.Sequential(*found.mlp_extractor.policy_net, found.action_net)
+    state = {f"layers.{name}": tensor.detach().cpu() for name, tensor in layers.state_dict().items()}
+    write_state(folder / "weights-policy.state", {"state": state, "version": learner_steps(model), "extra": {}})
+    write_atomically(folder / POLICY_FILE, json.dumps(description(settings).as_dict(), indent=1))
 
 
 def policy_of(model: PPO) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:

@@ -61,6 +61,7 @@ class Recorder(BaseCallback):
         counted: what an earlier part of the run had counted, from its checkpoint.
         episode_numbers: further numbers of a finished episode, from its last info; their means get columns.
         seconds: stop after so many seconds of training; None for no limit.
+        policy: writes the policy and its description into a checkpoint's folder.
 
     Attributes:
         cut: episodes that ended because their worker was replaced (``info["restarted"]``). They count nowhere else.
@@ -76,6 +77,7 @@ class Recorder(BaseCallback):
         counted: Mapping[str, Any] | None = None,
         episode_numbers: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda info: {},
         seconds: float | None = None,
+        policy: Callable[[Path, BaseAlgorithm], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -90,6 +92,7 @@ class Recorder(BaseCallback):
         self._every = checkpoint_every
         self._episode_numbers = episode_numbers
         self._limit = seconds
+        self._policy = policy
         self._clock = clock
         self._began = self._row_began = clock()
         self._saved_at = self._row_at = 0
@@ -139,7 +142,7 @@ class Recorder(BaseCallback):
         ):
             try:
                 with interrupts.held():
-                    save(self._checkpoints, self.model, self.counted())
+                    save(self._checkpoints, self.model, self.counted(), self._policy)
             except OSError as error:  # a full disk costs a checkpoint, not the training
                 self._watcher.say(f"no checkpoint at {self.num_timesteps} steps, the one before stands: {error}")
             self._saved_at = self.num_timesteps
@@ -180,11 +183,17 @@ def learner_steps(model: BaseAlgorithm) -> int:
     return int(states[0]["step"]) if states else 0
 
 
-def save(checkpoints: Checkpoints, model: BaseAlgorithm, counted: Mapping[str, Any]) -> None:
+def save(
+    checkpoints: Checkpoints,
+    model: BaseAlgorithm,
+    counted: Mapping[str, Any],
+    policy: Callable[[Path, BaseAlgorithm], None] | None = None,
+) -> None:
     """Write a checkpoint of a model whose last update is complete.
 
     Args:
         counted: further numbers, as JSON holds them.
+        policy: see `Recorder`.
     """
     assert model.env is not None
     document = {
@@ -194,6 +203,8 @@ def save(checkpoints: Checkpoints, model: BaseAlgorithm, counted: Mapping[str, A
     }
     with checkpoints.writing(model.num_timesteps, document) as folder:
         model.save(folder / "model.zip")
+        if policy is not None:
+            policy(folder, model)
 
 
 def restore(model: BaseAlgorithm, checkpoint: Checkpoint, fresh_seed: int) -> None:

@@ -16,6 +16,7 @@ from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import Actor, Policy
 from jurybox.training.algorithms.td3_actor import CLIP
+from jurybox.training.algorithms.torch_states import perceptron
 
 
 def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
@@ -82,4 +83,27 @@ def choosing_policy(
         networks[algorithm](),
         {"observation": TensorSpec(dtype, tuple(shape))},
         {"logits" if algorithm == "ppo" else "values": TensorSpec("float32", (actions,))},
+    )
+
+
+# ----
+# The mean of Stable-Baselines3's Gaussian policy, which acts without its noise.
+
+
+class _Mean(nn.Module):
+    def __init__(self, observation: int, action: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = perceptron(observation, hidden, action, activation=nn.Tanh)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        mean: Tensor = self.layers(observation)
+        return mean
+
+
+def gaussian_mean(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
+    """Float32 (observation,) to actions (action,) before they are clipped to [-1, 1]."""
+    return ServedModel(
+        _Mean(observation, action, hidden),
+        {"observation": TensorSpec("float32", (observation,))},
+        {"action": TensorSpec("float32", (action,))},
     )

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from jurybox.protocol.weights import Mode, WeightsLayout
 from jurybox.training.replay import Episodes, Field
 
+POLICY_FILE = "policy.json"  # in a checkpoint: how its weights act
+
 
 class Kind(IntEnum):
     """What a role is for."""
@@ -201,6 +203,8 @@ class Plan:
         folders: by name, folders on the orchestrator's machine. A file in one is written once, whole (under a hidden
             name first), and is soon in that folder on every machine that has roles.
         server: what is published goes there, too; None: to the roles alone.
+        policy: what ``policy.json`` in checkpoints says (`jurybox.training.policies.Description`), so that what was
+            learned can be played, exported and served; None: it cannot.
     """
 
     roles: tuple[RoleSpec, ...]
@@ -218,6 +222,7 @@ class Plan:
     best: str | None = None
     folders: Mapping[str, str] = field(default_factory=dict)
     server: PolicyServer | None = None
+    policy: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check(self)

@@ -24,7 +24,7 @@ from jurybox.protocol.weights.reader import State as Arrays
 from jurybox.protocol.weights.reader import Weights, WeightsReader
 from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomically, write_state
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
+from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, RoleSpec
 from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Order, State, Subject, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
@@ -205,6 +205,8 @@ class RoleContext:
             for name, (state, version, extra) in kept.items():
                 whole = {"state": state, "version": version, "extra": extra}
                 write_state(folder / f"weights-{name}.state", whole)
+            if self.plan.policy is not None:
+                write_atomically(folder / POLICY_FILE, json.dumps(self.plan.policy, indent=1))
             versions = {name: weights.version for name, weights in kept.items()}
             said = {"env_steps": env_steps, "numbers": numbers, "versions": versions}
             write_atomically(folder / EVALUATION, json.dumps(said, indent=1))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +16,9 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_state
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_atomically, write_state
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import Kind, Plan
+from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan
 from jurybox.training.runtime.scoreboard import Scoreboard, Word
 
 # What a checkpoint keeps of every role's counters.
@@ -127,6 +128,8 @@ class SharedResources:
         Returns:
             The entries of the checkpoint's run.json that `restore` needs.
         """
+        if plan.policy is not None:
+            write_atomically(folder / POLICY_FILE, json.dumps(plan.policy, indent=1))
         for replay in plan.replays:
             path = folder / f"replay-{replay.name}.jbr"
             if save_replay is None:

@@ -12,6 +12,7 @@ from gymnasium.utils import seeding
 from jurybox.training.environments.hockey.bots import BotName, Opponent, make_opponent
 from jurybox.training.environments.hockey.drawing import Frame, draw
 from jurybox.training.environments.hockey.game import Action, HockeyGame, Mode, Observation, TimeOut
+from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.environments.hockey.rink import FPS
 
 # One thing at a time, for learners with a discrete choice: nothing, forces, torques, shoot.
@@ -39,6 +40,7 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
     Args:
         opponent: "weak", "strong", "random", or any object with ``reset(seed)`` and ``act(observation)``.
         mode, keep, time_out: see `HockeyGame`.
+        environment: another game than this package's, see `make_game`; it has no pictures.
         seed: seeds the first game and what follows, until ``reset(seed=...)`` says otherwise.
         render_mode: "rgb_array" or None.
     """
@@ -54,11 +56,12 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
         discrete: bool = False,
         time_out: TimeOut = "truncate",
         seed: int | None = None,
+        environment: str | None = None,
         render_mode: str | None = None,
     ) -> None:
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"expected render_mode to be 'rgb_array' or None, got {render_mode!r}")
-        self.game = HockeyGame(mode, keep=keep, time_out=time_out)
+        self.game = make_game(environment, mode, keep=keep, time_out=time_out)
         actions = self.game.action_size
         self.opponent = make_opponent(opponent, action_size=actions) if isinstance(opponent, str) else opponent
         self.discrete = discrete
@@ -107,7 +110,7 @@ class HockeyEnv(gymnasium.Env[Observation, Any]):
 
     def render(self) -> Frame | None:
         """The rink now, uint8 (height, width, 3), when ``render_mode`` is "rgb_array"."""
-        if self.render_mode is None:
+        if self.render_mode is None or not isinstance(self.game, HockeyGame):
             return None
         return draw(self.game, score=(self.score[0], self.score[1]))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import partial
+from typing import Any
 
 import cv2
 import numpy as np
@@ -123,6 +124,51 @@ def apply(photo: Image, edits: Edits, out: Image | None = None) -> Image:
         source = target
     stages[-1](source, out)
     return out
+
+
+def apply_full(picture: Image, edits: Edits, side: int) -> Image:
+    """Render a picture of any size and shape with a recipe that was found on a square of `side` pixels.
+
+    Sharpness and noise are judged at that size: their radii grow with the picture, so that it looks the same when it is
+    shown as large. It is turned and enlarged around its own centre.
+
+    Args:
+        picture: uint8 (height, width, 3) RGB; not written to.
+        side: of the square that was the picture's short side.
+    """
+    scale = min(picture.shape[:2]) / side
+    image = picture
+    if edits.denoise >= 0.5:
+        bound = np.full_like(image, round(edits.denoise))
+        smooth = cv2.GaussianBlur(image, (0, 0), 1.5 * scale)
+        image = _image(cv2.min(cv2.max(smooth, cv2.subtract(image, bound)), cv2.add(image, bound)))
+    if edits.straighten or edits.crop:
+        image = _turned(image, edits.straighten, 2.0**edits.crop)
+    if edits.exposure or edits.contrast or edits.temperature or edits.tint:
+        image = _image(cv2.LUT(image, tone_table(edits)))
+    if edits.saturation:
+        target = np.empty_like(image)
+        saturate(image, target, factor=2.0**edits.saturation)
+        image = target
+    if edits.sharpness:
+        blurred = cv2.GaussianBlur(image, (0, 0), 1.2 * scale)
+        image = _image(cv2.addWeighted(image, 1.0 + edits.sharpness, blurred, -edits.sharpness, 0.0))
+    return image.copy() if image is picture else image
+
+
+def _image(array: Any) -> Image:
+    return np.asarray(array, np.uint8)
+
+
+def _turned(source: Image, degrees: float, enlarge: float) -> Image:
+    height, width = source.shape[:2]
+    radians = abs(math.radians(degrees))
+    ratio = max(width / height, height / width)
+    factor = enlarge * (math.cos(radians) + math.sin(radians) * ratio)
+    matrix = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), degrees, factor)
+    return _image(
+        cv2.warpAffine(source, matrix, (width, height), flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REFLECT_101)
+    )
 
 
 def _stages(edits: Edits) -> list[Stage]:

@@ -257,6 +257,13 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
     )
 
 
+def played(*, render_mode: str | None = None, **config: Any) -> PhotoEdit:
+    """One environment of `PhotoConfig`'s fields by name, as whoever plays a policy makes it."""
+    environment = build(PhotoConfig(**config))
+    environment.render_mode = render_mode
+    return environment
+
+
 def make_scorer(config: PhotoConfig) -> Scorer:
     """The scorer that the settings ask for; the server's connects when it is first used."""
     if config.scorer == "server":

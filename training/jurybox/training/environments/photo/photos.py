@@ -231,7 +231,7 @@ def read_photo(path: Path) -> Photo:
         data = path.read_bytes()
     except OSError as error:
         raise PhotoError(f"{path.name}: cannot be read ({error.strerror})") from error
-    if _is_cut_off(data):
+    if is_cut_off(data):
         raise PhotoError(f"{path.name}: the file is cut off")
     try:
         decoded = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), cv2.IMREAD_COLOR) if data else None
@@ -250,7 +250,7 @@ def read_photo(path: Path) -> Photo:
     return Photo(path.name, pixels)
 
 
-def _is_cut_off(data: bytes) -> bool:
+def is_cut_off(data: bytes) -> bool:
     """Whether a JPEG or PNG lacks its end; decoders fill the rest with grey and say nothing."""
     if data.startswith(b"\xff\xd8"):
         # Inside a scan 0xFF is stuffed, so the last end-of-image marker stands behind the last start-of-scan marker.

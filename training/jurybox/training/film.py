@@ -1,0 +1,100 @@
+"""Pictures of an episode as a film (.mp4, .gif) or as one strip (.png)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import cv2
+import imageio.v3 as imageio
+import numpy as np
+import numpy.typing as npt
+
+Frame = npt.NDArray[np.uint8]
+KINDS = (".mp4", ".gif", ".png")
+_IN_A_STRIP = 12
+_IN_A_GIF = 1000
+
+
+def check_film(path: Path) -> None:
+    """Raises ValueError for another ending than those there are, before anything was played for it."""
+    if path.suffix not in KINDS:
+        raise ValueError(f"{path.name}: expected a name that ends with {', '.join(KINDS)}")
+
+
+class Film:
+    """Frames, uint8 (height, width, 3), into a file; use it in a ``with``, at whose end the file appears.
+
+    A .mp4 is written as the frames come. A .gif keeps as many frames as a page can bear, a .png a dozen side by side:
+    of longer plays every second one is left out, and again, so that memory stays bounded.
+
+    Args:
+        path: NAME.mp4, .gif or .png. fps: frames a second.
+
+    Raises:
+        ValueError: another ending; at the end, that no frame came.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, fps: float) -> None:
+        check_film(path)
+        self._path, self._fps = path, fps
+        self._scratch = path.with_name(f".{path.stem}.writing{path.suffix}")
+        self._most = {".gif": _IN_A_GIF, ".png": 2 * _IN_A_STRIP}.get(path.suffix, 0)
+        self._kept: list[Frame] = []
+        self._every, self._came = 1, 0
+        self._writer: cv2.VideoWriter | None = None
+
+    def add(self, frame: Frame) -> None:
+        """The next one, of the same shape as those before."""
+        if not self._most:
+            self._stream(frame)
+        elif self._came % self._every == 0:
+            self._kept.append(frame.copy())
+            if len(self._kept) > self._most:
+                del self._kept[1::2]
+                self._every *= 2
+        self._came += 1
+
+    def __enter__(self) -> Film:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.release()
+            if error is None:
+                self._finish()
+                self._scratch.replace(self._path)
+        finally:
+            self._scratch.unlink(missing_ok=True)
+
+    def _stream(self, frame: Frame) -> None:
+        height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
+        if self._writer is None:
+            fourcc = cv2.VideoWriter.fourcc(*"mp4v")
+            self._writer = cv2.VideoWriter(str(self._scratch), fourcc, self._fps, (width, height))
+            if not self._writer.isOpened():
+                raise OSError(f"{self._path} cannot be written: expected a writable folder")
+        self._writer.write(cv2.cvtColor(np.ascontiguousarray(frame[:height, :width]), cv2.COLOR_RGB2BGR))
+
+    def _finish(self) -> None:
+        if not self._came:
+            raise ValueError("there is nothing to save: expected at least one frame")
+        if self._path.suffix == ".gif":
+            # Browsers play no faster than 50 frames a second, and GIF counts in hundredths.
+            duration = max(20, round(1000 * self._every / self._fps / 10) * 10)
+            imageio.imwrite(self._scratch, np.stack(self._kept), extension=".gif", duration=duration, loop=0)
+        elif self._path.suffix == ".png":
+            places = np.linspace(0, len(self._kept) - 1, min(_IN_A_STRIP, len(self._kept))).round().astype(int)
+            imageio.imwrite(self._scratch, np.concatenate([self._kept[place] for place in places], axis=1))
+
+
+def save_film(frames: Sequence[Frame], path: Path, fps: float) -> None:
+    """Write frames that are there already; see `Film`."""
+    with Film(path, fps) as film:
+        for frame in frames:
+            film.add(frame)

@@ -1,0 +1,538 @@
+"""What was learned, as a policy that acts: found in a run's folder, played, evaluated, exported.
+
+Beside the weights in every checkpoint lies ``policy.json``, which says how they act: the network's factory and its
+arguments, which output is chosen from and how, and the environment in which it was learned. docs/policies.md has the
+format. Whoever trains writes it (`Description`), so that everything here is the same for all trainings. Nothing in it
+is unpickled; it does name code, the two factories, which is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from jurybox.protocol.wire import build_version
+from jurybox.server.models import ServedModel
+from jurybox.server.revision import source_revision
+from jurybox.training import interrupts
+from jurybox.training.checkpoints import DOCUMENT, EVALUATION, read_state, write_atomically
+from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
+
+FORMAT = 1
+SCORES = "policy-scores.json"  # in the run's folder: what evaluations said, by the digest of the weights
+_CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
+_OURS = "jurybox."
+_METADATA = "jurybox-policy"
+
+Array = npt.NDArray[Any]
+Choose = Literal["box", "best"]
+
+
+class PolicyError(RunError):
+    """There is no such policy, or it cannot be used so; the message says what to do."""
+
+
+# ---- the description
+
+
+@dataclass(frozen=True, slots=True)
+class Acts:
+    """How one set of weights becomes actions.
+
+    Attributes:
+        network: factory "package.module:callable" that gives a `jurybox.server.models.ServedModel`; what it needs to
+            normalise observations with is among its weights.
+        arguments: of the factory, by name.
+        weights: file beside the description, with the network's ``state_dict``.
+        output: of the network, that the action comes from.
+        choose: "box": the output is in [-1, 1] and is spread over `low` to `high`; "best": the number of its largest
+            element, counted from `first`.
+        low, high: of the environment's actions, flat. first: see above.
+    """
+
+    network: str
+    arguments: Mapping[str, Any]
+    weights: str
+    output: str
+    choose: Choose
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What ``policy.json`` says.
+
+    Attributes:
+        training: that made it.
+        policies: by name.
+        environment: factory of a `gymnasium.Env` whose observations are rows of the network's input; it is called with
+            `environment_arguments` and ``render_mode``.
+        settings: of the training. seed: its.
+        version, commit: of Jurybox.
+    """
+
+    training: str
+    policies: Mapping[str, Acts]
+    environment: str
+    environment_arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    version: str = field(default_factory=build_version)
+    commit: str | None = field(default_factory=source_revision)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], where: Path) -> Description:
+        """What `as_dict` gave. Raises PolicyError where it is of another format."""
+        given = dict(said)
+        if (number := given.pop("format", None)) != FORMAT:
+            raise PolicyError(
+                f"{where} has the format {number!r}, this build reads {FORMAT}: use the one that wrote it"
+            )
+        try:
+            acts = {name: Acts(**each) for name, each in given.pop("policies").items()}
+            return cls(policies=acts, **given)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise PolicyError(f"{where} is no description of a policy: {error}") from error
+
+
+class Acting(nn.Module):
+    """From rows of observations to actions of the environment: normalisation, network and scaling in one module.
+
+    Actions are float32 (n, ...) for "box", int64 (n,) for "best".
+    """
+
+    def __init__(self, served: ServedModel, acts: Acts) -> None:
+        super().__init__()
+        self.network = served.module
+        self._output, self._place = acts.output, list(served.outputs).index(acts.output)
+        self._best, self._first = acts.choose == "best", acts.first
+        low, high = (torch.tensor(list(bound), dtype=torch.float32) for bound in (acts.low, acts.high))
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("span", high - low, persistent=False)
+
+    low: Tensor
+    span: Tensor
+
+    def forward(self, observation: Tensor) -> Tensor:
+        found: Any = self.network(observation)
+        if isinstance(found, Mapping):
+            found = found[self._output]
+        elif isinstance(found, tuple):
+            found = found[self._place]
+        if self._best:
+            best: Tensor = found.argmax(-1) + self._first
+            return best
+        action: Tensor = self.low + (found.clamp(-1.0, 1.0) + 1.0) * 0.5 * self.span
+        return action
+
+
+# ---- finding one
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One policy of a run.
+
+    Attributes:
+        name: of the policy. where: the checkpoint's folder, or the file that it was exported to.
+        description: of the run. env_steps: after which it was saved; None where that is not known.
+        best: whether an evaluation liked it best. numbers: what that evaluation said.
+    """
+
+    name: str
+    where: Path
+    description: Description
+    env_steps: int | None
+    best: bool = False
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def acts(self) -> Acts:
+        return self.description.policies[self.name]
+
+
+def policies(run: Path) -> list[Found]:
+    """All policies in a run's folder, the best first, then the newest.
+
+    Args:
+        run: what ``--out`` was; or one checkpoint's folder, or a .safetensors file of `export`.
+
+    Raises:
+        PolicyError: there are none.
+    """
+    if run.suffix == ".safetensors" or (run / POLICY_FILE).is_file():
+        return _in(run)
+    folder = run / _CHECKPOINTS
+    places = sorted((each for each in folder.glob(f"{_PREFIX}*") if (each / POLICY_FILE).is_file()), reverse=True)
+    if (folder / _BEST / POLICY_FILE).is_file():
+        places.insert(0, folder / _BEST)
+    found = [each for place in places for each in _in(place)]
+    if not found:
+        told = "no run was begun there" if not run.is_dir() else "it has no checkpoint with one yet"
+        raise PolicyError(f"no policy in {run}: {told}. Expected the folder that --out named, of a training that saved")
+    return found
+
+
+def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
+    """One of them.
+
+    Args:
+        which: "best" (the newest, where no evaluation has marked any), "latest", or a number of env steps.
+        name: of the policy, where there are several.
+
+    Raises:
+        PolicyError: there is none, or it is not clear which.
+    """
+    found = policies(run)
+    names = list(dict.fromkeys(each.name for each in found))
+    if name is None and len(names) > 1:
+        raise PolicyError(f"{run} has the policies {', '.join(names)}: say which with --name")
+    mine = [each for each in found if name in (None, each.name)]
+    if which == "best":
+        mine = mine[:1]
+    elif which == "latest":
+        mine = [each for each in mine if not each.best][:1] or mine[:1]
+    else:
+        mine = [each for each in mine if str(each.env_steps) == which]
+    if not mine:
+        there = ", ".join(f"{each.env_steps} ({each.name})" for each in found)
+        raise PolicyError(f"no policy {name or ''} of {which!r} in {run}; there are, by env steps: {there}")
+    return mine[0]
+
+
+def _in(place: Path) -> list[Found]:
+    said, steps, numbers = _described(place), None, {}
+    evaluation, document = place / EVALUATION, place / DOCUMENT
+    for path in (evaluation, document):
+        if place.is_dir() and path.is_file():
+            told = _json(path)
+            steps, numbers = told.get("env_steps"), told.get("numbers", {})
+            break
+    description = Description.of(said, place)
+    best = evaluation.is_file() if place.is_dir() else False
+    return [Found(name, place, description, steps, best, numbers) for name in description.policies]
+
+
+def _described(place: Path) -> dict[str, Any]:
+    if place.suffix != ".safetensors":
+        return _json(place / POLICY_FILE)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(place, "np") as file:
+            said: dict[str, Any] = json.loads(file.metadata()[_METADATA])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise PolicyError(f"{place} is no policy that 'jurybox policy export' wrote: {error}") from error
+    return said
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+# ---- one that acts
+
+
+class Environment(Protocol):
+    """What of `gymnasium.Env` is used here."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
+    def render(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Policy:
+    """A policy that is loaded: rows of observations (n, ...) to actions (n, ...), as arrays.
+
+    Args:
+        trust: whether code outside Jurybox may be imported by the names in a file that came from elsewhere.
+
+    Attributes:
+        module: the same as a torch module, on the CPU.
+        digest: of its weights.
+
+    Raises:
+        PolicyError: the weights cannot be read, or don't fit the network that is described.
+    """
+
+    def __init__(self, found: Found, *, trust: bool = False) -> None:
+        self.found = found
+        if found.where.is_file() and not trust:
+            for name in (found.acts.network, found.description.environment):
+                if not name.startswith(_OURS):
+                    raise PolicyError(
+                        f"{found.where} names {name!r}, code that is not Jurybox's and would be run: --trust allows it"
+                    )
+        self.served: ServedModel = load(found.acts.network)(**found.acts.arguments)
+        state = _weights(found)
+        try:
+            self.served.module.load_state_dict(state)
+        except RuntimeError as error:
+            raise PolicyError(f"the weights in {found.where} don't fit {found.acts.network}: {error}") from error
+        self.module = Acting(self.served, found.acts).eval().requires_grad_(False)
+        self.digest = _digest(state)
+        self.fps = 30.0  # of its environment's pictures, once one was made
+
+    def __call__(self, observations: Array) -> Array:
+        with torch.inference_mode():
+            actions: Array = self.module(torch.from_numpy(np.ascontiguousarray(observations))).numpy()
+        return actions
+
+    @property
+    def observation(self) -> Any:
+        """Spec of one row of observations."""
+        (spec,) = self.served.inputs.values()
+        return spec
+
+    @contextmanager
+    def environment(self, changes: Mapping[str, Any] | None = None, *, render: bool = False) -> Iterator[Environment]:
+        """The environment that it was learned in; `changes` of its arguments win.
+
+        Raises:
+            PolicyError: it cannot be made.
+        """
+        said = self.found.description
+        arguments = {**said.environment_arguments, **(changes or {})}
+        try:
+            made: Environment = load(said.environment)(**arguments, render_mode="rgb_array" if render else None)
+        except (TypeError, ValueError, ImportError) as error:
+            raise PolicyError(f"{said.environment} cannot be made with {arguments}: {error}") from error
+        self.fps = float(getattr(made, "metadata", {}).get("render_fps") or self.fps)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def _weights(found: Found) -> dict[str, Tensor]:
+    if found.where.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(found.where)
+    path = found.where / found.acts.weights
+    return {name: torch.from_numpy(array.copy()) for name, array in read_state(path)["state"].items()}
+
+
+def _digest(state: Mapping[str, Tensor]) -> str:
+    told = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        told.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        told.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return told.hexdigest()
+
+
+# ---- playing
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One that was played: its return, and its steps."""
+
+    total: float
+    length: int
+
+
+def play(
+    policy: Policy,
+    episodes: int,
+    *,
+    seed: int = 0,
+    changes: Mapping[str, Any] | None = None,
+    frame: Callable[[Any], None] | None = None,
+    ended: Callable[[Episode], None] = lambda episode: None,
+) -> list[Episode]:
+    """Play whole episodes without exploration; episode i begins from ``seed + i``.
+
+    Args:
+        changes: of the environment's arguments.
+        frame: called with every picture, uint8 (height, width, 3); None: nothing is rendered.
+
+    Raises:
+        PolicyError: the environment has no pictures, though they are asked for.
+    """
+    played = []
+    with policy.environment(changes, render=frame is not None) as environment:
+        for number in range(episodes):
+            seen, _ = environment.reset(seed=seed + number)
+            total, length, over = 0.0, 0, False
+            while not over:
+                interrupts.check()
+                if frame is not None:
+                    frame(_picture(environment))
+                action = policy(np.asarray(seen)[None])[0]
+                shape = getattr(getattr(environment, "action_space", None), "shape", action.shape)
+                step = action.reshape(shape) if action.ndim else int(action)
+                seen, reward, terminated, truncated, _ = environment.step(step)
+                total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
+            if frame is not None:
+                frame(_picture(environment))
+            played.append(Episode(total, length))
+            ended(played[-1])
+    return played
+
+
+def _picture(environment: Environment) -> Any:
+    picture = environment.render()
+    if picture is None:
+        raise PolicyError("this environment renders no pictures (render_mode rgb_array): play it without --video")
+    return np.asarray(picture)
+
+
+def score(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Mean return with its 95 % interval (bootstrap), deviation, number and length of episodes."""
+    from jurybox.training.report.verdict import interval
+
+    totals = [each.total for each in episodes]
+    found = interval(totals) if len(totals) > 1 else None
+    return {
+        "episodes": len(totals),
+        "return_mean": float(np.mean(totals)),
+        "return_low": found.low if found else math.nan,
+        "return_high": found.high if found else math.nan,
+        "return_std": float(np.std(totals, ddof=1)) if len(totals) > 1 else math.nan,
+        "length_mean": float(np.mean([each.length for each in episodes])),
+    }
+
+
+def remember_score(policy: Policy, run: Path, told: Mapping[str, Any]) -> None:
+    """Keep what an evaluation said, in the run's folder, for the card of what is exported."""
+    if not run.is_dir():
+        return
+    path = run / SCORES
+    known = _json(path) if path.is_file() else {}
+    known.setdefault(policy.digest, []).append(dict(told))
+    write_atomically(path, json.dumps(known, indent=1) + "\n")
+
+
+# ---- exporting
+
+
+def export(policy: Policy, to: Path, run: Path) -> list[Path]:
+    """Write NAME.pt2, NAME.safetensors and NAME.md.
+
+    The program (`torch.export`) takes raw observations (n, ...) of any n and gives actions in the environment's own
+    units. The safetensors file holds the weights, and in its metadata the description: it can be played as a run can.
+    The card says what it is.
+
+    Args:
+        to: NAME.pt2. run: with the scores of `remember_score`.
+
+    Raises:
+        PolicyError: another ending, or a network that torch.export cannot trace.
+    """
+    from safetensors.torch import save_file
+
+    if to.suffix != ".pt2":
+        raise PolicyError(f"{to}: expected a name that ends with .pt2; the weights and the card are written beside it")
+    spec = policy.observation
+    example = torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype))
+    rows = torch.export.Dim("rows", min=1, max=1 << 16)
+    try:
+        program = torch.export.export(policy.module, (example,), dynamic_shapes=({0: rows},))
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise PolicyError(f"torch.export cannot trace {policy.found.acts.network}: {first}") from error
+    to.parent.mkdir(parents=True, exist_ok=True)
+    weights, card = to.with_suffix(".safetensors"), to.with_suffix(".md")
+    said = policy.found.description.as_dict()
+    said["policies"] = {policy.found.name: {**said["policies"][policy.found.name], "weights": weights.name}}
+    with _appearing(to) as scratch:
+        torch.export.save(program, scratch)
+    with _appearing(weights) as scratch:
+        state = {name: tensor.contiguous().clone() for name, tensor in policy.served.module.state_dict().items()}
+        save_file(state, scratch, {_METADATA: json.dumps(said), "digest": policy.digest})
+    write_atomically(card, _card(policy, run, to, weights))
+    return [to, weights, card]
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A name in the same folder for the block to write to; the file appears when it is whole."""
+    scratch = path.with_name(f".{path.name}.writing{path.suffix}")
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
+    found, said, acts, spec = policy.found, policy.found.description, policy.found.acts, policy.observation
+    action = "int64 (n,)" if acts.choose == "best" else f"float32 (n, {len(acts.low)}), {_span(acts)}"
+    scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
+    lines = [
+        f"# A policy of `jurybox train {said.training}`",
+        "",
+        f"- `{program.name}`: `torch.export` program, observations {spec.dtype} (n, {', '.join(map(str, spec.shape))}) "
+        f"to actions {action}; normalisation and scaling are inside.",
+        f"- `{weights.name}`: the weights of `{acts.network}`, with this description in its metadata.",
+        f"- Environment: `{said.environment}` with {json.dumps(dict(said.environment_arguments))}",
+        f"- Saved after {found.env_steps if found.env_steps is not None else 'unknown'} env steps, seed {said.seed}; "
+        f"weights {policy.digest[:16]}",
+        f"- Jurybox {said.version}, commit {said.commit or 'unknown'}",
+        "",
+        "## Scores",
+        "",
+        *(f"- {_score_line(told)}" for told in scores),
+    ]
+    if found.numbers:
+        lines.append(f"- In training, of these weights: {json.dumps(dict(found.numbers))}")
+    if not scores:
+        lines.append("- None with an interval yet: `jurybox policy evaluate`, and export again.")
+    lines += ["", "## Settings", "", "```json", json.dumps(dict(said.settings), indent=1), "```", ""]
+    return "\n".join(lines)
+
+
+def _span(acts: Acts) -> str:
+    return f"{min(acts.low):g} to {max(acts.high):g}" if len(acts.low) else "as the network gives them"
+
+
+def _score_line(told: Mapping[str, Any]) -> str:
+    return (
+        f"mean return {told['return_mean']:.4g} (95 %: {told['return_low']:.4g} to {told['return_high']:.4g}) over "
+        f"{told['episodes']} episodes from seed {told.get('seed', 0)}"
+    )
+
+
+def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, Any], name: str = "policy") -> Path:
+    """Export a policy into `folder`, and write the configuration of a server that answers with it; gives its path."""
+    export(policy, folder / "policy.pt2", run)
+    spec, acts = policy.observation, policy.found.acts
+    action = (
+        {"dtype": "int64", "shape": []} if acts.choose == "best" else {"dtype": "float32", "shape": [len(acts.low)]}
+    )
+    lines = [
+        "[server]",
+        *(f"{key} = {json.dumps(value)}" for key, value in server.items()),
+        f'[models."{name}"]',
+        'exported = "policy.pt2"',
+        f'[models."{name}".inputs]',
+        f'observation = {{dtype = "{spec.dtype}", shape = {list(spec.shape)}}}',
+        f'[models."{name}".outputs]',
+        f'action = {{dtype = "{action["dtype"]}", shape = {action["shape"]}}}',
+    ]
+    config = folder / "server.toml"
+    write_atomically(config, "\n".join(lines) + "\n")
+    return config

@@ -1,0 +1,235 @@
+"""`jurybox policy` and `jurybox edit`: what was learned is listed, played, evaluated, exported, served, used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jurybox.training.recipes.training import until_interrupted
+
+if TYPE_CHECKING:
+    from jurybox.training.policies import Policy
+
+policy = typer.Typer(help="Use what was learned.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run, of a checkpoint, or an exported .safetensors.")
+]
+Which = Annotated[str, typer.Option("--which", help="best, latest, or a checkpoint's number of env steps.")]
+Name = Annotated[str | None, typer.Option("--name", help="Which policy, where a run has several.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the first episode.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Change an argument of the environment; VALUE as in TOML."),
+]
+Trust = Annotated[bool, typer.Option("--trust", help="Run code that an exported file of somebody else's names.")]
+
+
+def _loaded(run: Path, which: str, name: str | None, *, trust: bool = False) -> Policy:
+    from jurybox.training.policies import Policy, choose
+
+    return Policy(choose(run, which, name), trust=trust)
+
+
+def _changes(sets: Sequence[str] | None) -> dict[str, Any]:
+    from jurybox.training.runtime.settings import changes_of
+
+    return changes_of(sets or [], {})
+
+
+@policy.command("list")
+def list_policies(run: Run) -> None:
+    """List the policies of a run: which there are, after how many env steps, and what evaluations said."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.policies import policies
+
+        lines = []
+        for each in policies(run):
+            steps = "exported" if each.env_steps is None else f"{each.env_steps:>12,} env steps"
+            mark = "best" if each.best else "    "
+            told = "  ".join(f"{name} {value:.4g}" for name, value in each.numbers.items())
+            lines.append(f"{mark}  {steps}  {each.name}  {each.where}{'  ' + told if told else ''}")
+        return "\n".join(lines)
+
+    until_interrupted(work, None, told="stopping")
+
+
+@policy.command("play")
+def play_policy(
+    run: Run,
+    episodes: Annotated[int, typer.Option("--episodes", min=1)] = 1,
+    video: Annotated[
+        Path | None,
+        typer.Option("--video", metavar="FILE", help="Film it: .mp4, .gif, or .png for a strip of pictures."),
+    ] = None,
+    which: Which = "best",
+    name: Name = None,
+    seed: Seed = 0,
+    sets: Sets = None,
+    trust: Trust = False,
+) -> None:
+    """Play whole episodes, and say how they went."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.film import Film
+        from jurybox.training.policies import play
+
+        number = iter(range(1, episodes + 1))
+        loaded, changes = _loaded(run, which, name, trust=trust), _changes(sets)
+        film = None
+        if video is not None:
+            with loaded.environment(changes):  # says how fast its pictures follow each other
+                pass
+            film = resources.enter_context(Film(video, loaded.fps))
+        with resources:
+            played = play(
+                loaded,
+                episodes,
+                seed=seed,
+                changes=changes,
+                frame=film.add if film is not None else None,
+                ended=lambda each: console.print(
+                    f"episode {next(number)}: return {each.total:.4g}, {each.length} steps", highlight=False
+                ),
+            )
+        mean = sum(each.total for each in played) / len(played)
+        said = f"mean return {mean:.4g} over {len(played)} episodes, {loaded.found.where}"
+        return said if video is None else f"{said}\nfilm: {video}"
+
+    until_interrupted(work, None, told="stopping")
+
+
+@policy.command("evaluate")
+def evaluate_policy(
+    run: Run,
+    episodes: Annotated[int, typer.Option("--episodes", min=2)] = 200,
+    which: Which = "best",
+    name: Name = None,
+    seed: Seed = 10_000,
+    sets: Sets = None,
+    trust: Trust = False,
+) -> None:
+    """Say its mean return with a 95 % interval; episode i begins from SEED + i. What is exported tells it, too."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from rich.progress import Progress
+
+        from jurybox.training.policies import play, remember_score, score
+
+        loaded, changes = _loaded(run, which, name, trust=trust), _changes(sets)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("evaluating", total=episodes)
+            played = play(loaded, episodes, seed=seed, changes=changes, ended=lambda each: progress.advance(task))
+        told = score(played)
+        remember_score(loaded, run, {**told, "seed": seed, "changes": changes, "which": which})
+        return (
+            f"mean return {told['return_mean']:.4g} (95 %: {told['return_low']:.4g} to {told['return_high']:.4g}), "
+            f"deviation {told['return_std']:.4g}, {episodes} episodes of {told['length_mean']:.4g} steps, "
+            f"{loaded.found.where}"
+        )
+
+    until_interrupted(work, None, told="stopping")
+
+
+@policy.command("export")
+def export_policy(
+    run: Run,
+    to: Annotated[Path, typer.Option("--to", metavar="NAME.pt2")] = Path("policy.pt2"),
+    which: Which = "best",
+    name: Name = None,
+    trust: Trust = False,
+) -> None:
+    """Write NAME.pt2 (torch.export), NAME.safetensors (the weights) and NAME.md (what it is)."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.policies import export
+
+        return "\n".join(map(str, export(_loaded(run, which, name, trust=trust), to, run)))
+
+    until_interrupted(work, None, told="stopping")
+
+
+@policy.command("serve")
+def serve_policy(
+    run: Run,
+    model: Annotated[str, typer.Option("--model", help="Its name on the server.")] = "policy",
+    address: Annotated[str | None, typer.Option("--address", help="As server.address.")] = None,
+    http: Annotated[str, typer.Option("--http", help="As server.http.")] = "127.0.0.1:8000",
+    grpc: Annotated[str, typer.Option("--grpc", help="As server.grpc.")] = "127.0.0.1:8001",
+    which: Which = "best",
+    name: Name = None,
+    trust: Trust = False,
+) -> None:
+    """Run a server that answers with it, for clients of ours and of the Open Inference Protocol, until stopped."""
+    written: list[Path] = []
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.policies import served_config
+
+        loaded = _loaded(run, which, name, trust=trust)
+        folder = (run if run.is_dir() else run.parent) / "serving"
+        server = {"http": http, "grpc": grpc, **({} if address is None else {"address": address})}
+        written.append(served_config(loaded, folder, run, server, model))
+        return f"serving {loaded.found.where} as {model}; its configuration: {written[0]}"
+
+    try:
+        until_interrupted(work, None, told="stopping")
+    except typer.Exit as ended:
+        if ended.exit_code or not written:
+            raise
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # an ignored signal would stay ignored in the server
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "jurybox.server.cli", "serve", str(written[0])])
+
+
+def edit(
+    given: Annotated[
+        list[Path], typer.Argument(metavar="IN...", help="Pictures (.jpg, .png), or folders of them.", exists=True)
+    ],
+    run: Annotated[
+        Path, typer.Option("--policy", metavar="RUN", help="Folder of a photo training, or what was exported.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the edited pictures go.")] = Path("edited"),
+    which: Which = "latest",
+    server: Annotated[
+        str | None, typer.Option("--server", help="Its juror scores; without it one in this process.")
+    ] = None,
+    sets: Sets = None,
+    trust: Trust = False,
+) -> None:
+    """Edit pictures as a photo policy has learned to, at full resolution, with a contact sheet of before and after."""
+
+    def work(console: Console, resources: ExitStack) -> str:
+        from jurybox.training.environments.photo import PhotoConfig
+        from jurybox.training.recipes.photo_editing import SHEET, edit_pictures, pictures
+
+        loaded = _loaded(run, which, None, trust=trust)
+        told = {**loaded.found.description.environment_arguments, **_changes(sets)}
+        told |= {"scorer": "server", "address": server} if server is not None else {}
+        known = PhotoConfig.__dataclass_fields__
+        config = PhotoConfig(**{name: value for name, value in told.items() if name in known})
+        done = edit_pictures(
+            pictures(given),
+            loaded,
+            out,
+            config,
+            lambda each: console.print(
+                f"{each.source}: {each.before:.3f} to {each.after:.3f}, {each.target}", highlight=False
+            ),
+            lambda why: console.print(f"passed over: {why}", highlight=False),
+        )
+        gained = sum(each.after - each.before for each in done) / len(done)
+        return f"{len(done)} pictures, scores {gained:+.3f} on average; side by side: {out / SHEET}"
+
+    until_interrupted(work, out if out.is_dir() else None, told="stopping")
