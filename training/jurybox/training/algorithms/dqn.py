@@ -30,7 +30,8 @@ class ValueSettings:
         learning_rate: of Adam (epsilon 0.01 / batch_size is the paper's for DQN; Adam's own is used here).
         gamma: the discount of one step.
         n_steps: steps of a return before it is bootstrapped.
-        target_update_interval: learner steps between two copies of the network to the target network.
+        target_update_interval: learner steps between two copies of the network to the target network; 0: whoever owns
+            the learner calls `move_target`.
         hidden: units of the hidden layers.
         max_grad_norm: gradients are scaled down to it.
     """
@@ -109,16 +110,25 @@ class ValueLearner(ABC):
             batch: "observation" and "next_observation" (n, ...), "action" (n,), "reward" (n,) of n-step returns, and
                 "discount" (n,): what the value of the next observation is multiplied by, 0 where nothing comes after.
         """
-        tensors = {name: torch.from_numpy(array).to(self.device) for name, array in batch.items()}
-        loss = self.loss(tensors)
+        return float(self.learn({name: torch.from_numpy(array).to(self.device) for name, array in batch.items()}))
+
+    def learn(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`update` with tensors on the device; the loss stays there until somebody reads it."""
+        loss = self.loss(batch)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm)
         self.optimiser.step()
         self.steps += 1
-        if self.steps % self.settings.target_update_interval == 0:
+        interval = self.settings.target_update_interval
+        if interval and self.steps % interval == 0:
             self.target.load_state_dict(self.network.state_dict())
-        return float(loss.detach())
+        return loss.detach()
+
+    def move_target(self, tau: float = 1.0) -> None:
+        """Move the target network that far towards the network; 1: it becomes a copy."""
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.target.parameters()), list(self.network.parameters()), tau)
 
     @abstractmethod
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

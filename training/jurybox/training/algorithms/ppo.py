@@ -1,4 +1,4 @@
-"""Proximal policy optimisation over discrete actions (Schulman et al., 2017): the networks and the learner."""
+"""Proximal policy optimisation (Schulman et al., 2017): the networks for discrete actions, and the learner."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ class ActorCritic(nn.Module):
         """From float32 (n, inputs) to logits (n, actions) and values (n,)."""
         return self.actor(observation), self.critic(observation).squeeze(-1)
 
+    def value(self, observation: Tensor) -> Tensor:
+        """Values (n,) alone."""
+        found: Tensor = self.critic(observation).squeeze(-1)
+        return found
+
+    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
+        logits, values = self(observation)
+        log_probs = masked(logits, mask)
+        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
+        return log_probs.gather(1, actions[:, None]).squeeze(1), entropy, values
+
 
 def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits with those of actions that a bool mask excludes at the lowest; normalised to log-probabilities."""
@@ -60,7 +72,7 @@ class PPOSettings:
     """What can be turned.
 
     Attributes:
-        learning_rate, betas: of Adam.
+        learning_rate, betas, adam_eps: of Adam.
         gamma: discount.
         n_epochs: passes over a rollout.
         batch_size: rows of one optimiser step.
@@ -80,6 +92,7 @@ class PPOSettings:
 
     learning_rate: float = 0.002
     betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: float = 1e-8
     gamma: float = 0.99
     n_epochs: int = 4
     batch_size: int = 2500
@@ -102,16 +115,17 @@ class Rollout:
     """`t` steps of `n` environments.
 
     Attributes:
-        observations: float32 (t, n, inputs).
-        actions: int64 (t, n). log_probs, values, rewards: float32 (t, n).
+        observations: (t, n, inputs), float32 unless the network takes other rows.
+        actions: int64 (t, n), or float32 (t, n, actions) where they are numbers.
+        log_probs, values, rewards: float32 (t, n).
         terminated, over: bool (t, n); `over` marks the last step of an episode, however it ended.
         final_values: float32 (t, n), the value of what followed where `over` and not terminated; anything elsewhere.
         last_values: float32 (n,), of what follows the last step.
         masks: bool (t, n, actions), or None.
     """
 
-    observations: Floats
-    actions: npt.NDArray[np.int64]
+    observations: npt.NDArray[Any]
+    actions: npt.NDArray[Any]
     log_probs: Floats
     values: Floats
     rewards: Floats
@@ -145,15 +159,29 @@ class PPO:
     Args:
         inputs, actions: sizes of the network.
         seed: of its weights, its actions and the order of its minibatches.
+        network: to be used instead of a new one of these sizes, with weights of its own.
+        device: where updates are computed.
     """
 
-    def __init__(self, inputs: int, actions: int, settings: PPOSettings, seed: int) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        actions: int,
+        settings: PPOSettings,
+        seed: int,
+        *,
+        network: ActorCritic | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
         self.settings = settings
+        self.device = torch.device(device)
         self._random = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.network = ActorCritic(inputs, actions, settings.hidden)
-        self._optimiser = torch.optim.Adam(self.network.parameters(), settings.learning_rate, betas=settings.betas)
+            self.network = (network or ActorCritic(inputs, actions, settings.hidden)).to(self.device)
+        self._optimiser = torch.optim.Adam(
+            self.network.parameters(), settings.learning_rate, betas=settings.betas, eps=settings.adam_eps
+        )
         self._mean, self._deviation, self._seen = 0.0, 1.0, 0
         self.learner_steps = 0
 
@@ -181,9 +209,9 @@ class PPO:
         return actions.numpy(), chosen.numpy(), self._in_rewards(values.numpy())
 
     @torch.inference_mode()
-    def values(self, observations: Floats) -> Floats:
-        """Values float32 (n,) of observations float32 (n, inputs)."""
-        return self._in_rewards(self.network.critic(torch.from_numpy(observations)).squeeze(-1).numpy())
+    def values(self, observations: npt.NDArray[Any]) -> Floats:
+        """Values float32 (n,) of observations (n, inputs)."""
+        return self._in_rewards(self.network.value(torch.from_numpy(observations).to(self.device)).cpu().numpy())
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Learn from a rollout of this policy; returns the means of losses and of what watches them."""
@@ -211,7 +239,7 @@ class PPO:
             order = torch.randperm(count, generator=self._random)
             for first in range(0, count, settings.batch_size):
                 chosen = order[first : first + settings.batch_size]
-                loss, told = self._loss({name: each[chosen] for name, each in batch.items()})
+                loss, told = self._loss({name: each[chosen].to(self.device) for name, each in batch.items()})
                 if settings.target_kl is not None and told["approx_kl"] > 1.5 * settings.target_kl:
                     stopped = True
                     break
@@ -248,9 +276,8 @@ class PPO:
 
     def _loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         settings = self.settings
-        logits, values = self.network(batch["observations"])
-        log_probs = masked(logits, batch.get("masks"))
-        change = log_probs.gather(1, batch["actions"][:, None]).squeeze(1) - batch["log_probs"]
+        log_probs, entropies, values = self.network.scores(batch["observations"], batch["actions"], batch.get("masks"))
+        change = log_probs - batch["log_probs"]
         ratio = change.exp()
         advantages = batch["advantages"]
         if settings.normalize_advantage and len(advantages) > 1:  # one alone has no deviation
@@ -262,7 +289,7 @@ class PPO:
             near = batch["values"] + (values - batch["values"]).clamp(-settings.clip_range, settings.clip_range)
             errors = torch.max(errors, (near - batch["returns"]).square())
         value_loss = 0.5 * errors.mean()
-        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).mean()
+        entropy = entropies.mean()
         loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
         with torch.no_grad():
             told = {

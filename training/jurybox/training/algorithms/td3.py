@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -201,6 +201,8 @@ class TD3:
         settings: see `TD3Settings`.
         device: where everything is computed.
         seed: of the first weights and the smoothing noise.
+        networks: an actor and a critic to be used instead of new ones of these sizes. They take observations as they
+            come, and normalise them if anybody does; methods as those of `Actor` and `TwinCritic`.
     """
 
     def __init__(
@@ -211,6 +213,7 @@ class TD3:
         *,
         device: str | torch.device = "cpu",
         seed: int = 0,
+        networks: tuple[Any, Any] | None = None,
     ) -> None:
         self.settings = settings or TD3Settings()
         self.device = torch.device(device)
@@ -219,9 +222,15 @@ class TD3:
         s = self.settings
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.actor = Actor(observation_size, action_size, s.hidden_actor).to(self.device)
-            self.critic = TwinCritic(observation_size, action_size, s.hidden_critic).to(self.device)
-        self.policy = Policy(self.actor, observation_size, clip=CLIP).to(self.device)
+            actor, critic = networks or (
+                Actor(observation_size, action_size, s.hidden_actor),
+                TwinCritic(observation_size, action_size, s.hidden_critic),
+            )
+        self.actor: Actor = actor.to(self.device)
+        self.critic: TwinCritic = critic.to(self.device)
+        policy: Any = self.actor if networks else Policy(self.actor, observation_size, clip=CLIP)
+        self.policy: Policy = policy.to(self.device)
+        self._normalised: Callable[[Tensor], Tensor] = (lambda x: x) if networks else self.policy.normalised
         self.target_actor = deepcopy(self.actor).requires_grad_(False)
         self.target_critic = deepcopy(self.critic).requires_grad_(False)
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -249,10 +258,10 @@ class TD3:
             weights: (n,) importance weights of prioritized samples.
         """
         s = self.settings
-        observation = self.policy.normalised(batch["observation"])
+        observation = self._normalised(batch["observation"])
         action = batch["action"]
         with torch.no_grad():
-            following = self.policy.normalised(batch["next_observation"])
+            following = self._normalised(batch["next_observation"])
             noise = torch.empty_like(action).normal_(0.0, s.target_policy_noise, generator=self._generator)
             noise.clamp_(-s.target_noise_clip, s.target_noise_clip)
             next_action = self.target_actor(following).add_(noise).clamp_(-1.0, 1.0)
@@ -312,7 +321,8 @@ class TD3:
         self.normaliser.load_state_dict(state["normaliser"])
         self.updates = int(state["updates"])
         self._generator.set_state(as_tensors(state["generator"]).cpu())
-        self.refresh_normaliser()
+        if isinstance(self.policy, Policy):
+            self.refresh_normaliser()
 
     def _networks(self) -> dict[str, nn.Module]:
         return {

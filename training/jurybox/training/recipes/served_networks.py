@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
+from jurybox.training.algorithms.networks import acting_network, outputs_of
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import Actor, Policy
 from jurybox.training.algorithms.td3_actor import CLIP
@@ -26,6 +27,29 @@ def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> Serve
         {"observation": TensorSpec("float32", (observation,))},
         {"action": TensorSpec("float32", (action,))},
     )
+
+
+def gym_policy(
+    algorithm: str,
+    numbers: int,
+    pictures: Sequence[Sequence[int]],
+    normalise: bool,
+    discrete: bool,
+    actions: int,
+    hidden: Sequence[int],
+    dtype: str,
+    size: int,
+) -> ServedModel:
+    """Rows of observations (`environments.gymnasium_env` says how they look), to what the algorithm's network gives.
+
+    dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,) before the tanh; ppo:
+    logits (actions,) or mean and log_std (actions,), and value. All float32.
+    """
+    network = acting_network(algorithm, numbers, pictures, normalise, discrete, actions, hidden)
+    outputs = {
+        name: TensorSpec("float32", () if name == "value" else (actions,)) for name in outputs_of(algorithm, discrete)
+    }
+    return ServedModel(network, {"observation": TensorSpec(dtype, (size,))}, outputs)
 
 
 # ----

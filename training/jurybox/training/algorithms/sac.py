@@ -1,0 +1,177 @@
+"""Soft actor-critic (Haarnoja et al., 2018) with twin critics and a temperature that keeps the entropy at a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jurybox.training.algorithms.networks import (
+    SeeingCritic,
+    SquashedGaussianActor,
+    normal_log_prob,
+    tanh_correction,
+)
+from jurybox.training.algorithms.td3 import Update
+from jurybox.training.algorithms.torch_states import optimiser_state, restore_optimiser
+
+# T. Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (arXiv:1812.05905): eq. 5 and 6 are the critics',
+# 9 the policy's, 18 the temperature's; appendix C corrects the density for the tanh.
+
+
+@dataclass(frozen=True, slots=True)
+class SACSettings:
+    """What the learner can be told; names and defaults are those of Stable-Baselines3.
+
+    Attributes:
+        learning_rate: of Adam: policy, critics and temperature.
+        tau: how far target critics move towards the others in an update.
+        target_update_interval: learner steps between two such updates.
+        ent_coef: the temperature, what an action's entropy is worth in reward; "auto" learns it, from 1 on, "auto_0.1"
+            from 0.1 on.
+        target_entropy: that "auto" keeps the policy's mean entropy at; "auto": minus the number of actions.
+    """
+
+    learning_rate: float = 3e-4
+    tau: float = 0.005
+    target_update_interval: int = 1
+    ent_coef: float | str = "auto"
+    target_entropy: float | str = "auto"
+
+
+class SAC:
+    """The learner. It knows batches only: no replay, environment or process.
+
+    Args:
+        actor: that acts and learns.
+        critic: of which the target is a copy.
+        actions: numbers of an action.
+        device: where everything is computed.
+        seed: of the actions that it draws.
+
+    Attributes:
+        updates: made so far.
+    """
+
+    def __init__(
+        self,
+        actor: SquashedGaussianActor,
+        critic: SeeingCritic,
+        actions: int,
+        settings: SACSettings | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.settings = s = settings or SACSettings()
+        self.device = torch.device(device)
+        self.actor, self.critic = actor.to(self.device), critic.to(self.device)
+        self.target = deepcopy(self.critic).requires_grad_(False)
+        self.updates = 0
+        self.target_entropy = -float(actions) if s.target_entropy == "auto" else float(s.target_entropy)
+        self._learns_temperature, first = first_temperature(s.ent_coef)
+        self.log_temperature = torch.tensor(first, device=self.device).log().requires_grad_(self._learns_temperature)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self._actor_optimiser = torch.optim.Adam(self.actor.parameters(), s.learning_rate, fused=True)
+        self._critic_optimiser = torch.optim.Adam(self.critic.parameters(), s.learning_rate, fused=True)
+        self._temperature_optimiser = torch.optim.Adam([self.log_temperature], s.learning_rate)
+        self._live: list[Tensor] = list(self.critic.parameters())
+        self._targets: list[Tensor] = list(self.target.parameters())
+
+    def draw(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions (n, actions) in [-1, 1] drawn from the policy, and the logarithm of their density (n,)."""
+        mean, log_std = self.actor(rows)
+        noise = torch.empty_like(mean).normal_(generator=self._generator)
+        before = mean + log_std.exp() * noise
+        density = normal_log_prob(before, mean, log_std) - tanh_correction(before)
+        return torch.tanh(before), density.sum(-1)
+
+    def update(self, batch: Mapping[str, Tensor]) -> Update:
+        """One step of temperature, critics and policy, in this order, and of the target critics.
+
+        Args:
+            batch: observation and next_observation, rows (n, ...); action (n, actions) in [-1, 1]; reward (n,);
+                discount (n,): gamma to the number of steps, 0 after an end.
+        """
+        s = self.settings
+        seen, following = batch["observation"], batch["next_observation"]
+        drawn, density = self.draw(seen)
+        temperature = self.log_temperature.detach().exp()
+        metrics: dict[str, Tensor] = {"ent_coef": temperature, "entropy": -density.detach().mean()}
+        if self._learns_temperature:
+            # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
+            loss = -(self.log_temperature * (density.detach() + self.target_entropy)).mean()
+            self._step(self._temperature_optimiser, [self.log_temperature], loss)
+        with torch.no_grad():
+            next_action, next_density = self.draw(following)
+            ahead = self.target(following, next_action).amin(0) - temperature * next_density
+            wanted = torch.addcmul(batch["reward"], batch["discount"], ahead)
+        values = self.critic(seen, batch["action"])
+        errors = values - wanted
+        critic_loss = 0.5 * errors.square().mean(1).sum()
+        self._step(self._critic_optimiser, self._live, critic_loss)
+        actor_loss = (temperature * density - self.critic(seen, drawn).amin(0)).mean()
+        self._step(self._actor_optimiser, list(self.actor.parameters()), actor_loss)
+        self.updates += 1
+        if self.updates % s.target_update_interval == 0:
+            with torch.no_grad():
+                torch._foreach_lerp_(self._targets, self._live, s.tau)
+        metrics |= {
+            "critic_loss": critic_loss.detach(),
+            "actor_loss": actor_loss.detach(),
+            "value": values.detach().mean(),
+        }
+        return Update(metrics, errors.detach().abs().mean(0))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `restore` needs: arrays, numbers, nested."""
+        return {
+            "actor": dict(self.actor.state_dict()),
+            "critic": dict(self.critic.state_dict()),
+            "target": dict(self.target.state_dict()),
+            "log_temperature": self.log_temperature.detach().clone(),
+            "actor_optimiser": optimiser_state(self._actor_optimiser),
+            "critic_optimiser": optimiser_state(self._critic_optimiser),
+            "temperature_optimiser": optimiser_state(self._temperature_optimiser),
+            "random": self._generator.get_state(),
+            "updates": self.updates,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be what `state` told."""
+        for module, name in ((self.actor, "actor"), (self.critic, "critic"), (self.target, "target")):
+            module.load_state_dict({key: torch.as_tensor(value) for key, value in state[name].items()})
+        with torch.no_grad():
+            self.log_temperature.copy_(torch.as_tensor(state["log_temperature"]).reshape(()))
+        restore_optimiser(self._actor_optimiser, state["actor_optimiser"])
+        restore_optimiser(self._critic_optimiser, state["critic_optimiser"])
+        restore_optimiser(self._temperature_optimiser, state["temperature_optimiser"])
+        self._generator.set_state(torch.as_tensor(state["random"]).cpu())
+        self.updates = int(state["updates"])
+
+    @staticmethod
+    def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor] | list[nn.Parameter], loss: Tensor) -> None:
+        # Only these parameters' gradients: the policy's loss runs through the critics, whose own are of no use then.
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimiser.step()
+
+
+def first_temperature(ent_coef: float | str) -> tuple[bool, float]:
+    """Whether the temperature is learned, and its first value.
+
+    Raises:
+        ValueError: it is neither a number above 0 nor "auto" or "auto_NUMBER".
+    """
+    learns = isinstance(ent_coef, str) and ent_coef.startswith("auto")
+    try:
+        first = 1.0 if ent_coef == "auto" else float(str(ent_coef).removeprefix("auto_"))
+    except ValueError:
+        first = 0.0
+    if first <= 0:
+        raise ValueError(f"ent_coef={ent_coef!r}: expected a number above 0, 'auto' or 'auto_0.1'")
+    return learns, first

@@ -1,0 +1,301 @@
+"""Any Gymnasium environment: made by its name, its observations as rows of one shape, its actions from a policy's.
+
+What networks compute with is float32. An observation becomes one flat row:
+
+- numbers (Box of any dtype and bounds, Discrete and MultiDiscrete as one-hot, MultiBinary; the parts of Dict and Tuple
+  one after another) as float32, or as uint8 where all of them are 0 or 1;
+- where there are pictures (Box of uint8, three dimensions, 0 to 255, sides of 36 and more) the row is bytes: the
+  float32 of the numbers first, then the pictures as (channels, height, width). A replay keeps a pixel in a byte.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+Array = npt.NDArray[Any]
+Environment = gymnasium.Env[Any, Any]
+
+_LEAST_SIDE = 36  # of a picture: what the convolutions of Mnih et al. (2015) need
+
+
+class EnvironmentUnusable(ValueError):
+    """An environment cannot be made, or has spaces that no algorithm here can learn with; the message says which."""
+
+
+class StrangeObservation(ValueError):
+    """An environment gave an observation that its space does not contain."""
+
+
+def make_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
+    """The environment of that name.
+
+    Args:
+        name: registered with Gymnasium ("CartPole-v1"), of a module that registers it ("ale_py:ALE/Pong-v5"), or
+            "package.module:factory", a callable that gives one.
+        arguments: keyword arguments of the factory, or of ``gymnasium.make``.
+
+    Raises:
+        EnvironmentUnusable: it cannot be made.
+    """
+    given = dict(arguments or {})
+    module, colon, attribute = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), attribute, None) if colon else None
+        made = factory(**given) if callable(factory) else gymnasium.make(name, **given)
+    except ModuleNotFoundError as error:
+        hint = ": is its folder on PYTHONPATH?" if error.name == module else ""
+        raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error
+    except Exception as error:
+        raise EnvironmentUnusable(
+            f"{name!r} cannot be made with {given}: {type(error).__name__}: {error}; expected a name that Gymnasium "
+            "knows, or module:factory; `env_args` are its keyword arguments"
+        ) from error
+    if not isinstance(made, gymnasium.Env):
+        raise EnvironmentUnusable(
+            f"{name!r} gave a {type(made).__module__}.{type(made).__qualname__}: expected a gymnasium.Env of one "
+            "environment (`envs` says how many there are to be)"
+        )
+    return made
+
+
+# ----
+# Observations as rows.
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What rows of observations hold.
+
+    Attributes:
+        numbers: how many numbers.
+        pictures: of every picture its (channels, height, width).
+        binary: whether all numbers are 0 or 1, and there are no pictures.
+    """
+
+    numbers: int
+    pictures: tuple[tuple[int, int, int], ...] = ()
+    binary: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Of a row."""
+        return "uint8" if self.pictures or self.binary else "float32"
+
+    @property
+    def size(self) -> int:
+        """Elements of a row."""
+        if not self.pictures:
+            return self.numbers
+        return 4 * self.numbers + sum(math.prod(shape) for shape in self.pictures)
+
+
+class Observations:
+    """Makes rows of the observations of one space.
+
+    Args:
+        space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, nested as it likes.
+
+    Attributes:
+        seen: what the rows hold.
+
+    Raises:
+        EnvironmentUnusable: the space has a part of another kind, or none at all.
+    """
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self._space = space
+        self._leaves: list[_Leaf] = []
+        _collect(space, (), self._leaves)
+        numbers = sum(leaf.size for leaf in self._leaves if leaf.picture is None)
+        pictures = tuple(leaf.picture for leaf in self._leaves if leaf.picture is not None)
+        if not numbers and not pictures:
+            raise EnvironmentUnusable(f"the observation space {space} is empty: there is nothing to learn from")
+        binary = not pictures and all(leaf.binary for leaf in self._leaves)
+        self.seen = Seen(numbers, pictures, binary)
+
+    def row(self, observation: Any) -> Array:
+        """One observation as a row, of `seen.dtype` and `seen.size` elements; a copy.
+
+        Raises:
+            StrangeObservation: the space does not contain it, or it holds numbers that are not finite.
+        """
+        seen = self.seen
+        row = np.zeros(seen.size, seen.dtype)
+        numbers = np.zeros(seen.numbers, np.float32) if seen.pictures else row
+        number, byte = 0, 4 * seen.numbers
+        for leaf in self._leaves:
+            value = observation
+            for key in leaf.path:
+                value = value[key]
+            if leaf.picture is not None:
+                size = math.prod(leaf.picture)
+                row[byte : byte + size] = leaf.pixels(value)
+                byte += size
+            else:
+                leaf.write(value, numbers[number : number + leaf.size])
+                number += leaf.size
+        if numbers.dtype == np.float32 and not np.isfinite(numbers).all():
+            raise StrangeObservation(
+                f"an observation holds {numbers[~np.isfinite(numbers)][0]} as float32, which nothing can be learned "
+                f"from; its space is {self._space}. Bound it in a wrapper of the environment"
+            )
+        if seen.pictures and seen.numbers:
+            row[: 4 * seen.numbers] = numbers.view(np.uint8)
+        return row
+
+
+class _Leaf:
+    """One part of an observation: where it is, and how it is written."""
+
+    def __init__(self, path: tuple[Any, ...], space: spaces.Space[Any]) -> None:
+        self.path, self._space = path, space
+        self.picture: tuple[int, int, int] | None = None
+        self.binary = True
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._scale = np.float32(1.0)
+        if isinstance(space, spaces.Discrete):
+            self._starts, self._counts = [int(space.start)], [int(space.n)]
+        elif isinstance(space, spaces.MultiDiscrete):
+            self._starts = np.asarray(space.start).ravel().tolist()
+            self._counts = space.nvec.ravel().tolist()
+        elif isinstance(space, spaces.Box):
+            self._box(space)
+        elif not isinstance(space, spaces.MultiBinary):
+            where = "".join(f"[{key!r}]" for key in path)
+            raise EnvironmentUnusable(
+                f"the observation{where} is a {type(space).__name__}: expected Box, Discrete, MultiDiscrete, "
+                "MultiBinary, or Dict and Tuple of them; flatten it in a wrapper of the environment"
+            )
+        self.size = sum(self._counts) if self._counts else math.prod(space.shape or ())
+
+    def _box(self, space: spaces.Box) -> None:
+        kind, shape = np.dtype(space.dtype), space.shape
+        self.binary = kind.kind in "biu" and bool((space.low >= 0).all() and (space.high <= 1).all())
+        if kind != np.uint8 or self.binary:
+            return
+        if (space.high > 1).any():
+            self._scale = np.float32(1.0 / 255.0)  # bytes, whatever their bounds: numbers up to 1
+        if len(shape) == 3 and bool((space.low == 0).all() and (space.high == 255).all()):
+            channels = 0 if shape[0] < min(shape[1:]) else 2
+            sides = shape[1:] if channels == 0 else shape[:2]
+            if min(sides) >= _LEAST_SIDE:
+                self._last = channels == 2
+                self.picture = (shape[channels], *sides)
+
+    def pixels(self, value: Any) -> Array:
+        pixels = np.asarray(value)
+        if pixels.shape != self._space.shape or pixels.dtype != np.uint8:
+            raise self._strange(f"has the shape {pixels.shape} and dtype {pixels.dtype}")
+        return (pixels.transpose(2, 0, 1) if self._last else pixels).ravel()
+
+    def write(self, value: Any, out: Array) -> None:
+        if self._counts:
+            numbers = np.ravel(value)
+            if numbers.shape != (len(self._counts),):
+                raise self._strange(f"has the shape {np.shape(value)}")
+            first = 0
+            for number, start, count in zip(numbers.tolist(), self._starts, self._counts, strict=True):
+                if not 0 <= number - start < count or number != int(number):
+                    raise self._strange(f"holds {number}")
+                out[first + int(number) - start] = 1
+                first += count
+            return
+        given = np.asarray(value)
+        if given.shape != self._space.shape:
+            raise self._strange(f"has the shape {given.shape}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[:] = given.ravel()
+            if out.dtype == np.uint8:
+                if not np.array_equal(out, given.ravel()) or (out > 1).any():
+                    raise self._strange("holds other numbers than 0 and 1")
+            elif self._scale != 1:
+                out *= self._scale
+
+    def _strange(self, what: str) -> StrangeObservation:
+        where = "".join(f"[{key!r}]" for key in self.path)
+        return StrangeObservation(f"an observation{where} {what}; its space is {self._space}")
+
+
+def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[_Leaf]) -> None:
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            _collect(part, (*path, name), found)
+    elif isinstance(space, spaces.Tuple):
+        for number, part in enumerate(space.spaces):
+            _collect(part, (*path, number), found)
+    else:
+        found.append(_Leaf(path, space))
+
+
+# ----
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class Does:
+    """What a policy's output has to be.
+
+    Attributes:
+        discrete: whether it chooses one of `size` actions, and else gives `size` numbers.
+        size: how many.
+        bounded: whether all numbers have finite bounds.
+    """
+
+    discrete: bool
+    size: int
+    bounded: bool = True
+
+
+class Actions:
+    """Makes an environment's actions of a policy's.
+
+    Args:
+        space: Box or Discrete.
+
+    Raises:
+        EnvironmentUnusable: it is another one.
+    """
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self._space = space
+        if isinstance(space, spaces.Discrete):
+            self.does = Does(True, int(space.n))
+            self._start = int(space.start)
+        elif isinstance(space, spaces.Box):
+            self.does = Does(False, math.prod(space.shape), bool(space.is_bounded("both")))
+            self._low = space.low.astype(np.float64).ravel()
+            self._high = space.high.astype(np.float64).ravel()
+            self._whole = np.dtype(space.dtype).kind in "iu"
+        else:
+            raise EnvironmentUnusable(
+                f"the action space is {space}: expected Box or Discrete, which is what the algorithms choose; make it "
+                "one in a wrapper of the environment"
+            )
+
+    def chosen(self, action: Any) -> Any:
+        """The environment's action for the number of one (Discrete), or for numbers in [-1, 1] (Box): scaled."""
+        if self.does.discrete:
+            return self._start + int(action)
+        half = 0.5 * (self._high - self._low)
+        return self._box(self._low + half * (np.asarray(action, np.float64) + 1.0))
+
+    def clipped(self, action: Any) -> Any:
+        """The same for numbers in the environment's own unit: cut off at the bounds."""
+        return self._start + int(action) if self.does.discrete else self._box(np.asarray(action, np.float64))
+
+    def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
+        assert isinstance(self._space, spaces.Box)
+        numbers = np.clip(numbers, self._low, self._high)
+        if self._whole:
+            numbers = np.rint(numbers)
+        return numbers.astype(self._space.dtype).reshape(self._space.shape)

@@ -1,0 +1,509 @@
+"""Any Gymnasium environment: the settings, the plan, the run and its report; what `jurybox train gym` does.
+
+Roles import this module for its settings, so what only the run needs (torch, plots) is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from jurybox.training.environments.gymnasium_env import (
+    Actions,
+    Does,
+    EnvironmentUnusable,
+    Observations,
+    Seen,
+    make_environment,
+)
+from jurybox.training.recipes.training import Run, Training, carry_out
+from jurybox.training.replay import Episodes
+from jurybox.training.replay import Field as Column
+from jurybox.training.runtime.plan import (
+    Budget,
+    ChannelSpec,
+    ConfigError,
+    Kind,
+    Outcome,
+    Pace,
+    Plan,
+    ReplaySpec,
+    RoleSpec,
+)
+from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
+from jurybox.training.runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jurybox.training.interrupts import Signals
+    from jurybox.training.recipes.served_policy import Place
+    from jurybox.training.run_folder import Tracker
+    from jurybox.training.runtime.launching import Launcher
+
+Algorithm = Literal["ppo", "dqn", "td3", "sac"]
+ON_POLICY = "ppo"
+ROWS, CHANNEL = "rows", "policy"  # of the plan
+
+_ACTOR = "jurybox.training.recipes.gym_actor"
+_LEARNER = "jurybox.training.recipes.gym_learner"
+_EVALUATOR_NICE = 10
+_LAG = 10  # publications that a served policy off its learner's may be behind
+
+# What each algorithm uses of the settings that are not everybody's, and what they are where nobody sets them: the
+# names and numbers of Stable-Baselines3 2.9, but for what the docs page lists.
+_REPLAYED: dict[str, Any] = {
+    "buffer_size": 1_000_000,
+    "learning_starts": 100,
+    "gradient_steps": 1,
+    "n_steps": 1,
+    "publish_interval": 1,
+    "max_ahead": 100,
+}
+_OF_NUMBERS = {**_REPLAYED, "batch_size": 256, "train_freq": 1, "tau": 0.005}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {
+        "learning_rate": 3e-4,
+        "batch_size": 64,
+        "hidden": (64, 64),
+        "n_steps": 2048,
+        "n_epochs": 10,
+        "gae_lambda": 0.95,
+        "clip_range": 0.2,
+        "ent_coef": 0.0,
+        "vf_coef": 0.5,
+        "max_grad_norm": 0.5,
+        "normalize_advantage": True,
+        "target_kl": None,
+    },
+    "dqn": {
+        **_REPLAYED,
+        "learning_rate": 1e-4,
+        "batch_size": 32,
+        "hidden": (64, 64),
+        "train_freq": 4,
+        "tau": 1.0,
+        "target_update_interval": 10_000,
+        "max_grad_norm": 10.0,
+        "exploration_fraction": 0.1,
+        "exploration_initial_eps": 1.0,
+        "exploration_final_eps": 0.05,
+    },
+    "td3": {
+        **_OF_NUMBERS,
+        "learning_rate": 1e-3,
+        "hidden": (400, 300),
+        "policy_delay": 2,
+        "action_noise": 0.1,
+        "target_policy_noise": 0.2,
+        "target_noise_clip": 0.5,
+    },
+    "sac": {
+        **_OF_NUMBERS,
+        "learning_rate": 3e-4,
+        "hidden": (256, 256),
+        "ent_coef": "auto",
+        "target_entropy": "auto",
+        "target_update_interval": 1,
+    },
+}
+_OF_ALGORITHMS = frozenset(name for defaults in DEFAULTS.values() for name in defaults)
+_ONLY_PICTURES_HIDDEN: Mapping[str, tuple[int, ...]] = {"ppo": (), "dqn": (), "td3": (256, 256), "sac": (256, 256)}
+
+
+class GymTraining(Settings):
+    """Settings of one training; a TOML file and the command line hold the same names.
+
+    Settings that are none by default are the algorithm's (`DEFAULTS`); `of` gives what is in force.
+    """
+
+    title = "gym"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "total_timesteps": "steps",
+        "n_envs": "envs",
+        "eval_freq": "evaluate_every",
+        "n_eval_episodes": "evaluation_episodes",
+        "save_freq": "checkpoint_every",
+        "net_arch": "hidden",
+    }
+    may_change = (
+        *("steps", "policy", "server", "device", "max_ahead", "publish_interval", "max_lag", "evaluate_every"),
+        *("evaluation_episodes", "checkpoint_every", "log_every"),
+    )
+
+    env: str = Field("CartPole-v1", description="A name that Gymnasium knows, or module:factory.")
+    env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    algorithm: Algorithm = "ppo"
+    policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
+    server: str | None = Field(None, description="Address of a server that runs; none: a private one where served.")
+    steps: int = Field(100_000, ge=1, description="Env steps in all.")
+    workers: int = Field(1, ge=1, description="Processes that hold environments.")
+    envs: int = Field(1, ge=1, description="Environments of all workers together.")
+    device: str = Field("cpu", description="Where the learner computes.")
+    normalize_observations: bool = Field(False, description="Numbers of observations to mean 0 and deviation 1.")
+    gamma: float = Field(0.99, ge=0, le=1)
+
+    learning_rate: float | None = Field(None, gt=0)
+    batch_size: int | None = Field(None, ge=2)
+    hidden: tuple[int, ...] | None = Field(None, description="Units of the hidden layers of every network.")
+    n_steps: int | None = Field(
+        None, ge=1, description="PPO: steps of each environment between two updates; others: of a return."
+    )
+    max_grad_norm: float | None = Field(None, gt=0)
+    ent_coef: float | str | None = Field(None, description='PPO: of the entropy bonus; SAC: a number, or "auto".')
+
+    n_epochs: int | None = Field(None, ge=1, description="Passes over a rollout.")
+    gae_lambda: float | None = Field(None, ge=0, le=1)
+    clip_range: float | None = Field(None, gt=0)
+    vf_coef: float | None = Field(None, ge=0)
+    normalize_advantage: bool | None = None
+    target_kl: float | None = Field(None, gt=0, description="An update stops at 1.5 times it.")
+
+    buffer_size: int | None = Field(None, ge=1, description="Transitions of the replay; no more than steps are made.")
+    learning_starts: int | None = Field(None, ge=1, description="Env steps with random actions and without learning.")
+    train_freq: int | None = Field(None, ge=1, description="Steps of each environment between two rounds of learning.")
+    gradient_steps: int | None = Field(None, ge=-1, description="Learner steps of a round; -1: as many as env steps.")
+    tau: float | None = Field(None, gt=0, le=1, description="How far target networks move in an update.")
+    target_update_interval: int | None = Field(
+        None, ge=1, description="DQN: steps of each environment, SAC: learner steps, between updates of the targets."
+    )
+    exploration_fraction: float | None = Field(None, gt=0, le=1, description="Of all steps, until the last epsilon.")
+    exploration_initial_eps: float | None = Field(None, ge=0, le=1)
+    exploration_final_eps: float | None = Field(None, ge=0, le=1)
+    policy_delay: int | None = Field(None, ge=1, description="Critic steps for one of the actor.")
+    action_noise: float | None = Field(None, ge=0, description="Deviation of the exploration, of actions in [-1, 1].")
+    target_policy_noise: float | None = Field(None, ge=0)
+    target_noise_clip: float | None = Field(None, ge=0)
+    target_entropy: float | Literal["auto"] | None = None
+
+    max_ahead: int | None = Field(None, ge=0, description="Env steps that workers may be ahead of the learner.")
+    publish_interval: int | None = Field(None, ge=1, description="Learner steps between two publications.")
+    max_lag: int = Field(_LAG, ge=0, description="Publications that a served policy's answers may be behind.")
+    evaluate_every: int | None = Field(
+        None, ge=0, description="Env steps; none: a twentieth, but 1,000 or more; 0: one at the end."
+    )
+    evaluation_episodes: int = Field(10, ge=1, description="Of an evaluation, without exploration.")
+    checkpoint_every: int | None = Field(
+        None, ge=0, description="Env steps; none: a tenth, but 10,000 or more; 0: one at the end."
+    )
+    log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> GymTraining:
+        if self.envs % self.workers:
+            raise ValueError(f"envs={self.envs} with workers={self.workers}: expected the same number for each worker")
+        if self.algorithm == ON_POLICY and isinstance(self.ent_coef, str):
+            raise ValueError(f"ent_coef={self.ent_coef!r}: ppo takes a number")
+        if self.gradient_steps == 0:
+            raise ValueError("gradient_steps=0: nothing would be learned; expected 1 or more, or -1")
+        if self.algorithm == "sac":
+            from jurybox.training.algorithms.sac import first_temperature
+
+            first_temperature(self.of("ent_coef"))
+        if self.hidden is not None and (min(self.hidden, default=1) < 1 or (not self.hidden and self._needs_hidden)):
+            raise ValueError(f"hidden={self.hidden}: expected one layer or more, of one unit or more")
+        return self
+
+    @property
+    def _needs_hidden(self) -> bool:
+        return self.algorithm == "sac"
+
+    def of(self, name: str) -> Any:
+        """The setting of that name, or the algorithm's default.
+
+        Raises:
+            KeyError: the algorithm does not use it.
+        """
+        default = DEFAULTS[self.algorithm][name]
+        said = getattr(self, name)
+        return default if said is None else said
+
+    def hidden_for(self, seen: Seen) -> tuple[int, ...]:
+        """Units of the hidden layers: for pictures alone the convolutions come before fewer."""
+        if self.hidden is None and seen.pictures:
+            return _ONLY_PICTURES_HIDDEN[self.algorithm] if not seen.numbers else tuple(self.of("hidden"))
+        return tuple(self.of("hidden"))
+
+    @property
+    def envs_per_worker(self) -> int:
+        return self.envs // self.workers
+
+    @property
+    def pace(self) -> Pace:
+        """PPO learns between rollouts; the others, a round of steps after each round of the environments."""
+        if self.algorithm == ON_POLICY:
+            return Pace(self.of("n_steps") * self.envs, 1, 0, 0)
+        collect = self.of("train_freq") * self.envs
+        steps = collect if self.of("gradient_steps") == -1 else self.of("gradient_steps")
+        return Pace(collect, steps, self.of("learning_starts"), self.of("max_ahead"))
+
+    def unused(self) -> dict[str, str]:
+        """Settings that have no effect beside the others, and why."""
+        used = DEFAULTS[self.algorithm]
+        unused = dict.fromkeys(_OF_ALGORITHMS - used.keys(), f"{self.algorithm} does not use it")
+        if self.policy == "local":
+            unused["server"] = "policy is local, so nobody asks a server"
+            unused["max_lag"] = "policy is local: workers take the newest weights before every step"
+        elif self.algorithm == ON_POLICY:
+            unused["max_lag"] = "ppo waits for the newest weights"
+        return unused
+
+
+def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
+    """What policies see and do in the environment of these settings.
+
+    Raises:
+        ConfigError: it cannot be made, or the algorithm does not go with its spaces.
+    """
+    try:
+        env = make_environment(settings.env, settings.env_args)
+        try:
+            seen, does = Observations(env.observation_space).seen, Actions(env.action_space).does
+        finally:
+            env.close()
+    except EnvironmentUnusable as error:
+        raise ConfigError(str(error)) from error
+    if settings.algorithm == "dqn" and not does.discrete:
+        raise ConfigError(
+            f"dqn chooses one of some actions, and those of {settings.env} are numbers ({env.action_space}): take ppo, "
+            "td3 or sac"
+        )
+    if settings.algorithm in ("td3", "sac") and does.discrete:
+        raise ConfigError(
+            f"{settings.algorithm} gives numbers as actions, and those of {settings.env} are {env.action_space}: take "
+            "ppo or dqn"
+        )
+    if settings.algorithm in ("td3", "sac") and not does.bounded:
+        raise ConfigError(
+            f"{settings.algorithm} scales its actions to their bounds, and those of {settings.env} have none "
+            f"({env.action_space}): bound them in a wrapper (gymnasium.wrappers.RescaleAction), or take ppo"
+        )
+    if settings.normalize_observations and not seen.numbers:
+        raise ConfigError("normalize_observations: these observations are pictures, and have no numbers to normalise")
+    return seen, does
+
+
+def network_of(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
+    """Arguments of `algorithms.networks.acting_network`, as JSON holds them."""
+    return {
+        "algorithm": settings.algorithm,
+        "numbers": seen.numbers,
+        "pictures": [list(shape) for shape in seen.pictures],
+        "normalise": settings.normalize_observations,
+        "discrete": does.discrete,
+        "actions": does.size,
+        "hidden": list(settings.hidden_for(seen)),
+    }
+
+
+def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
+    """What a row of the replay holds."""
+    stored = "bits" if seen.binary and settings.algorithm != ON_POLICY else None
+    found = {
+        "observation": Column((seen.size,), seen.dtype, stored=stored),
+        "action": Column((), "int64") if does.discrete else Column((does.size,)),
+        "reward": Column(),
+        "terminated": Column((), "bool"),
+    }
+    if settings.algorithm == ON_POLICY:
+        found |= {
+            "next_observation": Column((seen.size,), seen.dtype),
+            "log_prob": Column(),
+            "over": Column((), "bool"),
+            "environment": Column((), "int64"),
+            "moment": Column((), "int64"),
+            "updates": Column((), "int64"),
+        }
+    return found
+
+
+def plan(settings: GymTraining, place: Place | None = None) -> Plan:
+    """The run that these settings ask for.
+
+    Args:
+        place: where the policy is served; None: workers act by themselves.
+
+    Raises:
+        ConfigError: the environment cannot be made, or does not go with the algorithm.
+    """
+    from jurybox.protocol.weights import WeightsLayout
+    from jurybox.training.algorithms.networks import acting_network
+
+    seen, does = spaces_of(settings)
+    network = network_of(settings, seen, does)
+    on_policy, pace = settings.algorithm == ON_POLICY, settings.pace
+    if on_policy and pace.collect < 2:
+        raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
+    told = {"settings": settings.model_dump(mode="json"), "network": network}
+    served = {**told, "place": place.as_dict() if place is not None else None}
+    capacity = 2 * pace.collect + settings.envs if on_policy else min(settings.of("buffer_size"), 2 * settings.steps)
+    every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
+    return Plan(
+        roles=(
+            *(
+                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", served, writes=(ROWS,), reads=(CHANNEL,))
+                for number in range(settings.workers)
+            ),
+            RoleSpec(
+                "learner",
+                Kind.LEARNER,
+                f"{_LEARNER}:{'RolloutLearner' if on_policy else 'ReplayLearner'}",
+                served,
+                samples=(ROWS,),
+                publishes=CHANNEL,
+                publish_every=1 if on_policy else settings.of("publish_interval"),
+            ),
+            RoleSpec(
+                "evaluator",
+                Kind.EVALUATOR,
+                f"{_ACTOR}:GymEvaluator",
+                told,
+                reads=(CHANNEL,),
+                evaluate_every=every,
+                nice=_EVALUATOR_NICE,
+            ),
+        ),
+        replays=(ReplaySpec(ROWS, capacity, fields(settings, seen, does), episodes=None if on_policy else Episodes()),),
+        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting_network(**network).state_dict())),),
+        pace=pace,
+        budget=Budget(settings.steps),
+        seed=settings.seed,
+        save_every=max(10_000, settings.steps // 10)
+        if settings.checkpoint_every is None
+        else settings.checkpoint_every,
+        log_every=settings.log_every,
+        best="return",
+    )
+
+
+_LOSSES: Mapping[str, tuple[str, ...]] = {
+    "ppo": ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance", "stale"),
+    "dqn": ("loss", "epsilon"),
+    "td3": ("critic_loss", "actor_loss", "value"),
+    "sac": ("critic_loss", "actor_loss", "value", "ent_coef", "entropy"),
+}
+
+
+def columns(settings: GymTraining) -> tuple[str, ...]:
+    """Of metrics.csv."""
+    return (*OF_EVERY_RUN, *_LOSSES[settings.algorithm], "eval_return", "eval_return_std", "eval_length")
+
+
+def train(
+    settings: GymTraining,
+    folder: Path,
+    *,
+    serial: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    signals: Signals | None = None,
+    command: str = "",
+    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    launcher: Launcher | None = None,
+) -> Outcome:
+    """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`.
+
+    Raises:
+        ConfigError: the environment cannot be made, or does not go with the algorithm.
+        RunLogError: the folder holds another run, and `resume` is not set.
+        CheckpointError: the run was begun with other settings, or none was.
+        ServerNotStarted: the policy was to be served, and its server did not come up.
+        jurybox.client.Error: the server that was named does not answer, or takes no policy.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from jurybox.training.cluster.endpoints import Serves
+    from jurybox.training.recipes.recorded_run import recorded_run
+    from jurybox.training.recipes.served_policy import place_of
+
+    seen, does = spaces_of(settings)
+    with ExitStack() as resources:
+        # Networks this small are slower on two threads, and sums in another order would not be the same sums.
+        resources.enter_context(threadpool_limits(1))
+        place = None
+        if settings.policy == "served":
+            serving: object = launcher
+            if isinstance(serving, Serves) and not serial:
+                raise ConfigError("a served policy does not go with --launcher ray yet: take policy='local'")
+            folder.mkdir(parents=True, exist_ok=True)
+            model = {
+                "factory": "jurybox.training.recipes.served_networks:gym_policy",
+                "args": {**network_of(settings, seen, does), "dtype": seen.dtype, "size": seen.size},
+                "publish": "double_buffer",
+                "max_batch": settings.envs,
+            }
+            place = resources.enter_context(place_of("policy/gym", model, settings.server, folder / "server.log"))
+        return recorded_run(
+            plan(settings, place),
+            folder,
+            columns(settings),
+            settings.as_dict(),
+            lambda outcome, rows: report(settings, outcome, rows, folder, command),
+            serial=serial,
+            resume=resume,
+            may_change=settings.may_change,
+            console=console,
+            signals=signals,
+            trackers=trackers,
+            launcher=launcher,
+        )
+
+
+def report(
+    settings: GymTraining, outcome: Outcome, rows: Sequence[Mapping[str, float]], folder: Path, command: str
+) -> str:
+    """The report as one HTML document."""
+    from jurybox.training.report import charts, page
+    from jurybox.training.report.page import Section
+    from jurybox.training.runtime.checkpoints import Checkpoints
+
+    said = [
+        f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps "
+        f"and {outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
+    ]
+    best = Checkpoints(folder / "checkpoints").best()
+    if best is not None:
+        said.append(
+            f"The best evaluation, after {best['env_steps']:,} env steps: a mean return of "
+            f"{best['numbers']['return']:.2f} over {settings.evaluation_episodes} episodes without exploration. "
+            "checkpoints/best holds its weights."
+        )
+    sections: list[Section | None] = [Section("How it ended", said)]
+    points = [row for row in rows if "eval_return" in row]
+    if len(points) > 1:
+        line = charts.stretches("return", [row["env_steps"] for row in points], [row["eval_return"] for row in points])
+        drawn = charts.curves([line], "mean return of evaluations over env steps", "env steps", "return")
+        sections.append(Section("Evaluations", [drawn], f"{settings.evaluation_episodes} episodes each."))
+    sections.append(page.return_curve(rows, "While learning", "env steps", "return, last 100 episodes"))
+    if not outcome.serial:
+        sections.append(page.worked_when(folder / "timeline.json"))
+    facts = {
+        "Environment": settings.env,
+        "Algorithm": settings.algorithm,
+        "Policy": settings.policy,
+        "Seed": settings.seed,
+        "Env steps": f"{outcome.env_steps:,}",
+        "Learner steps": f"{outcome.learner_steps:,}",
+        "Time": f"{outcome.seconds:.0f} s",
+        "Restarts": outcome.restarts,
+    }
+    in_force = {**settings.as_dict(), **{name: settings.of(name) for name in DEFAULTS[settings.algorithm]}}
+    used = {name: value for name, value in in_force.items() if name not in settings.unused()}
+    sections.append(page.the_run(facts, used, command, packages=("torch", "numpy", "gymnasium")))
+    return page.render("Jurybox gym report", f"Jurybox: {settings.algorithm} in {settings.env}", sections)
+
+
+def _work(settings: GymTraining, run: Run) -> str:
+    outcome = carry_out(partial(train, settings, run.folder), run)
+    said = [f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
+    if (found := outcome.evaluation.get("eval_return")) is not None:
+        said.append(f"the last evaluation: a mean return of {found:.2f} over {settings.evaluation_episodes} episodes")
+    return "\n".join(said)
+
+
+TRAINING = Training("gym", GymTraining, _work)

@@ -1,0 +1,306 @@
+"""Who acts in a gym training: workers with environments, and the evaluator. No torch where a server computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.training.environments.gymnasium_env import Actions, Environment, Observations, make_environment
+from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
+from jurybox.training.recipes.served_policy import Place, ServedPolicy
+from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
+
+Array = npt.NDArray[Any]
+Outputs = Mapping[str, Array]
+
+_SEED = 1_000_003  # episodes of evaluations are none of those that were trained on
+_LIVES = 40  # bits of a moment that are of one life of a worker
+_SIDE_BY_SIDE = 10  # environments of the evaluator
+
+
+class Policy(Protocol):
+    """What a worker asks for actions."""
+
+    @property
+    def updates(self) -> int:
+        """Of its learner, when the weights were published that computed the last outputs."""
+
+    def outputs(self, rows: Array) -> Outputs:
+        """The network's outputs, by name, for rows of observations (n, ...)."""
+
+
+class LocalPolicy:
+    """The network in this process, kept at its newest publication."""
+
+    def __init__(self, context: RoleContext, network: Mapping[str, Any]) -> None:
+        import torch
+
+        from jurybox.training.algorithms.networks import acting_network, outputs_of
+        from jurybox.training.algorithms.torch_states import TorchWeights
+
+        torch.set_num_threads(context.spec.threads)
+        self._torch = torch
+        self._network = acting_network(**network).requires_grad_(False)
+        self._names = outputs_of(network["algorithm"], network["discrete"])
+        self._weights = TorchWeights(context.reader(CHANNEL), self._network)
+        context.follow(CHANNEL, self._weights)
+
+    @property
+    def updates(self) -> int:
+        return int(self._weights.extra.get("updates", 0))
+
+    def outputs(self, rows: Array) -> Outputs:
+        with self._torch.inference_mode():
+            found = self._network(self._torch.from_numpy(rows))
+        each = found if isinstance(found, tuple) else (found,)
+        return {name: tensor.numpy() for name, tensor in zip(self._names, each, strict=True)}
+
+
+def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
+    """Logarithms of probabilities, (n, actions)."""
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return found
+
+
+class Choice:
+    """Actions from a network's outputs, as the algorithm explores and as it does not.
+
+    Args:
+        epsilon: of DQN, by env steps of the run.
+        noise: deviation of TD3's exploration.
+    """
+
+    def __init__(
+        self,
+        algorithm: str,
+        discrete: bool,
+        random: np.random.Generator,
+        *,
+        epsilon: Callable[[], float] = lambda: 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        self._algorithm, self._discrete, self.random = algorithm, discrete, random
+        self._epsilon, self._noise = epsilon, noise
+
+    def explore(self, outputs: Outputs) -> tuple[Array, Array | None]:
+        """Actions (n,) or (n, actions), and for PPO the logarithms of their densities (n,)."""
+        random = self.random
+        if self._algorithm == "dqn":
+            best = outputs["values"].argmax(1)
+            n, actions = outputs["values"].shape
+            # All are drawn every time, so that what epsilon is does not move what is drawn later.
+            anything, explores = random.integers(actions, size=n), random.random(n) < self._epsilon()
+            return np.where(explores, anything, best), None
+        if self._algorithm == "td3":
+            action = outputs["action"]
+            return np.clip(action + random.normal(0.0, self._noise, action.shape), -1.0, 1.0).astype(np.float32), None
+        if self._algorithm == "ppo" and self._discrete:
+            log_probs = log_softmax(outputs["logits"])
+            # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
+            action = (log_probs + random.gumbel(size=log_probs.shape)).argmax(1)
+            return action, log_probs[np.arange(len(action)), action].astype(np.float32)
+        mean, log_std = outputs["mean"], outputs["log_std"]
+        noise = random.standard_normal(mean.shape)
+        drawn = (mean + np.exp(log_std) * noise).astype(np.float32)
+        if self._algorithm == "sac":
+            return np.tanh(drawn), None
+        density = -0.5 * ((drawn - mean) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
+        return drawn, density.sum(1).astype(np.float32)
+
+    def best(self, outputs: Outputs) -> Array:
+        """The same without exploration."""
+        if self._discrete:
+            best: Array = outputs["values" if self._algorithm == "dqn" else "logits"].argmax(1)
+            return best
+        if self._algorithm == "td3":
+            return outputs["action"]
+        mean: Array = outputs["mean"]
+        return np.tanh(mean) if self._algorithm == "sac" else mean
+
+
+class Envs:
+    """Environments side by side: rows of observations in and out, begun anew when an episode is over."""
+
+    def __init__(self, settings: GymTraining, n: int) -> None:
+        self.scaled = settings.algorithm != ON_POLICY
+        with ExitStack() as undo:
+            self.envs: list[Environment] = []
+            for _ in range(n):
+                self.envs.append(make_environment(settings.env, settings.env_args))
+                undo.callback(self.envs[-1].close)
+            self.observations = Observations(self.envs[0].observation_space)
+            self.actions = Actions(self.envs[0].action_space)
+            self._resources = undo.pop_all()
+        seen = self.observations.seen
+        self.rows = np.zeros((n, seen.size), seen.dtype)
+
+    def begin(self, number: int, seed: int) -> None:
+        """A new episode; its first observation is in `rows`."""
+        observation, _ = self.envs[number].reset(seed=seed)
+        self.rows[number] = self.observations.row(observation)
+
+    def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
+        """One step; row, reward, terminated, truncated."""
+        given = self.actions.chosen(action) if self.scaled else self.actions.clipped(action)
+        observation, reward, terminated, truncated, _ = self.envs[number].step(given)
+        value = float(reward)
+        if not np.isfinite(value):
+            raise ValueError(f"the environment gave the reward {value}, which nothing can be learned from")
+        return self.observations.row(observation), value, bool(terminated), bool(truncated)
+
+    def random(self, rng: np.random.Generator) -> Array:
+        """Actions at random, one for each environment, as a policy would give them."""
+        n, does = len(self.envs), self.actions.does
+        if does.discrete:
+            return rng.integers(does.size, size=n)
+        return rng.uniform(-1, 1, (n, does.size)).astype(np.float32)
+
+    def close(self) -> None:
+        self._resources.close()
+
+
+class GymActor(Actor):
+    """One step is one step of each of this worker's environments.
+
+    Args:
+        settings: of `GymTraining`.
+        network: arguments of `acting_network`.
+        place: where the policy is served; None: this process computes it.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        settings: Mapping[str, Any],
+        network: Mapping[str, Any],
+        place: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(context)
+        self._settings = s = GymTraining(**settings)
+        n = s.envs_per_worker
+        self._random = np.random.default_rng(context.seed)
+        self._on_policy = s.algorithm == ON_POLICY
+        with ExitStack() as undo:
+            self._envs = Envs(s, n)
+            undo.callback(self._envs.close)
+            self._policy: Policy
+            if place is None:
+                self._policy = LocalPolicy(context, network)
+            else:
+                lag = 0 if self._on_policy else s.max_lag
+                self._policy = undo.enter_context(ServedPolicy(Place(**place), context, CHANNEL, rows=n, max_lag=lag))
+            self._resources = undo.pop_all()
+        noise = s.of("action_noise") if s.algorithm == "td3" else 0.0
+        self._choice = Choice(s.algorithm, network["discrete"], self._random, epsilon=self._epsilon, noise=noise)
+        self._streams = context.replay(ROWS).streams(n)
+        self._first = context.number * n  # numbers of environments are the run's
+        self._totals, self._lengths = np.zeros(n), np.zeros(n, np.int64)
+        self._moments = np.full(n, (context.life - 1) << _LIVES, np.int64)
+        self._playing = False
+
+    def _epsilon(self) -> float:
+        s = self._settings
+        done = self.context.env_steps / (s.of("exploration_fraction") * s.steps)
+        first, last = s.of("exploration_initial_eps"), s.of("exploration_final_eps")
+        return float(last if done >= 1 else first + (last - first) * done)
+
+    def step(self) -> int:
+        s, envs = self._settings, self._envs
+        n = len(envs.envs)
+        if not self._playing:
+            for number in range(n):
+                self._begin(number)
+            self._playing = True
+        log_probs: Array | None = None
+        if not self._on_policy and self.context.env_steps < s.of("learning_starts"):
+            chosen = envs.random(self._random)
+        else:
+            chosen, log_probs = self._choice.explore(self._policy.outputs(envs.rows))
+        before = envs.rows.copy()
+        after, rewards = np.empty_like(before), np.zeros(n, np.float32)
+        terminated, over = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+        for number in range(n):
+            row, reward, ended, cut = envs.step(number, chosen[number])
+            after[number], rewards[number], terminated[number], over[number] = row, reward, ended, ended or cut
+            self._totals[number] += reward
+            self._lengths[number] += 1
+        written = {"observation": before, "action": chosen, "reward": rewards, "terminated": terminated}
+        if log_probs is not None:
+            written |= {
+                "next_observation": after,
+                "log_prob": log_probs,
+                "over": over,
+                "environment": self._first + np.arange(n),
+                "moment": self._moments,
+                "updates": np.full(n, self._policy.updates),
+            }
+        self._streams.add(**written)
+        self._moments += 1
+        envs.rows[:] = after
+        for number in np.flatnonzero(over).tolist():
+            if not self._on_policy and not terminated[number]:
+                self._streams.end(number, observation=after[number])
+            self.context.episode(total=self._totals[number], length=int(self._lengths[number]))
+            self._begin(number)
+        return n
+
+    def save(self) -> dict[str, Any]:
+        # An environment cannot be kept in general, so episodes end here for whoever goes on as for whoever resumes.
+        for number in range(len(self._envs.envs)):
+            self._streams.end(number)
+        self._playing = False
+        return {"random": self._random.bit_generator.state, "moments": self._moments.tolist()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._random.bit_generator.state = state["random"]
+        self._moments[:] = state["moments"]
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _begin(self, number: int) -> None:
+        self._envs.begin(number, int(self._random.integers(2**31)))
+        self._totals[number], self._lengths[number] = 0.0, 0
+        self._moments[number] += 1  # so that no two episodes look like one
+
+
+class GymEvaluator(Evaluator):
+    """Plays whole episodes without exploration, the same ones every time; the mean return marks the best weights."""
+
+    def __init__(self, context: RoleContext, *, settings: Mapping[str, Any], network: Mapping[str, Any]) -> None:
+        super().__init__(context)
+        self._settings = s = GymTraining(**settings)
+        self._policy = LocalPolicy(context, network)
+        self._choice = Choice(s.algorithm, network["discrete"], np.random.default_rng(0))
+        self._envs = Envs(s, min(_SIDE_BY_SIDE, s.evaluation_episodes))
+
+    def evaluate(self) -> Mapping[str, float]:
+        s, envs = self._settings, self._envs
+        seeds = np.random.default_rng((_SEED, s.seed)).integers(2**31, size=s.evaluation_episodes).tolist()
+        returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds))
+        # Which episode each environment plays: fixed beforehand, so that short ones are not played more often.
+        playing = list(range(len(envs.envs)))
+        for number, episode in enumerate(playing):
+            envs.begin(number, seeds[episode])
+        while playing_now := [number for number, episode in enumerate(playing) if episode < len(seeds)]:
+            chosen = self._choice.best(self._policy.outputs(envs.rows))
+            for number in playing_now:
+                row, reward, terminated, truncated = envs.step(number, chosen[number])
+                envs.rows[number] = row
+                returns[playing[number]] += reward
+                lengths[playing[number]] += 1
+                if terminated or truncated:
+                    playing[number] += len(envs.envs)
+                    if playing[number] < len(seeds):
+                        envs.begin(number, seeds[playing[number]])
+            self.context.alive()
+        return {"return": float(returns.mean()), "return_std": float(returns.std()), "length": float(lengths.mean())}
+
+    def close(self) -> None:
+        self._envs.close()

@@ -1,0 +1,407 @@
+"""Who learns in a gym training: DQN, TD3 and SAC from a replay, PPO from what was done with its newest policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.algorithms.dqn import DQN, ValueNetwork, ValueSettings
+from jurybox.training.algorithms.networks import (
+    DeterministicActor,
+    Features,
+    SeeingActorCritic,
+    SeeingCritic,
+    SquashedGaussianActor,
+    acting_network,
+    features_of,
+)
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
+from jurybox.training.algorithms.sac import SAC, SACSettings
+from jurybox.training.algorithms.td3 import TD3, Normaliser
+from jurybox.training.algorithms.td3_actor import TD3Settings
+from jurybox.training.recipes.gym import ROWS, GymTraining
+from jurybox.training.recipes.served_policy import Place, ServedPublications
+from jurybox.training.replay import Windows
+from jurybox.training.replay.cursor import Cursor
+from jurybox.training.runtime.role_context import Learner, RoleContext
+
+Batch = Mapping[str, torch.Tensor]
+
+_TELL = 10  # learner steps between two whose losses are reported: reading a tensor's value has its price
+_LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two looks of the normaliser, and its rows
+
+
+class Algorithm(Protocol):
+    """One of the algorithms that learn from a replay.
+
+    Attributes:
+        acting: the network that is published.
+        seeing: all of its networks.
+    """
+
+    acting: nn.Module
+    seeing: tuple[nn.Module, ...]
+
+    def update(self, batch: Batch) -> Mapping[str, Any]:
+        """One learner step; what to report of it."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class _DQN:
+    def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
+        s = settings
+        made = acting_network(**network, seed=seed)
+        assert isinstance(made, ValueNetwork)
+        values = ValueSettings(
+            learning_rate=s.of("learning_rate"),
+            gamma=s.gamma,
+            n_steps=s.of("n_steps"),
+            target_update_interval=0,
+            max_grad_norm=s.of("max_grad_norm"),
+        )
+        self._learner = DQN(made, values, s.device, seed)
+        self.acting: nn.Module = made
+        self.seeing: tuple[nn.Module, ...] = (made, self._learner.target)
+        self._pace, self._tau = s.pace, s.of("tau")
+        self._interval = s.of("target_update_interval") * s.envs
+
+    def update(self, batch: Batch) -> Mapping[str, Any]:
+        # Targets move by env steps: before the first learner step of a round, if the round's env steps reached one.
+        first, pace = self._learner.steps % self._pace.learn == 0, self._pace
+        reached = pace.warmup + (self._learner.steps // pace.learn + 1) * pace.collect
+        if first and reached // self._interval > (reached - pace.collect) // self._interval:
+            self._learner.move_target(self._tau)
+        return {"loss": self._learner.learn(batch)}
+
+    def state(self) -> dict[str, Any]:
+        return self._learner.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._learner.restore(state)
+
+
+class _TD3:
+    def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
+        s = settings
+        actor = acting_network(**network, seed=seed)
+        assert isinstance(actor, DeterministicActor)
+        critic = _critic(network, seed)
+        told = TD3Settings(
+            actor_learning_rate=s.of("learning_rate"),
+            critic_learning_rate=s.of("learning_rate"),
+            tau=s.of("tau"),
+            policy_delay=s.of("policy_delay"),
+            target_policy_noise=s.of("target_policy_noise"),
+            target_noise_clip=s.of("target_noise_clip"),
+            pre_tanh_penalty=0.0,
+            reward_scale=1.0,
+        )
+        actions = int(network["actions"])
+        self._learner = TD3(1, actions, told, device=s.device, seed=seed, networks=(actor, critic))
+        self.acting: nn.Module = actor
+        self.seeing: tuple[nn.Module, ...] = (actor, critic, self._learner.target_actor, self._learner.target_critic)
+
+    def update(self, batch: Batch) -> Mapping[str, Any]:
+        return self._learner.update(batch).metrics
+
+    def state(self) -> dict[str, Any]:
+        return _plain(self._learner.state_dict())  # type: ignore[no-any-return]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._learner.load_state_dict(_as_torch(state))
+
+
+class _SAC:
+    def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
+        s = settings
+        actor = acting_network(**network, seed=seed)
+        assert isinstance(actor, SquashedGaussianActor)
+        critic = _critic(network, seed)
+        names = ("learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
+        told = SACSettings(**{name: s.of(name) for name in names})
+        self._learner = SAC(actor, critic, int(network["actions"]), told, device=s.device, seed=seed)
+        self.acting: nn.Module = actor
+        self.seeing: tuple[nn.Module, ...] = (actor, critic, self._learner.target)
+
+    def update(self, batch: Batch) -> Mapping[str, Any]:
+        return self._learner.update(batch).metrics
+
+    def state(self) -> dict[str, Any]:
+        return self._learner.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._learner.restore(state)
+
+
+def _critic(network: Mapping[str, Any], seed: int) -> SeeingCritic:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + 1)
+        features = Features(network["numbers"], network["pictures"], normalise=network["normalise"])
+        return SeeingCritic(features, int(network["actions"]), network["hidden"])
+
+
+_ALGORITHMS: Mapping[str, Callable[[GymTraining, Mapping[str, Any], int], Algorithm]] = {
+    "dqn": _DQN,
+    "td3": _TD3,
+    "sac": _SAC,
+}
+
+
+class _Publishing(Learner):
+    """What both learners share: the network that is published, and the statistics of what it sees.
+
+    Args:
+        settings: of `GymTraining`.
+        network: arguments of `acting_network`.
+        place: of a policy server that is published to as well; None: there is none.
+    """
+
+    acting: nn.Module
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        settings: Mapping[str, Any],
+        network: Mapping[str, Any],
+        place: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(context)
+        torch.set_num_threads(context.spec.threads)
+        self.settings = GymTraining(**settings)
+        self.seed = int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
+        self.updates = 0
+        self._normaliser = Normaliser(network["numbers"]) if network["normalise"] else None
+        self._resources = ExitStack()
+        # Serially this thread is the caller's, and goes on after the training.
+        torch.set_flush_denormal(True)
+        self._resources.callback(torch.set_flush_denormal, False)
+        self._served: ServedPublications | None = None
+        if place is not None:
+            try:
+                self._served = self._resources.enter_context(ServedPublications(Place(**place)))
+            except BaseException:
+                self._resources.close()
+                raise
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        extra = {"updates": self.updates}
+        if self._served is not None:
+            extra["served"] = self._served.publish(self.acting)
+        return self.acting, extra
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def see(self, rows: npt.NDArray[Any], features: list[Features]) -> None:
+        """Take these observations into the statistics, and compute with them from now on."""
+        if self._normaliser is not None:
+            self._normaliser.see(features[0].raw_numbers(torch.from_numpy(rows)).numpy())
+            for each in features:
+                each.use(*self._normaliser.shift_and_scale())
+
+    def statistics(self) -> dict[str, Any]:
+        return {} if self._normaliser is None else self._normaliser.state_dict()
+
+    def put_back(self, statistics: Mapping[str, Any]) -> None:
+        if self._normaliser is not None:
+            self._normaliser.load_state_dict(statistics)
+
+
+class ReplayLearner(_Publishing):
+    """DQN, TD3 or SAC on the replay; one step is one of theirs."""
+
+    def __init__(self, context: RoleContext, **told: Any) -> None:
+        super().__init__(context, **told)
+        s = self.settings
+        self._replay = context.replay(ROWS)
+        self.algorithm: Algorithm = _ALGORITHMS[s.algorithm](s, told["network"], self.seed)
+        self.acting, self._features = self.algorithm.acting, features_of(*self.algorithm.seeing)
+        windows = Windows(n_step=s.of("n_steps"), gamma=s.gamma, next=("observation",))
+        self._batch = self._replay.batch(s.of("batch_size"), windows, pinned=s.device != "cpu")
+        self._tensors = self._batch.torch()
+        self._restored = False
+
+    def ready(self) -> bool:
+        # The newest row of each environment has no next one yet.
+        return bool(self._replay.added > (self.settings.of("n_steps") + 1) * self.settings.envs)
+
+    def step(self) -> None:
+        s, own = self.settings, self.context.own_steps
+        # The sampler's chance comes from where the training is, so there is no state of it to be kept.
+        self._replay.seed(self.seed + 2 * own)
+        if self._normaliser is not None and own % _LOOK == 0:
+            rows = _FIRST_GLANCE if self._normaliser.count == 0 else _GLANCE
+            self.see(self._replay.sample(rows, uniform=True)["observation"], self._features)
+        self._replay.sample(s.of("batch_size"), self._batch)
+        tensors = self._tensors
+        if s.device != "cpu":
+            tensors = {name: tensor.to(s.device, non_blocking=True) for name, tensor in tensors.items()}
+        told = self.algorithm.update(tensors)
+        self.updates += 1
+        if own % _TELL == _TELL - 1:
+            self.context.metrics(**{name: float(value) for name, value in told.items()})
+
+    def adopt(self, published: WeightsReader) -> None:
+        state, _, extra = published.read()
+        # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
+        if self._restored or self.settings.algorithm == "dqn":
+            self.acting.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in state.items()})
+        self.updates = int(extra["updates"])
+
+    def save(self) -> dict[str, Any]:
+        return {"learner": self.algorithm.state(), "statistics": self.statistics(), "updates": self.updates}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.algorithm.restore(state["learner"])
+        self.put_back(state["statistics"])
+        self.updates = int(state["updates"])
+        self._restored = True
+
+
+class RolloutLearner(_Publishing):
+    """PPO on what the workers did since the last step.
+
+    Rows of weights that are more than one publication old are left out, and counted as stale (a worker that acted while
+    the newest were on their way is one behind; the loss's ratio corrects for it). A step that finds less than half a
+    rollout (somebody died) leaves it for the next one.
+    """
+
+    def __init__(self, context: RoleContext, **told: Any) -> None:
+        super().__init__(context, **told)
+        s, network = self.settings, told["network"]
+        made = acting_network(**network, seed=self.seed)
+        assert isinstance(made, SeeingActorCritic)
+        self.acting = made
+        settings = PPOSettings(
+            learning_rate=s.of("learning_rate"),
+            betas=(0.9, 0.999),
+            adam_eps=1e-5,
+            gamma=s.gamma,
+            n_epochs=s.of("n_epochs"),
+            batch_size=s.of("batch_size"),
+            clip_range=s.of("clip_range"),
+            ent_coef=s.of("ent_coef"),
+            vf_coef=2.0 * s.of("vf_coef"),  # of half the squared error here, of all of it in Stable-Baselines3
+            max_grad_norm=s.of("max_grad_norm"),
+            gae_lambda=s.of("gae_lambda"),
+            normalize_advantage=s.of("normalize_advantage"),
+            normalise_returns=False,
+            clip_value=False,
+            target_kl=s.of("target_kl"),
+        )
+        self.learner = PPO(0, 0, settings, self.seed, network=made, device=s.device)
+        self._features = features_of(made)
+        self._cursor = Cursor(context.replay(ROWS))
+        self._least = max(2, context.plan.pace.collect // 2)
+        self._held: dict[str, npt.NDArray[Any]] = {}
+        self._oldest_use = self.stale = 0
+
+    def step(self) -> None:
+        self._take()
+        usable = self._held["updates"] >= max(self.updates - 1, self._oldest_use)
+        self.stale += int((~usable).sum())
+        self._held = {name: column[usable] for name, column in self._held.items()}
+        self.context.metrics(stale=self.stale)
+        if len(self._held["reward"]) < self._least:
+            return
+        rows, self._held = self._held, {}
+        told = self.learner.update(rollout(rows, self.learner, self.settings.of("n_steps")))
+        self.see(rows["observation"], self._features)
+        self.updates += 1
+        self.context.metrics(**{name: value for name, value in told.items() if name != "learner_steps"})
+
+    def adopt(self, published: WeightsReader) -> None:
+        state, _, extra = published.read()
+        self.acting.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in state.items()})
+        # Whoever died may have learned from all that was done before its last publication.
+        self.updates = self._oldest_use = int(extra["updates"])
+        self._held = {}
+
+    def save(self) -> dict[str, Any]:
+        self._take()
+        return {
+            "learner": _plain(self.learner.state()),
+            "statistics": self.statistics(),
+            "updates": self.updates,
+            "stale": self.stale,
+            "held": dict(self._held),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.learner.restore(_as_torch(state["learner"]))
+        self.put_back(state["statistics"])
+        self.updates, self.stale = int(state["updates"]), int(state["stale"])
+        self._held = {name: np.array(column) for name, column in state["held"].items()}
+        self._cursor.take()  # what a checkpoint's replay holds is in what was held
+
+    def _take(self) -> None:
+        came = self._cursor.take()
+        if self._held:
+            came = {name: np.concatenate((self._held[name], column)) for name, column in came.items()}
+        self._held = came
+
+
+def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: PPO, steps: int) -> Rollout:
+    """Rows of many environments as PPO wants them: a column for each if all made `steps` steps, else one long column.
+
+    An episode that was cut, and one that goes on, counts the value of what it came to: (n, ...) rows have it in
+    "next_observation".
+    """
+    order = np.lexsort((rows["moment"], rows["environment"]))
+    rows = {name: column[order] for name, column in rows.items()}
+    environment, moment = rows["environment"], rows["moment"]
+    count = len(moment)
+    over = rows["over"].astype(np.bool_)
+    # Where the next row is no continuation (a killed worker, a checkpoint) an episode was cut as well.
+    broken = np.ones(count, np.bool_)
+    broken[:-1] = (environment[1:] != environment[:-1]) | (moment[1:] != moment[:-1] + 1)
+    over = over | broken
+    final = np.zeros(count, np.float32)
+    cut = over & ~rows["terminated"].astype(np.bool_)
+    if cut.any():
+        final[cut] = learner.values(rows["next_observation"][cut])
+    _, counts = np.unique(environment, return_counts=True)
+    columns = len(counts) if (counts == steps).all() else 1
+
+    def shaped(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.ascontiguousarray(column.reshape(columns, -1, *column.shape[1:]).swapaxes(0, 1))
+
+    return Rollout(
+        observations=shaped(rows["observation"]),
+        actions=shaped(rows["action"]),
+        log_probs=shaped(rows["log_prob"]),
+        values=shaped(learner.values(rows["observation"])),
+        rewards=shaped(rows["reward"]),
+        terminated=shaped(rows["terminated"].astype(np.bool_)),
+        over=shaped(over),
+        final_values=shaped(final),
+        last_values=np.zeros(columns, np.float32),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The same tree with names for keys, which is what state files hold."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _as_torch(value: Any) -> Any:
+    """What `_plain` was given, of what a state file gave: tensors for arrays, parameters by their numbers."""
+    if isinstance(value, dict):
+        return {int(name) if name.isdigit() else name: _as_torch(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_torch(inner) for inner in value]
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
