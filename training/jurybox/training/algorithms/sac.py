@@ -17,7 +17,7 @@ from jurybox.training.algorithms.networks import (
     tanh_correction,
 )
 from jurybox.training.algorithms.td3 import Update
-from jurybox.training.algorithms.torch_states import optimiser_state, restore_optimiser
+from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, restore_optimiser
 
 # T. Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (arXiv:1812.05905): eq. 5 and 6 are the critics',
 # 9 the policy's, 18 the temperature's; appendix C corrects the density for the tanh.
@@ -144,13 +144,13 @@ class SAC:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Be what `state` told."""
         for module, name in ((self.actor, "actor"), (self.critic, "critic"), (self.target, "target")):
-            module.load_state_dict({key: torch.as_tensor(value) for key, value in state[name].items()})
+            module.load_state_dict(as_tensors(state[name]))
         with torch.no_grad():
-            self.log_temperature.copy_(torch.as_tensor(state["log_temperature"]).reshape(()))
+            self.log_temperature.copy_(as_tensors(state["log_temperature"]).reshape(()))
         restore_optimiser(self._actor_optimiser, state["actor_optimiser"])
         restore_optimiser(self._critic_optimiser, state["critic_optimiser"])
         restore_optimiser(self._temperature_optimiser, state["temperature_optimiser"])
-        self._generator.set_state(torch.as_tensor(state["random"]).cpu())
+        self._generator.set_state(as_tensors(state["random"]).cpu())
         self.updates = int(state["updates"])
 
     @staticmethod

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -49,10 +52,10 @@ def make_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
     given = dict(arguments or {})
     module, colon, attribute = name.partition(":")
     try:
-        factory = getattr(importlib.import_module(module), attribute, None) if colon else None
+        factory = getattr(_imported(module), attribute, None) if colon else None
         made = factory(**given) if callable(factory) else gymnasium.make(name, **given)
     except ModuleNotFoundError as error:
-        hint = ": is its folder on PYTHONPATH?" if error.name == module else ""
+        hint = ", neither in this folder nor on PYTHONPATH" if error.name == module else ""
         raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error
     except Exception as error:
         raise EnvironmentUnusable(
@@ -65,6 +68,18 @@ def make_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
             "environment (`envs` says how many there are to be)"
         )
     return made
+
+
+def _imported(module: str) -> ModuleType:
+    """The module of that name; those of the folder that one is in are found too, as ``python -m`` finds them."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        here = str(Path.cwd())
+        if error.name != module.partition(".")[0] or here in sys.path:
+            raise
+        sys.path.append(here)  # processes that are started from here have it, too
+        return importlib.import_module(module)
 
 
 # ----

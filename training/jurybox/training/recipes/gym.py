@@ -36,19 +36,20 @@ from jurybox.training.runtime.plan import (
     RoleSpec,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
-from jurybox.training.runtime.settings import Settings
+from jurybox.training.runtime.settings import ServedSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from jurybox.training.interrupts import Signals
-    from jurybox.training.recipes.served_policy import Place
     from jurybox.training.run_folder import Tracker
     from jurybox.training.runtime.launching import Launcher
+    from jurybox.training.runtime.serving import ServedModels
 
 Algorithm = Literal["ppo", "dqn", "td3", "sac"]
 ON_POLICY = "ppo"
 ROWS, CHANNEL = "rows", "policy"  # of the plan
+MODEL = "policy/gym"
 
 _ACTOR = "jurybox.training.recipes.gym_actor"
 _LEARNER = "jurybox.training.recipes.gym_learner"
@@ -116,7 +117,7 @@ _OF_ALGORITHMS = frozenset(name for defaults in DEFAULTS.values() for name in de
 _ONLY_PICTURES_HIDDEN: Mapping[str, tuple[int, ...]] = {"ppo": (), "dqn": (), "td3": (256, 256), "sac": (256, 256)}
 
 
-class GymTraining(Settings):
+class GymTraining(ServedSettings):
     """Settings of one training; a TOML file and the command line hold the same names.
 
     Settings that are none by default are the algorithm's (`DEFAULTS`); `of` gives what is in force.
@@ -132,15 +133,23 @@ class GymTraining(Settings):
         "net_arch": "hidden",
     }
     may_change = (
-        *("steps", "policy", "server", "device", "max_ahead", "publish_interval", "max_lag", "evaluate_every"),
+        *(
+            "steps",
+            "policy",
+            "server",
+            "server_http",
+            "device",
+            "max_ahead",
+            "publish_interval",
+            "max_lag",
+            "evaluate_every",
+        ),
         *("evaluation_episodes", "checkpoint_every", "log_every"),
     )
 
     env: str = Field("CartPole-v1", description="A name that Gymnasium knows, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     algorithm: Algorithm = "ppo"
-    policy: Literal["local", "served"] = Field("local", description="Who computes actions.")
-    server: str | None = Field(None, description="Address of a server that runs; none: a private one where served.")
     steps: int = Field(100_000, ge=1, description="Env steps in all.")
     workers: int = Field(1, ge=1, description="Processes that hold environments.")
     envs: int = Field(1, ge=1, description="Environments of all workers together.")
@@ -245,9 +254,9 @@ class GymTraining(Settings):
     def unused(self) -> dict[str, str]:
         """Settings that have no effect beside the others, and why."""
         used = DEFAULTS[self.algorithm]
-        unused = dict.fromkeys(_OF_ALGORITHMS - used.keys(), f"{self.algorithm} does not use it")
+        unused = super().unused()
+        unused |= dict.fromkeys(_OF_ALGORITHMS - used.keys(), f"{self.algorithm} does not use it")
         if self.policy == "local":
-            unused["server"] = "policy is local, so nobody asks a server"
             unused["max_lag"] = "policy is local: workers take the newest weights before every step"
         elif self.algorithm == ON_POLICY:
             unused["max_lag"] = "ppo waits for the newest weights"
@@ -322,11 +331,11 @@ def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
     return found
 
 
-def plan(settings: GymTraining, place: Place | None = None) -> Plan:
+def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     """The run that these settings ask for.
 
     Args:
-        place: where the policy is served; None: workers act by themselves.
+        served: where the policy is; None: workers compute it themselves.
 
     Raises:
         ConfigError: the environment cannot be made, or does not go with the algorithm.
@@ -340,20 +349,19 @@ def plan(settings: GymTraining, place: Place | None = None) -> Plan:
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     told = {"settings": settings.model_dump(mode="json"), "network": network}
-    served = {**told, "place": place.as_dict() if place is not None else None}
     capacity = 2 * pace.collect + settings.envs if on_policy else min(settings.of("buffer_size"), 2 * settings.steps)
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
         roles=(
             *(
-                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", served, writes=(ROWS,), reads=(CHANNEL,))
+                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", told, writes=(ROWS,), reads=(CHANNEL,))
                 for number in range(settings.workers)
             ),
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
                 f"{_LEARNER}:{'RolloutLearner' if on_policy else 'ReplayLearner'}",
-                served,
+                told,
                 samples=(ROWS,),
                 publishes=CHANNEL,
                 publish_every=1 if on_policy else settings.of("publish_interval"),
@@ -378,6 +386,7 @@ def plan(settings: GymTraining, place: Place | None = None) -> Plan:
         else settings.checkpoint_every,
         log_every=settings.log_every,
         best="return",
+        server=None if served is None else served.feed({CHANNEL: MODEL}),
     )
 
 
@@ -419,17 +428,19 @@ def train(
 
     from jurybox.training.cluster.endpoints import Serves
     from jurybox.training.recipes.recorded_run import recorded_run
-    from jurybox.training.recipes.served_policy import place_of
+    from jurybox.training.runtime.serving import served_models
 
     seen, does = spaces_of(settings)
     with ExitStack() as resources:
         # Networks this small are slower on two threads, and sums in another order would not be the same sums.
         resources.enter_context(threadpool_limits(1))
-        place = None
+        served = None
         if settings.policy == "served":
             serving: object = launcher
-            if isinstance(serving, Serves) and not serial:
-                raise ConfigError("a served policy does not go with --launcher ray yet: take policy='local'")
+            if isinstance(serving, Serves) and not serial and settings.server is None:
+                raise ConfigError(
+                    "a served policy on --launcher ray wants a server that runs (--server), or policy='local'"
+                )
             folder.mkdir(parents=True, exist_ok=True)
             model = {
                 "factory": "jurybox.training.recipes.served_networks:gym_policy",
@@ -437,9 +448,10 @@ def train(
                 "publish": "double_buffer",
                 "max_batch": settings.envs,
             }
-            place = resources.enter_context(place_of("policy/gym", model, settings.server, folder / "server.log"))
+            log, http = folder / "server.log", settings.server_http
+            served = resources.enter_context(served_models({MODEL: model}, settings.server, log, http=http))
         return recorded_run(
-            plan(settings, place),
+            plan(settings, served),
             folder,
             columns(settings),
             settings.as_dict(),
@@ -458,9 +470,9 @@ def report(
     settings: GymTraining, outcome: Outcome, rows: Sequence[Mapping[str, float]], folder: Path, command: str
 ) -> str:
     """The report as one HTML document."""
+    from jurybox.training.checkpoints import Checkpoints
     from jurybox.training.report import charts, page
     from jurybox.training.report.page import Section
-    from jurybox.training.runtime.checkpoints import Checkpoints
 
     said = [
         f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.client import Error, Model, ModelNotFound, ServerGone, Timeout, connect
 from jurybox.training.environments.gymnasium_env import Actions, Environment, Observations, make_environment
 from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
-from jurybox.training.recipes.served_policy import Place, ServedPolicy
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 
 Array = npt.NDArray[Any]
@@ -19,6 +20,8 @@ Outputs = Mapping[str, Array]
 
 _SEED = 1_000_003  # episodes of evaluations are none of those that were trained on
 _LIVES = 40  # bits of a moment that are of one life of a worker
+_REMEMBERED = 64  # publications
+_ANSWER, _ADOPTED, _LOOK = 10.0, 30.0, 0.0005  # seconds: an engine that restarts imports torch before it adopts weights
 _SIDE_BY_SIDE = 10  # environments of the evaluator
 
 
@@ -58,6 +61,91 @@ class LocalPolicy:
             found = self._network(self._torch.from_numpy(rows))
         each = found if isinstance(found, tuple) else (found,)
         return {name: tensor.numpy() for name, tensor in zip(self._names, each, strict=True)}
+
+
+class _Told:
+    """Follows a channel for what is published beside the weights."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.version = 0
+        self.updates: dict[int, int] = {}  # by version, of the last that were seen
+        self._reader = context.reader(CHANNEL)
+        self._buffers = self._reader.buffers()
+        context.follow(CHANNEL, self)
+
+    def refresh(self, timeout: float = 1.0) -> bool:
+        if not self._reader.newer_than(self.version):
+            return False
+        _, self.version, extra = self._reader.read(out=self._buffers, timeout=timeout)
+        self.updates[self.version] = int(extra["updates"])
+        if len(self.updates) > _REMEMBERED:
+            del self.updates[min(self.updates)]
+        return True
+
+
+class ServedPolicy:
+    """The network on the plan's server, which has the newest weights, or some a few publications older.
+
+    Args:
+        rows: of a question.
+        max_lag: publications that an answer may be behind those that the worker knows of; older ones are asked again.
+    """
+
+    def __init__(self, context: RoleContext, *, rows: int, max_lag: int) -> None:
+        assert context.plan.server is not None
+        self._server, self._context = context.plan.server, context
+        self._rows, self._max_lag = rows, max_lag
+        self._told = _Told(context)
+        self._version = 0
+        self._resources = ExitStack()
+        self._model: Model | None = None
+
+    @property
+    def updates(self) -> int:
+        known = [updates for version, updates in self._told.updates.items() if version <= self._version]
+        return max(known, default=min(self._told.updates.values()))
+
+    def outputs(self, rows: Array) -> Outputs:
+        """Raises ServerGone, Timeout, ModelNotFound: for longer than the server's patience."""
+        until = time.monotonic() + max(_ADOPTED, self._server.patience)
+        patient = time.monotonic() + self._server.patience
+        while True:
+            try:
+                model = self._model or self._open()
+                reply = model.infer_reply(rows, timeout=_ANSWER)
+                if reply.version and self._told.version - reply.version <= self._max_lag:
+                    self._version = reply.version
+                    found: Any = reply.outputs
+                    return found if isinstance(found, Mapping) else {next(iter(model.spec.outputs)): np.asarray(found)}
+                if time.monotonic() > until:
+                    raise StaleAnswers(
+                        f"{self._server.address} answers with version {reply.version} of the policy's weights, long "
+                        f"after version {self._told.version} was published: the server's log says why"
+                    )
+            except (ServerGone, Timeout, ModelNotFound):
+                self.close()
+                if time.monotonic() > patient:
+                    raise
+            self._context.alive()
+            time.sleep(_LOOK)
+
+    def close(self) -> None:
+        """Give its lane back."""
+        self._model = None
+        with suppress(Error):
+            self._resources.close()
+
+    def _open(self) -> Model:
+        with ExitStack() as undo:
+            connection = undo.enter_context(connect(self._server.address))
+            model = undo.enter_context(connection.model(self._server.models[CHANNEL], rows=self._rows))
+            self._resources = undo.pop_all()
+        self._model = model
+        return model
+
+
+class StaleAnswers(RuntimeError):
+    """A server answers, but not with the weights that were published to it."""
 
 
 def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
@@ -170,17 +258,9 @@ class GymActor(Actor):
     Args:
         settings: of `GymTraining`.
         network: arguments of `acting_network`.
-        place: where the policy is served; None: this process computes it.
     """
 
-    def __init__(
-        self,
-        context: RoleContext,
-        *,
-        settings: Mapping[str, Any],
-        network: Mapping[str, Any],
-        place: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, context: RoleContext, *, settings: Mapping[str, Any], network: Mapping[str, Any]) -> None:
         super().__init__(context)
         self._settings = s = GymTraining(**settings)
         n = s.envs_per_worker
@@ -190,11 +270,12 @@ class GymActor(Actor):
             self._envs = Envs(s, n)
             undo.callback(self._envs.close)
             self._policy: Policy
-            if place is None:
+            if context.plan.server is None:
                 self._policy = LocalPolicy(context, network)
             else:
-                lag = 0 if self._on_policy else s.max_lag
-                self._policy = undo.enter_context(ServedPolicy(Place(**place), context, CHANNEL, rows=n, max_lag=lag))
+                served = ServedPolicy(context, rows=n, max_lag=0 if self._on_policy else s.max_lag)
+                undo.callback(served.close)
+                self._policy = served
             self._resources = undo.pop_all()
         noise = s.of("action_noise") if s.algorithm == "td3" else 0.0
         self._choice = Choice(s.algorithm, network["discrete"], self._random, epsilon=self._epsilon, noise=noise)

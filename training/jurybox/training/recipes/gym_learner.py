@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +26,6 @@ from jurybox.training.algorithms.sac import SAC, SACSettings
 from jurybox.training.algorithms.td3 import TD3, Normaliser
 from jurybox.training.algorithms.td3_actor import TD3Settings
 from jurybox.training.recipes.gym import ROWS, GymTraining
-from jurybox.training.recipes.served_policy import Place, ServedPublications
 from jurybox.training.replay import Windows
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.role_context import Learner, RoleContext
@@ -114,10 +112,10 @@ class _TD3:
         return self._learner.update(batch).metrics
 
     def state(self) -> dict[str, Any]:
-        return _plain(self._learner.state_dict())  # type: ignore[no-any-return]
+        return self._learner.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._learner.load_state_dict(_as_torch(state))
+        self._learner.restore(state)
 
 
 class _SAC:
@@ -162,7 +160,6 @@ class _Publishing(Learner):
     Args:
         settings: of `GymTraining`.
         network: arguments of `acting_network`.
-        place: of a policy server that is published to as well; None: there is none.
     """
 
     acting: nn.Module
@@ -173,7 +170,6 @@ class _Publishing(Learner):
         *,
         settings: Mapping[str, Any],
         network: Mapping[str, Any],
-        place: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
@@ -181,26 +177,13 @@ class _Publishing(Learner):
         self.seed = int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
         self.updates = 0
         self._normaliser = Normaliser(network["numbers"]) if network["normalise"] else None
-        self._resources = ExitStack()
-        # Serially this thread is the caller's, and goes on after the training.
         torch.set_flush_denormal(True)
-        self._resources.callback(torch.set_flush_denormal, False)
-        self._served: ServedPublications | None = None
-        if place is not None:
-            try:
-                self._served = self._resources.enter_context(ServedPublications(Place(**place)))
-            except BaseException:
-                self._resources.close()
-                raise
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
-        extra = {"updates": self.updates}
-        if self._served is not None:
-            extra["served"] = self._served.publish(self.acting)
-        return self.acting, extra
+        return self.acting, {"updates": self.updates}
 
     def close(self) -> None:
-        self._resources.close()
+        torch.set_flush_denormal(False)  # serially this thread is the caller's, and goes on after the training
 
     def see(self, rows: npt.NDArray[Any], features: list[Features]) -> None:
         """Take these observations into the statistics, and compute with them from now on."""
@@ -330,7 +313,7 @@ class RolloutLearner(_Publishing):
     def save(self) -> dict[str, Any]:
         self._take()
         return {
-            "learner": _plain(self.learner.state()),
+            "learner": self.learner.state(),
             "statistics": self.statistics(),
             "updates": self.updates,
             "stale": self.stale,
@@ -338,7 +321,7 @@ class RolloutLearner(_Publishing):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.learner.restore(_as_torch(state["learner"]))
+        self.learner.restore(state["learner"])
         self.put_back(state["statistics"])
         self.updates, self.stale = int(state["updates"]), int(state["stale"])
         self._held = {name: np.array(column) for name, column in state["held"].items()}
@@ -387,21 +370,3 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: PPO, steps: int) -> R
         final_values=shaped(final),
         last_values=np.zeros(columns, np.float32),
     )
-
-
-def _plain(value: Any) -> Any:
-    """The same tree with names for keys, which is what state files hold."""
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
-
-
-def _as_torch(value: Any) -> Any:
-    """What `_plain` was given, of what a state file gave: tensors for arrays, parameters by their numbers."""
-    if isinstance(value, dict):
-        return {int(name) if name.isdigit() else name: _as_torch(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_as_torch(inner) for inner in value]
-    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
