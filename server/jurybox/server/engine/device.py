@@ -265,6 +265,8 @@ class DeviceServed(Served):
                 berth.graphs = None
             torch.cuda.synchronize(self.device)
             self._report("no CUDA graphs", model=self.spec.name, reason=f"{type(error).__name__}: {error}")
+        finally:
+            self._take_row_errors()  # a replayed graph calls no forward that would
 
     def close(self) -> None:
         """As `Served.close`; every batch has been finished."""

@@ -85,7 +85,6 @@ class OpenServed(Served):
             staged[key], staged[f"{key}_lengths"] = dense
         results = self._called(staged)
         if self._row_errors:
-            self._row_errors = {}
             return False  # the model is asked once more, row by row
         for item in self._outputs:
             native.scatter(item.array, tickets, item.checked(results, rows))
@@ -146,7 +145,6 @@ class OpenServed(Served):
                 self._checked(results, rows)
                 if self._states is not None:
                     self._states.checked(results, rows)
-            self._row_errors = {}
         if self.shapes:
             # With sizes that differ there are more shapes than can be compared: all batches are padded to the largest.
             self.shapes = self.shapes[-1:] if self._variable else self._agreeing(example)
@@ -223,7 +221,6 @@ class OpenServed(Served):
             failed = self.failures(results, len(group), told) if told or self._finite else {}
             failed |= self._write(checked, group, batch, failed)
         except Exception as error:
-            self._row_errors = {}
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             numbers = batch.tickets_of(group)

@@ -1,0 +1,131 @@
+"""A served model asked batch by batch, as an engine asks it: what one batch leaves for the next, and which shapes agree."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jurybox.client import ModelFailed
+from jurybox.protocol import TensorSpec
+from jurybox.protocol.arena import Columns
+from jurybox.protocol.wire import TICKET
+from jurybox.server.engine.open_served import OpenServed
+from jurybox.server.engine.served import Served
+from jurybox.server.models import RowErrors, ServedModel
+
+NUMBER = TensorSpec("float32", ())
+
+
+def asked(model, max_batch=8, shapes=()):
+    """A served model, and a call that computes rows (n, ...) as one batch of one ticket: (outcome, outputs)."""
+    spec = model.spec("m")
+    columns = Columns.here(spec, 32)
+    if spec.open:
+        served = OpenServed("m", model, columns, max_batch, shapes=shapes)
+    else:
+        served = Served("m", model, columns.inputs, columns.outputs, max_batch, columns=columns, shapes=shapes)
+    ticket = np.zeros(1, TICKET)
+
+    def ask(rows):
+        for name, column in columns.inputs.items():
+            column[: len(rows)] = rows
+            if name in columns.input_extents:
+                columns.input_extents[name][: len(rows)] = rows.shape[1]
+        ticket["rows"] = len(rows)
+        with torch.inference_mode():
+            outcome = served.run(ticket, len(rows))
+        return outcome, {name: column[: len(rows)].copy() for name, column in columns.outputs.items()}
+
+    return served, ask
+
+
+@pytest.mark.parametrize("spec", [TensorSpec("float32", (2,)), TensorSpec("float32", (-1,), capacity=2)], ids=str)
+def test_what_a_failed_batch_said_of_its_rows_is_not_said_of_the_next(spec):
+    class Short(nn.Module):
+        def forward(self, x, x_lengths=None):
+            if bool((x < 0).any()):
+                return RowErrors({0: "negative"}, x[:-1, 0])  # and an output that is too short
+            return x[:, 0]
+
+    _, ask = asked(ServedModel(Short(), {"x": spec}, {"y": NUMBER}, collate="pad"))
+    with contextlib.suppress(ModelFailed):
+        assert ask(np.full((3, 2), -1, np.float32))[0].errors
+    outcome, outputs = ask(np.full((3, 2), 7, np.float32))
+    assert outcome is None
+    np.testing.assert_array_equal(outputs["y"], [7, 7, 7])
+
+
+# ---- which numbers of rows give a row the same bytes
+
+
+class ByShape(nn.Module):
+    """Answers as libraries do: a row's last bits are others in small batches, but of zeros they are the same."""
+
+    def __init__(self, table=0):
+        super().__init__()
+        self.table = nn.Embedding(table, 1) if table else None
+
+    def forward(self, x):
+        rows = x.reshape(len(x), -1)
+        if self.table is not None:
+            rows = self.table(rows.long())[..., 0]
+        return rows.float().sum(dim=1) * (1.0 if len(x) > 2 else 1.0 + 2e-7)
+
+
+def agreed(module, dtype, example=None):
+    model = ServedModel(module, {"x": TensorSpec(dtype, (3,))}, {"y": NUMBER}, example=example)
+    served, _ = asked(model, shapes=(1, 2, 4, 8))
+    served.warm_up(example)
+    return served.shapes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bool"])
+def test_shapes_are_compared_on_rows_that_tell_them_apart(dtype):
+    assert agreed(ByShape(), dtype) == (4, 8)
+
+
+def test_a_linear_layer_over_bytes_answers_a_row_the_same_in_any_company():
+    torch.manual_seed(0)
+
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(600, 17)
+
+        def forward(self, x):
+            return self.net(x.float() / 255)
+
+    inputs, outputs = {"x": TensorSpec("uint8", (600,))}, {"y": TensorSpec("float32", (17,))}
+    served, ask = asked(ServedModel(Linear(), inputs, outputs), shapes=(1, 2, 4, 8))
+    served.warm_up()
+    rows = np.random.default_rng(0).integers(0, 256, (8, 600)).astype(np.uint8)
+    _, alone = ask(rows[:1])
+    for company in range(2, 9):
+        assert ask(rows[:company])[1]["y"][0].tobytes() == alone["y"][0].tobytes(), served.shapes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16"])
+def test_whole_numbers_that_nobody_showed_are_computed_in_one_shape(dtype):
+    """Which of them a model takes is not known: they may be places in a table."""
+    assert agreed(ByShape(), dtype) == (8,)
+
+
+def test_an_example_shows_which_whole_numbers_a_model_takes():
+    def example(n):
+        return {"x": torch.arange(3 * n, dtype=torch.int64).reshape(n, 3) % 5}
+
+    assert agreed(ByShape(table=5), "int64", example) == (4, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_an_example_of_zeros_tells_nothing(dtype):
+    expected = (4, 8) if dtype == "float32" else (8,)
+    assert agreed(ByShape(), dtype, lambda n: {"x": torch.zeros((n, 3), dtype=getattr(torch, dtype))}) == expected
+
+
+def test_a_model_that_cannot_bear_random_rows_is_computed_in_one_shape():
+    assert agreed(ByShape(table=5), "uint8") == (8,)
