@@ -102,7 +102,7 @@ def test_as_many_sessions_as_rows_and_then_busy(server):
     with server.connect() as client:
         model = client.model("running_sum", rows=1)
         with model.sessions(16), model.sessions(8), pytest.raises(Busy):
-            with connect(server.address, timeout=1) as other:
+            with connect(server.address, timeout=5) as other:
                 other.model("running_sum", rows=1).sessions(16)
 
 

@@ -72,6 +72,12 @@ class Columns:
         self.reasons[row, : len(text)] = text
         self.reasons[row, len(text) :] = 0
 
+    def refuse(self, first: int, rows: int, reasons: Mapping[int, str]) -> None:
+        """Say why some of a request's rows failed, by their number counted from `first`; the others did not."""
+        self.reasons[first : first + rows] = 0
+        for row, reason in reasons.items():
+            self.fail(first + row, reason)
+
     def failures(self, first: int, rows: int) -> dict[int, str]:
         """Why rows failed, by their number counted from `first`."""
         there = self.reasons[first : first + rows]

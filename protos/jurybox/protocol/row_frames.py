@@ -142,13 +142,10 @@ def _counts(columns: Columns, kind: Kind, name: str, sizes: NDArray[Any]) -> lis
 
 def elements(spec: TensorSpec, sizes: NDArray[Any]) -> NDArray[np.int64]:
     """Elements of rows of these extents (n, k), -1 where one is negative or more than the capacity; never overflows."""
-    fixed = 1
-    for size_ in spec.shape:
-        fixed *= max(size_, 1)
     bounded = np.clip(sizes, -1, spec.capacity + 1).astype(np.float64)
     # A size of 0 excuses no other: where rows are padded to the largest, it would be everybody's.
-    wrong = (sizes < 0).any(axis=1) | (np.maximum(bounded, 1).prod(axis=1) * fixed > spec.capacity)
-    return np.where(wrong, -1, bounded.prod(axis=1) * fixed).astype(np.int64)
+    wrong = (sizes < 0).any(axis=1) | (np.maximum(bounded, 1).prod(axis=1) * spec.unit > spec.capacity)
+    return np.where(wrong, -1, bounded.prod(axis=1) * spec.unit).astype(np.int64)
 
 
 def _array(what: str, frame: memoryview, like: NDArray[Any]) -> NDArray[Any]:

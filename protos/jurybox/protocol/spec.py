@@ -82,7 +82,7 @@ class TensorSpec:
             raise ValueError(f"finite is for floating-point numbers, not for {self.dtype}")
 
     def _check_capacity(self) -> None:
-        least = math.prod(size for size in self.shape if size != VARIABLE)
+        least = self.unit
         if not self.variable:
             if self.capacity:
                 raise ValueError(f"capacity = {self.capacity} of shape {self.shape}: a fixed shape needs none")
@@ -105,6 +105,11 @@ class TensorSpec:
     def extents(self) -> int:
         """How many numbers say a row's size: one for each -1, one for a byte string's length, 0 of a fixed shape."""
         return 1 if self.dtype == BYTES else self.shape.count(VARIABLE)
+
+    @property
+    def unit(self) -> int:
+        """Elements of a row whose variable sizes are all 1: their product times this is what a row has."""
+        return math.prod(size for size in self.shape if size != VARIABLE)
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

@@ -14,8 +14,9 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import Batches, Counters, Queue, Slot
+from jurybox.server.engine.batches import Batches, Counters, Slot
 from jurybox.server.engine.device import DeviceServed, Mark, Stream, ladder, neighbours, pays, rung
+from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.models import ServedModel
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import Queue, fair_choice
+from jurybox.server.engine.queues import Queue, fair_choice
 
 
 def tickets(*lanes_and_rows, submitted=0, deadline=0):

@@ -1,4 +1,4 @@
-"""A served model asked batch by batch, as an engine asks it: what one batch leaves for the next, and which shapes agree."""
+"""A served model, batch by batch as an engine asks it: what a batch leaves for the next, which shapes agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: tickets that wait, who is about to come back, running and answering a batch, counting all that."""
+"""Batches: running and answering them, counting that, and who is about to come back for the next."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, said
-from jurybox.protocol.scoreboard import MAX_LANES, TIME_BUCKETS
+from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.server.engine.device import Batch, DeviceServed
+from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import Outcome, Served
 from jurybox.server.logs import traced
 
 if TYPE_CHECKING:
     from jurybox.server.groups.group import Grouped
-from jurybox.protocol.wire import TICKET
 
 
 class Counters:
@@ -297,172 +297,6 @@ class Batches:
         self._report("model failed", **fields)
         # Whatever it raised: a code that the model made up could say that all went well.
         self._answer(tickets, Code.MODEL_FAILED, version, message)
-
-
-# ----
-# Tickets that wait: one queue per model, and the choice of what goes into the next batch.
-
-
-Tickets = NDArray[Any]  # records of wire.TICKET
-_SIZE = TICKET.itemsize
-
-
-class Queue:
-    """The waiting tickets of one model, in order of arrival.
-
-    Args:
-        max_batch: rows of the largest batch; no ticket is larger.
-        min_batch, max_wait_ns: hold a batch back until it has `min_batch` rows or its oldest ticket is
-            `max_wait_ns` old. The defaults never hold one back.
-        costs, max_cost: what each ticket costs, where that is not its number of rows, and the most of a batch.
-    """
-
-    def __init__(
-        self,
-        max_batch: int,
-        min_batch: int = 1,
-        max_wait_ns: int = 0,
-        costs: Callable[[Tickets], NDArray[np.int64]] | None = None,
-        max_cost: int = 0,
-    ) -> None:
-        self._costs = costs if max_cost else None
-        self._turns = np.zeros(MAX_LANES, np.int64)  # in which each lane was served last
-        self._turn = 0
-        self._max_cost = max_cost
-        self.max_batch = max_batch
-        self.min_batch = min_batch
-        self.max_wait_ns = max_wait_ns
-        self.rows = 0
-        self.pinned = False  # whether a waiting ticket may ask for a weights version
-        self._tickets = np.zeros(256, TICKET)
-        self._bytes = self._tickets.view(np.uint8).data
-        self._start = 0
-        self._end = 0
-
-    def __len__(self) -> int:
-        return self._end - self._start
-
-    @property
-    def waiting(self) -> Tickets:
-        return self._tickets[self._start : self._end]
-
-    def push(self, tickets: Tickets, rows: int | None = None) -> None:
-        """Add tickets behind those that wait; they are copied. `rows`: how many they ask for, where that is known."""
-        n = len(tickets)
-        if self._end + n > len(self._tickets):
-            self._make_room(n)
-        # As bytes: field by field, a copy of records takes several times as long.
-        self._bytes[self._end * _SIZE : (self._end + n) * _SIZE] = tickets.view(np.uint8).data
-        self._end += n
-        self.rows += int(tickets["rows"].sum()) if rows is None else rows
-
-    def ready_in(self, now: int) -> int | None:
-        """Nanoseconds until `take` would give something: 0 now, None while nothing waits."""
-        if self._start == self._end:
-            return None
-        if self.rows >= self.min_batch or not self.max_wait_ns:
-            return 0
-        oldest = int(self._tickets["submitted"][self._start])
-        return max(0, oldest + self.max_wait_ns - now)
-
-    def expired(self, now: int) -> Tickets | None:
-        """Remove and give the tickets whose deadline has passed; None, nearly always, where there is none."""
-        if not native.any_expired(self.waiting, now):
-            return None
-        waiting = self.waiting
-        late = (waiting["deadline"] < now) & (waiting["deadline"] != 0)
-        gone: Tickets = waiting[late].copy()
-        self._keep(~late)
-        return gone
-
-    def take(self) -> Tickets:
-        """Remove and give what the next batch holds, at most `max_batch` rows. The view is valid until `push`."""
-        waiting = self.waiting
-        if self.pinned:
-            return self._take_of_one_version(waiting)
-        costs = None if self._costs is None else self._costs(waiting)
-        if self.rows <= self.max_batch and (costs is None or int(costs.sum()) <= self._max_cost):
-            self._start = self._end = 0
-            self.rows = 0
-            return waiting
-        chosen = fair_choice(waiting, self.max_batch, costs, self._max_cost, self._turns[waiting["lane"]])
-        batch = waiting[chosen].copy()
-        self._turn += 1
-        self._turns[batch["lane"]] = self._turn
-        self._keep(~chosen)
-        return batch
-
-    def _take_of_one_version(self, waiting: Tickets) -> Tickets:
-        """As `take`, of the tickets that ask for the same weights version as the oldest."""
-        same = waiting["version"] == waiting["version"][0]
-        chosen = np.zeros(len(waiting), np.bool_)
-        chosen[np.flatnonzero(same)[fair_choice(waiting[same], self.max_batch)]] = True
-        batch: Tickets = waiting[chosen].copy()
-        self._keep(~chosen)
-        self.pinned = bool(self.waiting["version"].any())
-        return batch
-
-    def drop(self, lane: int) -> Tickets:
-        """Remove and give the tickets of a lane that was taken back."""
-        waiting = self.waiting
-        return self._drop(waiting["lane"] == lane)
-
-    def withdraw(self, model: int) -> Tickets:
-        """Remove and give the tickets of one model, of those whose tickets wait here."""
-        return self._drop(self.waiting["model"] == model)
-
-    def _drop(self, those: NDArray[np.bool_]) -> Tickets:
-        dropped: Tickets = self.waiting[those].copy()
-        if len(dropped):
-            self._keep(~those)
-        return dropped
-
-    def _keep(self, keep: NDArray[np.bool_]) -> None:
-        kept = self.waiting[keep]
-        self._start, self._end = 0, len(kept)
-        self._tickets[: len(kept)] = kept
-        self.rows = int(kept["rows"].sum())
-
-    def _make_room(self, n: int) -> None:
-        waiting = self.waiting.copy()
-        if len(waiting) + n > len(self._tickets):
-            self._tickets = np.zeros(2 * (len(waiting) + n), TICKET)
-            self._bytes = self._tickets.view(np.uint8).data
-        self._tickets[: len(waiting)] = waiting
-        self._start, self._end = 0, len(waiting)
-
-
-def fair_choice(
-    tickets: Tickets,
-    max_rows: int,
-    costs: NDArray[np.int64] | None = None,
-    max_cost: int = 0,
-    turns: NDArray[np.int64] | None = None,
-) -> NDArray[np.bool_]:
-    """Which tickets go first when more waits than fits: a mask over `tickets`, in order of arrival.
-
-    Lanes take turns by rows (deficit round robin in the limit): a ticket's place is the number of rows its own
-    lane has waiting before it, then its arrival. So the oldest ticket of every lane goes before anybody's second,
-    and one greedy client cannot hold up fifteen modest ones. Where rows differ in cost, lanes take turns by that, and
-    of two that have as much behind them the one goes first whose last turn (`turns`) is longer ago: a batch may hold a
-    single long row.
-    """
-    rows = tickets["rows"].astype(np.int64)
-    weights = rows if costs is None else costs
-    lanes = tickets["lane"]
-    by_lane = np.argsort(lanes, kind="stable")
-    behind = np.cumsum(weights[by_lane]) - weights[by_lane]  # rows before this one, all earlier lanes included
-    first_of_lane = np.r_[True, lanes[by_lane][1:] != lanes[by_lane][:-1]]
-    behind -= np.maximum.accumulate(np.where(first_of_lane, behind, 0))
-    place = np.empty(len(tickets), np.int64)
-    place[by_lane] = behind
-    order = np.argsort(place, kind="stable") if turns is None or costs is None else np.lexsort((turns, place))
-    fits = int(np.searchsorted(np.cumsum(rows[order]), max_rows, side="right"))
-    if costs is not None:
-        fits = min(fits, int(np.searchsorted(np.cumsum(costs[order]), max_cost, side="right")))
-    chosen = np.zeros(len(tickets), np.bool_)
-    chosen[order[: max(fits, 1)]] = True
-    return chosen
 
 
 # ----

@@ -13,7 +13,8 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import QUICK, Batches, Counters, Queue, Slot
+from jurybox.server.engine.batches import QUICK, Batches, Counters, Slot
+from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import Served
 
 

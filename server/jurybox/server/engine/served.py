@@ -313,9 +313,7 @@ def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[
         start = int(ends[number]) - count
         mine = {row - start: failed[row] for row in range(start, start + count) if row in failed}
         if columns is not None:
-            columns.reasons[first : first + count] = 0
-            for row, reason in mine.items():
-                columns.fail(first + row, reason)
+            columns.refuse(first, count, mine)
         index, reason = next(iter(mine.items()))
         outcome.refused[number] = Code.ROW_FAILED, f"{len(mine)} of {count} rows failed; row {index}: {reason}"
     return outcome

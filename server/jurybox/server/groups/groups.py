@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.engine.batches import Counters, Queue, Slot
+from jurybox.server.engine.batches import Counters, Slot
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.queues import Queue
 from jurybox.server.groups.group import Grouped, Member, Stack, StackedForward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
 

@@ -1,0 +1,152 @@
+"""Inputs and outputs whose rows differ in size: their extents, their copies, their padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jurybox import native
+from jurybox.protocol.arena import Columns
+from jurybox.protocol.row_frames import elements
+from jurybox.protocol.spec import BYTES, TensorSpec
+from jurybox.server.engine.served import dtype_of
+
+
+class VariableInput:
+    """One input whose rows differ in size."""
+
+    def __init__(self, name: str, spec: TensorSpec, columns: Columns, max_batch: int) -> None:
+        self._spec = spec
+        self.extents = spec.extents
+        self._slots = columns.inputs[name]
+        self._tensor = torch.from_numpy(self._slots)
+        self._extents = columns.input_extents[name]
+        self._read = np.zeros((max_batch, spec.extents), np.int64)
+        self._lengths = np.zeros(max_batch, np.int64)
+        self._staging = np.zeros(0, np.uint8)
+        self._bytes = self._slots.view(np.uint8) if self._slots.dtype != np.bool_ else self._slots
+        self._dtype = dtype_of(spec)
+        self._places: NDArray[np.intp] = np.zeros(0, np.intp)
+        self.sizes = self._read[:0]
+        self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def dense(
+        self, tickets: NDArray[Any], rows: int, max_padding: float, max_elements: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A batch's rows, padded, with their sizes, in one call; None where they must be looked at one by one."""
+        native.gather(self._extents, tickets, self._read)
+        sizes = self._read[:rows]  # read once: only this copy is used
+        smallest, largest = sizes.min(axis=0), sizes.max(axis=0)
+        spec = self._spec
+        alike = bool((smallest == largest).all())
+        if int(smallest.min()) < 0 or (not alike and (sizes.shape[1] > 1 or spec.shape[1:])):
+            return None
+        most = math.prod(largest.tolist()) * spec.unit
+        if most > spec.capacity or most == 0 or (max_elements and most * rows > max_elements):
+            return None
+        item = self._slots.itemsize
+        lengths = self._lengths[:rows]
+        if alike:
+            lengths.fill(most * item)
+        else:
+            np.multiply(sizes[:, 0], spec.unit * item, out=lengths)
+            if most * item * rows - int(lengths.sum()) > max_padding * most * item * rows:
+                return None
+        needed = rows * most * item
+        if len(self._staging) < needed:
+            self._staging = np.zeros(needed, np.uint8)
+        packed = self._staging[:needed].reshape(rows, most * item)
+        native.gather_padded(self._bytes, tickets, lengths, packed)
+        shape = (rows, *spec.measured(largest.tolist()))
+        padded = torch.from_numpy(packed.reshape(-1)).view(self._dtype).reshape(shape)
+        return padded, torch.from_numpy(sizes[:, 0].copy() if sizes.shape[1] == 1 else sizes.copy())
+
+    def read(self, tickets: NDArray[Any], rows: int, places: NDArray[np.intp]) -> None:
+        """Take the extents of a batch's rows, which lie at `places`; from here on these copies count.
+
+        `counts` is -1 where one is wrong.
+        """
+        native.gather(self._extents, tickets, self._read)
+        self.sizes = self._read[:rows]
+        self.counts = elements(self._spec, self.sizes)
+        self._places = places
+
+    def costs_now(self, tickets: NDArray[Any], rows: int) -> NDArray[np.int64]:
+        """Elements of tickets' rows, at least one each, whatever is said of them."""
+        read = np.empty((rows, self._spec.extents), np.int64)
+        native.gather(self._extents, tickets, read)
+        return np.maximum(elements(self._spec, read), 1)
+
+    def padded(self, sizes: Sequence[int]) -> int:
+        """Elements of a row of these sizes, at least one."""
+        return max(1, self._spec.unit * math.prod(sizes))
+
+    def costs(self, group: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Elements of rows, at least one each."""
+        return np.maximum(self.counts[group], 1)
+
+    def rows(self, group: NDArray[np.intp]) -> list[Any]:
+        """Copies of rows: bytes, or tensors of their shapes. A client may change a row while it is computed."""
+        if self._spec.dtype == BYTES:
+            return [self._slots[self._places[row], : self.counts[row]].tobytes() for row in group]
+        counts, places = self.counts[group], self._places[group]
+        if len(group) and int(counts.min()) == int(counts.max()) and (self.sizes[group] == self.sizes[group[0]]).all():
+            shape = self._spec.measured(self.sizes[group[0]].tolist())
+            return list(torch.from_numpy(self._slots[places, : counts[0]]).reshape(len(group), *shape).unbind())
+        return [
+            self._tensor[place, :count].clone().reshape(self._spec.measured(sizes))
+            for place, count, sizes in zip(places.tolist(), counts.tolist(), self.sizes[group].tolist(), strict=True)
+        ]
+
+
+def padded(rows: list[Any], spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as one tensor, zeros behind each, and their sizes, int64 (n,) or (n, k)."""
+    if spec.dtype == BYTES:
+        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+        most = max(int(lengths.max(initial=0)), 1)
+        joined = np.frombuffer(b"".join(row.ljust(most, b"\0") for row in rows), np.uint8).copy()
+        return torch.from_numpy(joined.reshape(len(rows), most)), torch.from_numpy(lengths)
+    shapes = [row.shape for row in rows]
+    axes = [axis for axis, size in enumerate(spec.shape) if size < 0]
+    sizes = torch.tensor([[shape[axis] for axis in axes] for shape in shapes], dtype=torch.int64)
+    lengths_ = sizes[:, 0] if len(axes) == 1 else sizes
+    if all(shape == shapes[0] for shape in shapes):
+        return torch.stack(rows), lengths_
+    largest = [max(sizes_) for sizes_ in zip(*shapes, strict=True)]
+    padded = torch.zeros((len(rows), *largest), dtype=rows[0].dtype)
+    for i, row in enumerate(rows):
+        target = padded[i]
+        for axis, size in enumerate(row.shape):
+            target = target.narrow(axis, 0, size)
+        target.copy_(row)
+    return padded, lengths_
+
+
+def flattened(spec: TensorSpec, value: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """A row of an output that differs in size, flat, with its extents. Raises where it does not fit."""
+    if spec.dtype == BYTES:
+        if isinstance(value, str):
+            value = value.encode("utf-8", "replace")
+        array = np.frombuffer(bytes(value), np.uint8)
+    else:
+        tensor = torch.as_tensor(value).to("cpu", dtype_of(spec)).contiguous()
+        array = tensor.numpy()
+    extents = spec.extents_of(array.shape)
+    if extents is None:
+        raise ValueError(f"shape {array.shape} came, the spec promises {spec}")
+    return array.reshape(-1), extents
+
+
+def sample(spec: TensorSpec, rows: int) -> Any:
+    """Zeros of a spec, small ones where rows differ in size."""
+    if spec.dtype == BYTES:
+        return [b"0" * min(spec.capacity, 4) for _ in range(rows)]
+    if not spec.variable:
+        return torch.zeros((rows, *spec.shape), dtype=dtype_of(spec))
+    side = max(1, min(32, int((spec.capacity // spec.unit) ** (1 / spec.extents))))
+    return [torch.zeros([side if size < 0 else size for size in spec.shape], dtype=dtype_of(spec)) for _ in range(rows)]
