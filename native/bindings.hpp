@@ -35,6 +35,8 @@ class Borrowed {
     std::size_t rows() const { return view_.ndim ? static_cast<std::size_t>(view_.shape[0]) : 1; }
     std::size_t row_bytes() const { return rows() ? size() / rows() : 0; }
 
+    std::size_t item_bytes() const { return view_.itemsize > 0 ? static_cast<std::size_t>(view_.itemsize) : 1; }
+
     // As an array of records of T.
     template <class T>
     T* records() const {

@@ -12,9 +12,18 @@ def grant_lane(lanes: NDArray[Any], lane: int, model: int, first: int, rows: int
 def take_back_lane(lanes: NDArray[Any], lane: int) -> None: ...
 def any_expired(tickets: NDArray[Any], now: int) -> bool: ...
 def gather(table: NDArray[Any], tickets: NDArray[Any], packed: NDArray[Any]) -> None: ...
-def gather_padded(
-    table: NDArray[Any], tickets: NDArray[Any], lengths: NDArray[np.int64], packed: NDArray[Any]
-) -> None: ...
+def gather_variable(
+    slots: NDArray[Any],
+    extents: NDArray[np.int64],
+    tickets: NDArray[Any],
+    unit: int,
+    pads: bool,
+    max_padding: float,
+    max_elements: int,
+    direct: bool,
+    sizes: NDArray[np.int64],
+    packed: NDArray[Any],
+) -> tuple[int, bool]: ...
 def scatter(table: NDArray[Any], tickets: NDArray[Any], packed: NDArray[Any]) -> None: ...
 def count_batch(
     record: NDArray[Any], shown: NDArray[Any], tickets: NDArray[Any], rows: int, began: int, ended: int
@@ -31,6 +40,30 @@ class Admission:
         arenas: NDArray[np.uint32],
     ) -> tuple[int, int, bool]: ...
     def leave(self, tickets: NDArray[Any]) -> int: ...
+
+SESSION_BEGINS: int
+SESSION_FLAGS: int
+SESSION_AGAIN: int
+SESSION_WRONG: int
+SESSION_LOST: int
+SESSION_TWICE: int
+
+class SessionBook:
+    def __init__(self, sessions: int) -> None: ...
+    @property
+    def in_use(self) -> int: ...
+    def read(
+        self,
+        tickets: NDArray[Any],
+        column: NDArray[Any],
+        lanes: NDArray[Any],
+        records: NDArray[Any],
+        places: NDArray[np.int64],
+        verdicts: NDArray[np.uint8],
+    ) -> int: ...
+    def fits(self, row: int) -> bool: ...
+    def step(self, rows: NDArray[np.int64] | None = None) -> None: ...
+    def forget(self, lease: int) -> None: ...
 
 class ArrivalTracker:
     def __init__(self, lanes: int) -> None: ...

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "bindings.hpp"
+#include "serving/open_rows.hpp"
 #include "serving/tickets.hpp"
 
 namespace nb = nanobind;
@@ -67,27 +68,32 @@ void bind_tickets(nb::module_& m) {
         nb::arg("table"), nb::arg("tickets"), nb::arg("packed"),
         "Copy the rows of table (rows, ...) that the tickets name to packed, one after another.");
     m.def(
-        "gather_padded",
-        [](nb::handle table, nb::handle tickets, nb::handle lengths, nb::handle packed) {
-            const Read from(table), these(tickets), sizes(lengths);
-            const Write to(packed);
+        "gather_variable",
+        [](nb::handle slots, nb::handle extents, nb::handle tickets, std::size_t unit, bool pads, double max_padding,
+           std::size_t max_elements, bool direct, nb::handle sizes, nb::handle packed) {
+            const Read from(slots), says(extents), these(tickets);
+            const Write read(sizes), to(packed);
             const Ticket* each = these.records<const Ticket>();
-            const std::int64_t* used = sizes.records<const std::int64_t>();
             std::size_t total = 0;
             for (std::size_t i = 0; i < these.rows(); ++i) {
-                if (std::size_t{each[i].first} + each[i].rows > from.rows())
+                if (std::size_t{each[i].first} + each[i].rows > std::min(from.rows(), says.rows()))
                     throw std::out_of_range("a ticket's rows end behind the table");
                 total += each[i].rows;
             }
-            if (total > to.rows() || total > sizes.rows())
-                throw std::out_of_range("the packed array or the lengths hold fewer rows than the tickets");
-            const auto most = static_cast<std::int64_t>(std::min(to.row_bytes(), from.row_bytes()));
-            for (std::size_t i = 0; i < total; ++i)
-                if (used[i] < 0 || used[i] > most) throw std::out_of_range("a length is beyond its row");
-            gather_padded(from.bytes(), from.row_bytes(), each, these.rows(), used, to.bytes(), to.row_bytes());
+            if (total > read.rows() || read.row_bytes() != says.row_bytes())
+                throw std::out_of_range("sizes hold fewer rows than the tickets, or other ones");
+            const VariableRows spec{says.row_bytes() / sizeof(std::int64_t), unit, from.row_bytes() / from.item_bytes(),
+                                    from.item_bytes(), pads, max_padding, max_elements, direct};
+            if (unit == 0) throw std::invalid_argument("unit = 0: expected the elements of a row whose sizes are 1");
+            const Gathered done = gather_variable(spec, from.bytes(), says.records<const std::int64_t>(), each, these.rows(),
+                                                  read.records<std::int64_t>(), to.bytes(), to.size());
+            return nb::make_tuple(done.elements, done.direct);
         },
-        nb::arg("table"), nb::arg("tickets"), nb::arg("lengths"), nb::arg("packed"),
-        "As gather, of each row its first bytes, as many as lengths (int64) says, with zeros behind them in packed.");
+        nb::arg("slots"), nb::arg("extents"), nb::arg("tickets"), nb::arg("unit"), nb::arg("pads"), nb::arg("max_padding"),
+        nb::arg("max_elements"), nb::arg("direct"), nb::arg("sizes"), nb::arg("packed"),
+        "Copy rows of variable size from their slots (rows, capacity) to packed, padded with zeros to the largest, and their "
+        "extents, read once, to sizes (rows, k) int64. Returns the elements of each, 0 where they must be looked at one by one, "
+        "and whether they were left in their slots, which only `direct` allows. Nothing is copied where packed is too small.");
     m.def(
         "scatter",
         [](nb::handle table, nb::handle tickets, nb::handle packed) {
@@ -135,6 +141,57 @@ void bind_tickets(nb::module_& m) {
                 return self.leave(these.records<Ticket>(), these.rows());
             },
             nb::arg("tickets"), "Tickets leave, answered; returns the transport all of them came through, -1 for several.");
+
+    nb::class_<SessionBook>(m, "SessionBook", "Whose each session of a model is, and the step it expects; one batch after another.")
+        .def(nb::init<std::size_t>(), nb::arg("sessions"))
+        .def_prop_ro("in_use", &SessionBook::in_use, "Sessions that have begun and whose lease was not forgotten.")
+        .def(
+            "read",
+            [](SessionBook& self, nb::handle tickets, nb::handle column, nb::handle lanes, nb::handle records,
+               nb::handle places, nb::handle verdicts) {
+                const Read these(tickets), from(column), held(lanes);
+                const Write to(records), at(places), told(verdicts);
+                check(from, these, to);
+                if (at.rows() < to.rows() || told.rows() < to.rows())
+                    throw std::out_of_range("places or verdicts hold fewer rows than the records");
+                return self.read(these.records<const Ticket>(), these.rows(), from.records<const SessionRecord>(),
+                                 held.records<const Lane>(), held.rows(), to.records<SessionRecord>(),
+                                 at.records<std::int64_t>(), told.records<std::uint8_t>());
+            },
+            nb::arg("tickets"), nb::arg("column"), nb::arg("lanes"), nb::arg("records"), nb::arg("places"), nb::arg("verdicts"),
+            "Begin a batch: take the records (arena.SESSION) of the tickets' rows from the column, the places of their states, "
+            "int64, and why rows do not fit, uint8 (SESSION_LOST, SESSION_TWICE). Returns what is among them: SESSION_BEGINS, "
+            "SESSION_FLAGS, SESSION_AGAIN (in two tickets), SESSION_WRONG.")
+        .def(
+            "fits",
+            [](const SessionBook& self, std::size_t row) {
+                if (row >= self.rows()) throw std::out_of_range("the batch has no such row");
+                return self.fits(row);
+            },
+            nb::arg("row"), "Whether a row of the batch still is the next step of its session.")
+        .def(
+            "step",
+            [](SessionBook& self, nb::handle rows) {
+                if (rows.is_none()) {
+                    for (std::size_t row = 0; row < self.rows(); ++row) self.step(row);
+                    return;
+                }
+                const Read these(rows);
+                const std::int64_t* each = these.records<const std::int64_t>();
+                for (std::size_t i = 0; i < these.rows(); ++i) {
+                    if (each[i] < 0 || static_cast<std::size_t>(each[i]) >= self.rows())
+                        throw std::out_of_range("the batch has no such row");
+                    self.step(static_cast<std::size_t>(each[i]));
+                }
+            },
+            nb::arg("rows").none() = nb::none(), "Rows of the batch were computed: numbers, int64; None: all of them.")
+        .def("forget", &SessionBook::forget, nb::arg("lease"), "A lease has ended: its sessions are nobody's.");
+    m.attr("SESSION_BEGINS") = static_cast<std::uint32_t>(kBegins);
+    m.attr("SESSION_FLAGS") = static_cast<std::uint32_t>(kFlags);
+    m.attr("SESSION_AGAIN") = static_cast<std::uint32_t>(kAgain);
+    m.attr("SESSION_WRONG") = static_cast<std::uint32_t>(kWrong);
+    m.attr("SESSION_LOST") = static_cast<std::uint32_t>(kLost);
+    m.attr("SESSION_TWICE") = static_cast<std::uint32_t>(kTwice);
 
     nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/batches.py says what for.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))

@@ -149,19 +149,6 @@ inline void gather(const std::byte* table, std::size_t row_bytes, const Ticket* 
 }
 
 // The other way: spread consecutive rows of `in` over the tickets' rows of the table.
-// Of each row the first lengths[i] bytes, zeros behind them up to `stride`.
-inline void gather_padded(const std::byte* table, std::size_t row_bytes, const Ticket* tickets, std::size_t n,
-                          const std::int64_t* lengths, std::byte* out, std::size_t stride) {
-    for (std::size_t i = 0; i < n; ++i) {
-        const std::byte* row = table + tickets[i].first * row_bytes;
-        for (std::uint32_t j = 0; j < tickets[i].rows; ++j, row += row_bytes, out += stride, ++lengths) {
-            const auto used = static_cast<std::size_t>(*lengths);
-            std::memcpy(out, row, used);
-            std::memset(out + used, 0, stride - used);
-        }
-    }
-}
-
 inline void scatter(std::byte* table, std::size_t row_bytes, const Ticket* tickets, std::size_t n, const std::byte* in) {
     for (std::size_t i = 0; i < n; ++i) {
         const std::size_t bytes = tickets[i].rows * row_bytes;

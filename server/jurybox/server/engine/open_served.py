@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import ModelFailed, plain
+from jurybox.protocol.spec import BYTES
 from jurybox.server.engine.served import Outcome, Served, refuse_rows, takes_names
 from jurybox.server.engine.session_states import BatchRows, States
 from jurybox.server.engine.variable_rows import VariableInput, flattened, padded, sample
@@ -46,7 +47,9 @@ class OpenServed(Served):
         self._max_padding = model.max_padding
         self._max_elements = model.max_elements
         self._variable = {
-            key: VariableInput(key, t, columns, max_batch) for key, t in self.spec.inputs.items() if t.variable
+            key: VariableInput(key, t, columns, max_batch, pads=self._collate == "pad")
+            for key, t in self.spec.inputs.items()
+            if t.variable
         }
         if callable(self._collate):
             self._by_name = True
@@ -54,33 +57,24 @@ class OpenServed(Served):
             lengths = [f"{key}_lengths" for key in self._variable]
             self._by_name = self._by_name and takes_names(self.module, lengths)
         self._fixed = {item.name: item for item in self._inputs}
-        self._states = States(model, columns, lanes, self.device) if self.spec.state else None
-        # Whole batches in one call, as Served has them: nothing in them is looked at row by row.
-        self._dense = (
-            self._collate == "pad"
-            and self._states is None
-            and not self.shapes
-            and not self._finite
-            and len(self._outputs) == len(self.spec.outputs)
+        self._states = States(model, columns, lanes, max_batch, self.device) if self.spec.state else None
+        # Whether batches may be computed whole, as Served does it, with no look at their rows one by one.
+        self._whole = (
+            len(self._outputs) == len(self.spec.outputs)
+            and not callable(self._collate)
+            and not (self._variable and self.shapes)
+            and not (self._collate == "list" and any(t.dtype == BYTES for t in self.spec.inputs.values()))
         )
 
-    def _run_dense(self, tickets: NDArray[Any], rows: int) -> bool:
-        """Compute a batch that needs no look at its rows one by one; False, and nothing is done, where it does."""
-        staged: dict[str, Any] = {}
-        for key, spec in self.spec.inputs.items():
-            if not spec.variable:
-                staged[key] = self._fixed[key].gather(tickets, rows)
-                continue
-            dense = self._variable[key].dense(tickets, rows, self._max_padding, self._max_elements)
-            if dense is None:
-                return False
-            staged[key], staged[f"{key}_lengths"] = dense
-        results = self._called(staged)
-        if self._row_errors:
-            return False  # the model is asked once more, row by row
-        for item in self._outputs:
-            native.scatter(item.array, tickets, item.checked(results, rows))
-        return True
+    @property
+    def sessions(self) -> int:
+        """As Served.sessions."""
+        return self._states.in_use if self._states is not None else 0
+
+    def forget(self, lease: int) -> None:
+        """As Served.forget."""
+        if self._states is not None:
+            self._states.forget(lease)
 
     @property
     def max_cost(self) -> int:
@@ -99,8 +93,50 @@ class OpenServed(Served):
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`. Rows are computed in groups of their own where size, padding or a session asks for it."""
         self._use(version)
-        if self._dense and self._run_dense(tickets, rows):
-            return None
+        found = self._states.read(tickets) if self._states is not None else 0
+        if self._whole and not found & ~native.SESSION_BEGINS:
+            staged = self._staged_whole(tickets, rows, found)
+            if staged is not None:
+                return self._run_whole(staged, tickets, rows)
+        return self._run_by_rows(tickets, rows, found)
+
+    def _staged_whole(self, tickets: NDArray[Any], rows: int, found: int) -> dict[str, Any] | None:
+        """The arguments of forward for a batch whose rows are all to be computed together; None where they are not."""
+        shape, left = self.shaped(rows), self._max_elements
+        staged: dict[str, Any] = {}
+        for key, spec in self.spec.inputs.items():
+            if not spec.variable:
+                staged[key] = self._fixed[key].gather(tickets, rows, shape)
+                continue
+            variable = self._variable[key]
+            values = variable.whole(tickets, rows, self._max_padding, left)
+            if values is None:
+                return None
+            if left:
+                left = max(1, left - values.numel())
+            if self._collate == "list":
+                staged[key] = list(values.unbind())
+            else:
+                staged[key], staged[f"{key}_lengths"] = values, variable.lengths(rows)
+        return staged | self._states.whole(rows, shape, found) if self._states is not None else staged
+
+    def _run_whole(self, staged: dict[str, Any], tickets: NDArray[Any], rows: int) -> Outcome | None:
+        results = self._called(staged)
+        if self.shapes:
+            results = {key: value[:rows] for key, value in results.items()}
+        following = self._states.checked(results, rows) if self._states is not None else {}
+        for item in self._outputs:
+            native.scatter(item.array, tickets, item.checked(results, rows))
+        failed = {}
+        if self._row_errors or self._finite:
+            failed = self.failures(results, rows, self._take_row_errors())
+        if self._states is not None:
+            self._states.keep(following, [row for row in range(rows) if row not in failed] if failed else None)
+        return refuse_rows(self._open, tickets, failed) if failed else None
+
+    # ---- rows one by one: where they differ in size, stand in a session's order, or are not to be computed
+
+    def _run_by_rows(self, tickets: NDArray[Any], rows: int, found: int) -> Outcome | None:
         outcome = Outcome()
         batch = BatchRows(tickets, rows)
         for key, variable in self._variable.items():
@@ -108,9 +144,9 @@ class OpenServed(Served):
             for row in np.flatnonzero(variable.counts < 0).tolist():
                 spec = self.spec.inputs[key]
                 batch.failed[row] = f"input {key!r} came with sizes {variable.sizes[row].tolist()}, expected {spec}"
-        fixed = {key: item.gather(tickets, rows) for key, item in self._fixed.items()}
+        fixed = {key: item.gather(tickets, rows, rows) for key, item in self._fixed.items()}
         if self._states is not None:
-            self._states.read(batch, outcome)
+            self._states.sort(batch, outcome, found)
         for number, wave in enumerate(batch.waves()):
             if number and self._states is not None:
                 wave = self._states.still(wave, batch, outcome)  # noqa: PLW2901
@@ -226,7 +262,7 @@ class OpenServed(Served):
             return
         batch.failed.update({int(group[row]): reason for row, reason in failed.items()})
         if self._states is not None:
-            good = np.array([row not in failed for row in range(len(group))])
+            good = [row for row in range(len(group)) if row not in failed] if failed else None
             self._states.after(group, good, following, batch)
 
     def _called(self, staged: dict[str, Any]) -> Mapping[str, Any]:

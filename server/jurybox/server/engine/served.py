@@ -18,7 +18,7 @@ from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
-_LARGE_ROW = 4096
+LARGE_ROW = 4096
 _TRIALS = 2  # batches in which shapes are compared
 
 
@@ -93,7 +93,7 @@ class Served:
         self._outputs = [
             _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
-        self._large = any(tensor.row_bytes >= _LARGE_ROW for tensor in self.spec.inputs.values())
+        self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
 
     @property
     def max_cost(self) -> int:
@@ -104,6 +104,14 @@ class Served:
         """What each ticket costs, where that is not its number of rows."""
         counts: NDArray[np.int64] = tickets["rows"].astype(np.int64)
         return counts
+
+    @property
+    def sessions(self) -> int:
+        """How many are in use, of a model that keeps state."""
+        return 0
+
+    def forget(self, lease: int) -> None:
+        """A lease has ended: what was kept for it is nobody's."""
 
     @property
     def version(self) -> int:
@@ -134,7 +142,7 @@ class Served:
             staged = {item.name: item.rows(first, rows) for item in self._inputs}
         else:
             shape = self.shaped(rows)
-            staged = {item.name: item.gather(tickets, shape) for item in self._inputs}
+            staged = {item.name: item.gather(tickets, rows, shape) for item in self._inputs}
         if self.device.type != "cpu":
             staged = {key: value.to(self.device, non_blocking=True) for key, value in staged.items()}
         results = self.forward(staged)
@@ -347,12 +355,14 @@ class _Input:
     def rows(self, first: int, rows: int) -> torch.Tensor:
         return self._arena[first : first + rows]
 
-    def gather(self, tickets: NDArray[Any], rows: int) -> torch.Tensor:
-        """The tickets' rows, and behind them so much of what was gathered before that there are `rows`."""
+    def gather(self, tickets: NDArray[Any], rows: int, shape: int) -> torch.Tensor:
+        """The tickets' rows, and the last of them again until there are `shape`."""
         native.gather(self._rows, tickets, self._staging_rows)
-        view = self._views.get(rows)
+        if shape > rows:  # not what stood there before: it may be what the model cannot bear
+            self._staging_rows[rows:shape] = self._staging_rows[rows - 1]
+        view = self._views.get(shape)
         if view is None:
-            view = self._views[rows] = self._staging[:rows]
+            view = self._views[shape] = self._staging[:shape]
         return view
 
 

@@ -14,57 +14,71 @@ from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
-from jurybox.server.engine.served import dtype_of
+from jurybox.server.engine.served import LARGE_ROW, dtype_of
+
+_VIEWS = 256  # of gathered rows, kept
 
 
 class VariableInput:
-    """One input whose rows differ in size."""
+    """One input whose rows differ in size.
 
-    def __init__(self, name: str, spec: TensorSpec, columns: Columns, max_batch: int) -> None:
+    Args:
+        pads: whether the model takes rows padded to the largest.
+    """
+
+    def __init__(self, name: str, spec: TensorSpec, columns: Columns, max_batch: int, *, pads: bool) -> None:
         self._spec = spec
         self.extents = spec.extents
         self._slots = columns.inputs[name]
         self._tensor = torch.from_numpy(self._slots)
         self._extents = columns.input_extents[name]
         self._read = np.zeros((max_batch, spec.extents), np.int64)
-        self._lengths = np.zeros(max_batch, np.int64)
-        self._staging = np.zeros(0, np.uint8)
-        self._bytes = self._slots.view(np.uint8) if self._slots.dtype != np.bool_ else self._slots
-        self._dtype = dtype_of(spec)
+        self._read_tensor = torch.from_numpy(self._read if spec.extents > 1 else self._read[:, 0])
+        self._lengths: dict[int, torch.Tensor] = {}
+        # Behind a row's end are zeros only where its first size differs; elsewhere padding lies between its parts.
+        self._pads = pads and spec.extents == 1 and spec.shape[:1] in ((), (-1,))
+        self._in_place = spec.row_bytes >= LARGE_ROW
+        self._staging = np.zeros(0, spec.numpy_dtype)
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
         self._places: NDArray[np.intp] = np.zeros(0, np.intp)
         self.sizes = self._read[:0]
         self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
 
-    def dense(
-        self, tickets: NDArray[Any], rows: int, max_padding: float, max_elements: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A batch's rows, padded, with their sizes, in one call; None where they must be looked at one by one."""
-        native.gather(self._extents, tickets, self._read)
-        sizes = self._read[:rows]  # read once: only this copy is used
-        smallest, largest = sizes.min(axis=0), sizes.max(axis=0)
+    def whole(self, tickets: NDArray[Any], rows: int, max_padding: float, max_elements: int) -> torch.Tensor | None:
+        """A batch's rows as one tensor, padded; None where they must be looked at one by one.
+
+        Large rows that fill one run of slots stay where they are, as those of a fixed shape do.
+        """
         spec = self._spec
-        alike = bool((smallest == largest).all())
-        if int(smallest.min()) < 0 or (not alike and (sizes.shape[1] > 1 or spec.shape[1:])):
+        while True:
+            count, in_place = native.gather_variable(
+                self._slots, self._extents, tickets, spec.unit, self._pads, max_padding, max_elements, self._in_place,
+                self._read, self._staging,
+            )  # fmt: skip
+            if in_place or count * rows <= len(self._staging):
+                break
+            self._staging = np.zeros(max(count * rows, 2 * len(self._staging)), spec.numpy_dtype)
+            self._views.clear()
+        if not count:
             return None
-        most = math.prod(largest.tolist()) * spec.unit
-        if most > spec.capacity or most == 0 or (max_elements and most * rows > max_elements):
-            return None
-        item = self._slots.itemsize
-        lengths = self._lengths[:rows]
-        if alike:
-            lengths.fill(most * item)
-        else:
-            np.multiply(sizes[:, 0], spec.unit * item, out=lengths)
-            if most * item * rows - int(lengths.sum()) > max_padding * most * item * rows:
-                return None
-        needed = rows * most * item
-        if len(self._staging) < needed:
-            self._staging = np.zeros(needed, np.uint8)
-        packed = self._staging[:needed].reshape(rows, most * item)
-        native.gather_padded(self._bytes, tickets, lengths, packed)
-        shape = (rows, *spec.measured(largest.tolist()))
-        padded = torch.from_numpy(packed.reshape(-1)).view(self._dtype).reshape(shape)
-        return padded, torch.from_numpy(sizes[:, 0].copy() if sizes.shape[1] == 1 else sizes.copy())
+        sizes = (count // spec.unit,) if spec.extents == 1 else tuple(self._read[0].tolist())
+        if in_place:
+            first = tickets["first"].item(0)
+            return self._tensor[first : first + rows, :count].view(rows, *spec.measured(sizes))
+        view = self._views.get((rows, *sizes))
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = torch.from_numpy(self._staging[: rows * count]).view(rows, *spec.measured(sizes))
+            self._views[rows, *sizes] = view
+        return view
+
+    def lengths(self, rows: int) -> torch.Tensor:
+        """The sizes of the rows that `whole` gave, int64 (n,) or (n, k)."""
+        view = self._lengths.get(rows)
+        if view is None:
+            view = self._lengths[rows] = self._read_tensor[:rows]
+        return view
 
     def read(self, tickets: NDArray[Any], rows: int, places: NDArray[np.intp]) -> None:
         """Take the extents of a batch's rows, which lie at `places`; from here on these copies count.
