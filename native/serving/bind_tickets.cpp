@@ -24,6 +24,13 @@ void check(const Borrowed& table, const Borrowed& tickets, const Borrowed& packe
         throw std::invalid_argument("rows of table and packed array differ in size");
 }
 
+void check(const SessionBook& book, const Borrowed& table, const Borrowed& batch) {
+    if (table.rows() < book.sessions() || batch.rows() < book.rows())
+        throw std::out_of_range("a table or a batch of states has fewer rows than the book");
+    if (book.rows() && table.row_bytes() != batch.row_bytes())
+        throw std::invalid_argument("states of table and batch differ in size");
+}
+
 // One record of an array of them.
 template <class T>
 T& one_of(const Write& all, std::size_t at) {
@@ -162,6 +169,24 @@ void bind_tickets(nb::module_& m) {
             "Begin a batch: take the records (arena.SESSION) of the tickets' rows from the column, the places of their states, "
             "int64, and why rows do not fit, uint8 (SESSION_LOST, SESSION_TWICE). Returns what is among them: SESSION_BEGINS, "
             "SESSION_FLAGS, SESSION_AGAIN (in two tickets), SESSION_WRONG.")
+        .def(
+            "load",
+            [](const SessionBook& self, nb::handle table, nb::handle out) {
+                const Read from(table);
+                const Write to(out);
+                check(self, from, to);
+                self.load(from.bytes(), from.row_bytes(), to.bytes());
+            },
+            nb::arg("table"), nb::arg("out"), "Copy the states of the batch's rows from a table (sessions, ...) to out (rows, ...).")
+        .def(
+            "save",
+            [](const SessionBook& self, nb::handle table, nb::handle values) {
+                const Write to(table);
+                const Read from(values);
+                check(self, to, from);
+                self.save(to.bytes(), to.row_bytes(), from.bytes());
+            },
+            nb::arg("table"), nb::arg("values"), "Copy the states of the batch's rows, values (rows, ...), to a table (sessions, ...).")
         .def(
             "fits",
             [](const SessionBook& self, std::size_t row) {

@@ -91,6 +91,22 @@ class SessionBook {
 
     std::size_t rows() const { return rows_.size(); }
 
+    // Copy the states of the batch's rows out of a table of all sessions, whose size was checked, or back into it.
+    void load(const std::byte* table, std::size_t row_bytes, std::byte* out) const {
+        for (const Row& row : rows_) {
+            if (row.place < kept_.size()) std::memcpy(out, table + row.place * row_bytes, row_bytes);
+            out += row_bytes;
+        }
+    }
+    void save(std::byte* table, std::size_t row_bytes, const std::byte* in) const {
+        for (const Row& row : rows_) {
+            if (row.place < kept_.size()) std::memcpy(table + row.place * row_bytes, in, row_bytes);
+            in += row_bytes;
+        }
+    }
+
+    std::size_t sessions() const { return kept_.size(); }
+
     // Whether a row of the batch still is the next step of its session: an earlier ticket of it may have failed since.
     bool fits(std::size_t row) const {
         const Row& asked = rows_[row];

@@ -108,7 +108,8 @@ class States:
         self._verdicts = np.zeros(max_batch, np.uint8)
         self._index = torch.from_numpy(self._places)
         self._staged = {name: kept.new_zeros((max_batch, *kept.shape[1:])) for name, kept in self._kept.items()}
-        self._views: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+        self._staged_arrays = {name: staged.numpy() for name, staged in self._staged.items()} if self._host else {}
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
     def in_use(self) -> int:
@@ -132,27 +133,33 @@ class States:
 
     def whole(self, rows: int, shape: int, found: int) -> dict[str, torch.Tensor]:
         """The state of all rows that were read, and the last one's again until there are `shape`."""
-        views = self._views.get(shape)
-        if views is None:
-            views = self._index[:shape], {name: staged[:shape] for name, staged in self._staged.items()}
-            self._views[shape] = views
-        if shape > rows:
+        state = self._views.get(shape)
+        if state is None:
+            state = self._views[shape] = {name: staged[:shape] for name, staged in self._staged.items()}
+        if self._host:
+            for name, table in self._arrays.items():
+                self._book.load(table, self._staged_arrays[name])
+                if shape > rows:
+                    self._staged_arrays[name][rows:shape] = self._staged_arrays[name][rows - 1]
+        else:
             self._places[rows:shape] = self._places[rows - 1]
-            self._records[rows:shape] = self._records[rows - 1]
-        index, state = views
-        if not self._host:
-            index = index.to(self._device)
-        for name, kept in self._kept.items():
-            torch.index_select(kept, 0, index, out=state[name])
+            index = self._index[:shape].to(self._device)
+            for name, kept in self._kept.items():
+                torch.index_select(kept, 0, index, out=state[name])
         if found & native.SESSION_BEGINS:
+            self._records[rows:shape] = self._records[rows - 1]
             self._begun(self._records["step"][:shape] == 0, state)
         return state
 
     def keep(self, following: Mapping[str, torch.Tensor], good: list[int] | None) -> None:
         """Keep the state that the rows which were read leave behind; `good`: those that did not fail, None: all."""
-        rows = len(next(iter(following.values())))
-        self._written(slice(rows) if good is None else np.array(good, np.int64), following, good)
-        self._book.step(None if good is None else np.array(good, np.int64))
+        if good is None and self._host:
+            for name, value in following.items():
+                self._book.save(self._arrays[name], value.contiguous().numpy())
+            self._book.step()
+        else:
+            rows = np.arange(len(next(iter(following.values()))))
+            self._written(rows if good is None else rows[good], following, good)
 
     # ---- rows one by one
 
@@ -195,36 +202,29 @@ class States:
         self, group: NDArray[np.intp], good: list[int] | None, following: Mapping[str, torch.Tensor], batch: BatchRows
     ) -> None:
         """Keep the state that rows which were computed leave behind; `good`: those that did not fail, None: all."""
-        rows = group.astype(np.int64) if good is None else group[good].astype(np.int64)
-        self._written(rows, following, good)
-        self._book.step(rows)
+        self._written(group if good is None else group[good], following, good)
 
     def _begun(self, begins: NDArray[np.bool_], state: Mapping[str, torch.Tensor]) -> None:
         mask = torch.from_numpy(begins).to(self._device)
         for name, start in self._initial.items():
             state[name][mask] = start
 
-    def _written(
-        self, rows: slice | NDArray[np.int64], following: Mapping[str, torch.Tensor], good: list[int] | None
-    ) -> None:
-        places = self._places[rows]
-        if self._host:  # a third of the time that index_copy_ takes
-            for name, value in following.items():
-                self._arrays[name][places] = (value if good is None else value[good]).numpy()
-            return
-        index = torch.from_numpy(places).to(self._device)
+    def _written(self, rows: NDArray[np.intp], following: Mapping[str, torch.Tensor], good: list[int] | None) -> None:
+        index = torch.from_numpy(self._places[rows]).to(self._device)
         for name, value in following.items():
             self._kept[name].index_copy_(0, index, value if good is None else value[good])
+        self._book.step(rows.astype(np.int64, copy=False))
 
     def checked(self, results: Mapping[str, Any], rows: int) -> dict[str, torch.Tensor]:
         """The next state among a module's results. Raises ModelFailed where it is not what the spec promises."""
         found = {}
         for name, spec in self._specs.items():
             value = results.get(name)
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != (rows, *spec.shape):
+            if not isinstance(value, torch.Tensor) or value.shape != (rows, *spec.shape):
                 came = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ModelFailed(f"state {name!r} came back as {came}, the spec promises {[rows, *spec.shape]}")
-            found[name] = value.to(self._device, dtype_of(spec))
+            dtype = self._kept[name].dtype
+            found[name] = value if value.dtype == dtype and self._host else value.to(self._device, dtype)
         return found
 
     def without_forward(self, group: NDArray[np.intp], batch: BatchRows) -> None:
