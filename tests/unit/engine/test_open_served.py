@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from jurybox.client import ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.errors import Code
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
@@ -23,6 +26,7 @@ def served():
         servers.append(server)
         return server.model("m", rows=rows)
 
+    serve.servers = servers
     yield serve
     for server in servers:
         server.close()
@@ -265,6 +269,104 @@ def test_nobody_gets_the_state_of_who_had_the_rows_before(served):
 def test_the_same_session_twice_in_a_request_is_refused(served):
     with served(open_models.running_sum()).sessions(2) as sessions, pytest.raises(SpecMismatch, match="twice"):
         sessions.infer(np.zeros((2, 1), np.float32), session=[1, 1])
+
+
+def posted(lane, *rows):
+    """Send rows (slot, step, x) as one ticket of a lane, as a client of somebody else's may."""
+    first = lane.find(len(rows))
+    for i, (slot, step, x) in enumerate(rows, start=first):
+        lane.columns.sessions[i] = (slot, step, 0, b"")
+        lane.columns.inputs["x"][i] = x
+    return lane.submit(first, len(rows), time.monotonic_ns() + 60_000_000_000)
+
+
+def answered(lane, *tickets):
+    """Code, and the outputs, of each."""
+    answers = [lane.wait(ticket, time.monotonic_ns() + 60_000_000_000) for ticket in tickets]
+    places = [slice(ticket.first, ticket.first + ticket.rows) for ticket in tickets]
+    return [
+        (answer.code, answer.message, lane.columns.outputs["y"][at].tolist())
+        for answer, at in zip(answers, places, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (1, 1), (0, 0), (1, 0), (0, 1)])
+def test_the_same_session_twice_in_a_foreign_clients_request_is_refused_and_takes_no_step(served, steps):
+    model = served(open_models.running_sum())
+    with model.sessions(4) as sessions:
+        lane = sessions._model._lane
+        sessions.infer(np.ones((4, 1), np.float32))
+        ((code, message, _),) = answered(lane, posted(lane, (1, 1, 5), (2, steps[0], 5), (2, steps[1], 5)))
+        assert code == Code.SPEC_MISMATCH and "session 2 stands in this request twice" in message
+        np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [2, 2, 2, 2])
+
+
+def test_a_session_is_not_computed_on_where_an_earlier_request_was_refused_for_another_one(served):
+    """The later request of session 1 would be answered from a state that lacks the earlier one's step."""
+    model = served(open_models.running_sum())
+    with model.sessions(8) as sessions:
+        lane = sessions._model._lane
+        sessions.infer(np.ones((8, 1), np.float32))
+        answers = answered(
+            lane, posted(lane, (0, 7, 1), (1, 1, 1)), posted(lane, (1, 2, 1), (2, 1, 1)), posted(lane, (3, 1, 1))
+        )
+        assert [code for code, _, _ in answers] == [Code.SESSION_LOST, Code.SESSION_LOST, Code.OK]
+        ((code, _, values),) = answered(lane, posted(lane, (0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 2, 1)))
+        assert (code, values) == (Code.OK, [2, 2, 2, 3])
+
+
+def test_steps_of_a_session_do_not_come_round_to_its_beginning(served):
+    model = served(open_models.running_sum())
+    with model.sessions(1) as sessions:
+        lane = sessions._model._lane
+        sessions.infer(np.ones((1, 1), np.float32))
+        ((code, _, _),) = answered(lane, posted(lane, (0, 0xFFFFFFFF, 1)))
+        assert code == Code.SESSION_LOST
+        ((code, _, values),) = answered(lane, posted(lane, (0, 1, 1)))
+        assert (code, values) == (Code.OK, [2])
+
+
+def test_sessions_are_counted_until_their_client_gives_them_back(served):
+    model = served(open_models.running_sum())
+    engine = served.servers[0].engine
+    sessions, others = model.sessions(4), model.sessions(3)
+    sessions.infer(np.ones((4, 1), np.float32))
+    assert engine.slots[0].served.sessions == 4
+    others.infer(np.ones((2, 1), np.float32), session=[2, 0])
+    assert engine.slots[0].served.sessions == 6
+    lane = sessions._model._lane._transport.lane
+    lease = engine.scoreboard.lanes["lease"].item(lane)
+    sessions.close()
+    engine.retire(lane, lease)
+    assert engine.slots[0].served.sessions == 2
+    np.testing.assert_array_equal(others.infer(np.ones((3, 1), np.float32)), [2, 1, 2])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_that_fail_keep_their_sessions_state_and_the_others_go_on(served, whole):
+    class Careful(open_models.RunningSum):
+        def forward(self, x, total):
+            bad = dict.fromkeys(torch.nonzero(x[:, 0] < 0).flatten().tolist(), "negative")
+            total = total + x[:, 0]
+            return RowErrors(bad, (total, total)) if bad else (total, total)
+
+    number = TensorSpec("float32")
+    model = served(ServedModel(Careful(), {"x": TensorSpec("float32", (1,))}, {"y": number}, state={"total": number}))
+    with model.sessions(8) as sessions:
+        sessions.infer(np.ones((3, 1), np.float32), session=range(3))
+        x = np.array([[1], [-5], [1]], np.float32)
+        ones = np.ones((2, 1), np.float32)
+        if whole:
+            with pytest.raises(RowFailed) as failed:
+                sessions.infer(x, session=range(3))
+            assert failed.value.errors == {1: "negative"}
+            np.testing.assert_array_equal(sessions.infer(ones, session=[1, 2]), [2, 3])
+        else:  # with another request of one of them in the same batch
+            first, second = sessions.submit(x, session=range(3)), sessions.submit(ones[:1], session=[2])
+            with pytest.raises(RowFailed):
+                first.result()
+            assert second.result().outputs.item() == 3
+            np.testing.assert_array_equal(sessions.infer(ones, session=[0, 2]), [3, 4])
 
 
 def test_an_lstm_answers_as_a_local_one_does_through_resets(served):

@@ -59,6 +59,23 @@ def test_what_a_failed_batch_said_of_its_rows_is_not_said_of_the_next(spec):
     np.testing.assert_array_equal(outputs["y"], [7, 7, 7])
 
 
+def test_padding_is_never_a_row_that_the_model_cannot_bear():
+    """Behind three rows of eight a row of the batch before was computed once more, and failed this one."""
+
+    class Strict(nn.Module):
+        def forward(self, x):
+            if bool((x < 0).any()):
+                raise ValueError("negative")
+            return x[:, 0]
+
+    served, ask = asked(ServedModel(Strict(), {"x": TensorSpec("float32", (2,))}, {"y": NUMBER}), shapes=(8,))
+    with pytest.raises(ValueError, match="negative"):
+        ask(np.array([[1, 1]] * 3 + [[-1, -1]] * 5, np.float32))
+    outcome, outputs = ask(np.full((3, 2), 7, np.float32))
+    assert outcome is None
+    np.testing.assert_array_equal(outputs["y"], [7, 7, 7])
+
+
 # ---- which numbers of rows give a row the same bytes
 
 

@@ -104,6 +104,16 @@ class Slot:
         """Of the model whose tickets these are."""
         return self.served.spec.name
 
+    @property
+    def sessions(self) -> int:
+        """How many are in use, of a model that keeps state."""
+        return self.served.sessions if isinstance(self.served, Served) else 0
+
+    def forget(self, lease: int) -> None:
+        """A lease has ended, and its sessions with it."""
+        if isinstance(self.served, Served):
+            self.served.forget(lease)
+
     def release(self) -> None:
         """A model is served by this slot no longer."""
         if isinstance(self.served, Served):

@@ -183,13 +183,15 @@ class Engine:
         for weights_updater in followers:
             weights_updater.join()
 
-    def retire(self, lane: int) -> None:
-        """Forget what a lane has waiting that was taken back. Between two turns nothing else touches its rows.
+    def retire(self, lane: int, lease: int = 0) -> None:
+        """Forget what a lane has waiting that was taken back, and its lease's sessions. Between two turns nothing else
+        touches its rows.
 
         Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
         """
         self._batches.land_all()
         for slot in self._queues:
+            slot.forget(lease)
             if len(dropped := slot.queue.drop(lane)):
                 self._answer(dropped, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
 

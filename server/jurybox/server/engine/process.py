@@ -308,7 +308,7 @@ class EngineProcess:
                 self._let_go(order["model"])
                 self._engine.refuse(order["model"], Code.MODEL_FAILED, order["reason"])
             case "retire":
-                self._engine.retire(order["lane"])
+                self._engine.retire(order["lane"], order["lease"])
                 self._tell("retired", lane=order["lane"], lease=order["lease"])
             case "drain":
                 self._engine.refuse_new(Code.DRAINING, "the server is stopping; it takes no new requests")
