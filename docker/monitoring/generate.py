@@ -28,8 +28,8 @@ LAYOUT: dict[str, list[str]] = {
                 "engine_expected_wait_seconds", "engine_heartbeat_age_seconds"],
     "Weights": ["weights_version", "weights_newest_version", "weights_lag_versions", "weights_publications",
                 "weights_updates", "weights_update_duration_seconds", "weights_age_seconds", "versions_not_held"],
-    "Clients and memory": ["lanes_in_use", "rows_in_use", "arena_rows", "arena_bytes", "shared_memory_bytes",
-                           "device_bytes", "model_ready"],
+    "Clients and memory": ["lanes_in_use", "rows_in_use", "sessions_in_use", "arena_rows", "arena_bytes",
+                           "shared_memory_bytes", "device_bytes", "model_ready"],
 }  # fmt: skip
 NOT_SHOWN = {"build_info", "start_time_seconds"}
 

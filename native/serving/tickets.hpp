@@ -166,7 +166,7 @@ constexpr std::size_t kTimeBuckets = 40;
 struct Counters {
     std::uint64_t requests, rows, batches, failed, expired, refused, not_held, version, newest, updates;
     std::int64_t adopted;
-    std::uint64_t waiting;
+    std::uint64_t waiting, sessions;
     std::uint64_t queue_total_ns, forward_total_ns, request_total_ns, adopt_total_ns;
     std::uint64_t batch_rows[kBatchBuckets];
     std::uint64_t queue_ns[kTimeBuckets], forward_ns[kTimeBuckets], request_ns[kTimeBuckets], adopt_ns[kTimeBuckets];

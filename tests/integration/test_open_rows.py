@@ -106,6 +106,19 @@ def test_as_many_sessions_as_rows_and_then_busy(server):
                 other.model("running_sum", rows=1).sessions(16)
 
 
+def test_the_status_tells_how_many_sessions_are_in_use(server):
+    def shown(client):
+        (model,) = (model for model in client.status()["models"] if model["name"] == "running_sum")
+        return model["sessions"]
+
+    with server.connect() as client:
+        wait_until(lambda: shown(client) == 0, 30, "the sessions of others to end")
+        with client.model("running_sum", rows=1).sessions(5) as sessions:
+            sessions.infer(np.ones((3, 1), np.float32), session=[4, 0, 2])
+            wait_until(lambda: shown(client) == 3, 30, "the sessions that began")
+        wait_until(lambda: shown(client) == 0, 30, "the sessions to be given back")
+
+
 @pytest.mark.parametrize(
     ("client", "gone"),
     [("shm", "engine-0"), ("zmq", "engine-0"), ("tcp", "engine-0"), ("tcp", "relay")],

@@ -101,6 +101,7 @@ COUNTERS = np.dtype(
         ("updates", "<u8"),  # adoptions
         ("adopted", "<i8"),  # ns of CLOCK_MONOTONIC of the last adoption
         ("waiting", "<u8"),  # rows not yet in a batch
+        ("sessions", "<u8"),  # whose state is kept
         ("queue_total_ns", "<u8"),  # sums of the histograms' values
         ("forward_total_ns", "<u8"),
         ("request_total_ns", "<u8"),

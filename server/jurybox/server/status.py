@@ -168,6 +168,7 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane],
         "max_batch": message.max_batch,
         "arena": {"segment": message.arena, "rows": message.arena_rows},
         "lanes": {"in_use": len(mine), "rows": sum(lane.rows for lane in mine)},
+        "sessions": _sessions(held, counters),
         **sums,
         "mean_batch": sums["rows"] / sums["batches"] if sums["batches"] else None,
         "weights": {"digest": message.digest, **_weights(held, counters, monotonic_ns)},
@@ -181,6 +182,12 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane],
         },
         "histograms": {name: counts.tolist() for name, counts in histograms.items()},
     }
+
+
+def _sessions(held: HeldModel, counters: NDArray[Any]) -> int:
+    """Those whose state a living engine keeps."""
+    serving = [index for index, state in held.engines.items() if state in ("ready", "reloading")]
+    return int(counters["sessions"][serving].sum())
 
 
 def _weights(held: HeldModel, counters: NDArray[Any], monotonic_ns: int) -> dict[str, Any]:

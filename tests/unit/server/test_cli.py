@@ -156,6 +156,12 @@ def test_status_shows_what_matters(run, server, document):
     assert result.output.count("policy/[red]agent") >= 3  # in the tables too: its name is no markup
 
 
+def test_status_tells_the_sessions_of_models_with_state(run, server, document):
+    assert "sessions" not in run("status").output
+    document["models"][0].update(sessions=7, session_state={"hidden": {"dtype": "float32", "shape": [4]}})
+    assert ["photo", "7", "303"] in [line.split() for line in run("status").output.splitlines()]
+
+
 def test_status_breaks_no_word_at_80_columns(run, server, document, monkeypatch):
     document["models"][0].update(requests=1_234_567_890, rows=12_345_678_901)
     monkeypatch.setattr("jurybox.server.commands.show._console", lambda: Console(width=80, highlight=False))

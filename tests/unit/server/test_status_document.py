@@ -107,6 +107,15 @@ def test_counters_and_histograms_are_summed_over_engines(scene):
     assert len(model["histograms"]["request_ns"]) == TIME_BUCKETS
 
 
+def test_sessions_of_a_dead_engine_are_none(scene):
+    scene.count(0, sessions=3)
+    scene.count(1, sessions=4)
+    scene.model.engines = {0: "ready", 1: "ready"}
+    assert scene.document()["models"][0]["sessions"] == 7
+    scene.model.engines = {0: "ready"}
+    assert scene.document()["models"][0]["sessions"] == 3
+
+
 def test_what_nobody_measured_is_null_and_not_zero(scene):
     model = scene.document()["models"][0]
     assert model["mean_batch"] is None

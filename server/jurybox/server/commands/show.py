@@ -50,6 +50,7 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
         )
     counts = Table("model", "state", ">requests", ">rows", ">batch", ">waiting", ">lanes", "errors")
     times = Table("p50 / p99", ">queue", ">forward", ">request")
+    sessions = Table("sessions", ">in use", ">most")
     weights = Table("weights", ">version", ">lag", ">publ/s", ">adopt p50 / p99")
     for model in document["models"]:
         counts.add(
@@ -66,10 +67,12 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
             name: f"{duration(values['p50'])} / {duration(values['p99'])}" for name, values in model["latency"].items()
         }
         times.add(model["name"], latency["queue"], latency["forward"], latency["request"])
+        if model["session_state"]:
+            sessions.add(model["name"], str(model["sessions"]), str(model["arena"]["rows"]))
         if (of := model["weights"])["newest"]:
             told = (str(of["version"]), _lag(of), f"{of['published_per_second']:.1f}", latency["adopt"])
             weights.add(model["name"], *told)
-    for table in (engines, counts, times, weights):
+    for table in (engines, counts, times, sessions, weights):
         if table.rows:
             console.print("", table, sep="\n")
     _print_reasons(console, document)

@@ -35,6 +35,7 @@ class Counters:
     def __init__(self, shown: NDArray[Any]) -> None:
         self._shown = shown
         self._own = shown.copy()
+        self._own["sessions"] = 0  # they ended with the engine that kept them
         self._waiting = 0
 
     def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
@@ -60,6 +61,10 @@ class Counters:
     def waiting(self, rows: int) -> None:
         """Tell how many rows wait for a batch."""
         self._shown["waiting"] = self._waiting = rows
+
+    def sessions(self, n: int) -> None:
+        """Tell how many sessions have state here."""
+        self._shown["sessions"] = self._own["sessions"] = n
 
     def adopted(self, version: int, seconds: float) -> None:
         """Count a change of weights: the version in use from now on, `seconds` after its publication."""
@@ -104,10 +109,10 @@ class Slot:
         """Of the model whose tickets these are."""
         return self.served.spec.name
 
-    @property
-    def sessions(self) -> int:
-        """How many are in use, of a model that keeps state."""
-        return self.served.sessions if isinstance(self.served, Served) else 0
+    def show_sessions(self) -> None:
+        """Tell how many have state here."""
+        if isinstance(self.served, Served):
+            self.counters.sessions(self.served.sessions)
 
     def forget(self, lease: int) -> None:
         """A lease has ended, and its sessions with it."""

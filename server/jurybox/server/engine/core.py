@@ -105,6 +105,8 @@ class Engine:
 
     def show_counters(self) -> None:
         """Write all counters to the scoreboard anew, whatever has been written there."""
+        for slot in self._queues:
+            slot.show_sessions()
         for counters in list(self._counters.values()):  # the workshop's thread asks for those of a new model
             counters.show()
 

@@ -243,6 +243,11 @@ TABLE = (
         by_model(lambda snapshot, at: float(snapshot.leased(at)["rows"].sum())), "rows",
     ),
     Metric(
+        "sessions_in_use", _GAUGE, _MODEL, "Sessions whose state an engine keeps; absent for a model without state.",
+        "Begun and not closed. At `arena_rows`, `sessions` raises `Busy`: raise `rows`. Zero after an engine's death.",
+        by_model(Snapshot.sessions),
+    ),
+    Metric(
         "arena_rows", _GAUGE, _MODEL, "Rows of the arena.", "The bound of `rows_in_use`.",
         by_model(lambda snapshot, at: float(snapshot.models[at]["arena"]["rows"])), "rows",
     ),

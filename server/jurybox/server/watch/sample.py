@@ -61,6 +61,12 @@ class Snapshot:
         version = int((counters["version"][serving] if serving.any() else counters["version"]).min())
         return version, max(int(counters["newest"].max()), int(self.models[at]["weights"]["newest"]), version)
 
+    def sessions(self, at: int) -> float | None:
+        """Sessions of model `at` whose state an engine keeps; None of a model without state."""
+        if not self.models[at].get("session_state"):
+            return None
+        return float(self.counters["sessions"][self.engines["state"] == EngineState.SERVING, at].sum())
+
     def weights_age(self, at: int) -> float | None:
         """Seconds since model `at` adopted its weights; None: they are those it was loaded with."""
         adopted = self.counters["adopted"][:, at]
@@ -125,7 +131,7 @@ class ScoreboardReader:
 
 
 _STAGES = {"request": "request_ns", "queue": "queue_ns", "forward": "forward_ns"}
-_COUNTS = [name for name in COUNTERS.names or () if name not in ("version", "newest", "adopted", "waiting")]
+_COUNTS = [name for name in COUNTERS.names or () if name not in ("version", "newest", "adopted", "waiting", "sessions")]
 FAILURES = ("failed", "expired", "refused", "not_held")
 _KEPT_OF_THE_DEAD = (*FAILURES, "version", "newest", "adopted")
 _AT_WORK = ("serving", "draining")
