@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.link import seconds
-from jurybox.client.row_codec import Checked, shaped, words
+from jurybox.client.row_codec import Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, FlatCallRow, OpenCallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import LOOK_AFTER
@@ -358,7 +358,7 @@ class Model:
         dtype, most = self._flat or (None, 0)
         if dtype is None:
             if type(row) is str:
-                row = row.encode()
+                row = utf8(f"input {next(iter(self.spec.inputs))!r} of {self.name!r}", row)
             return row if type(row) is bytes and len(row) <= most else None
         if (
             type(row) is np.ndarray

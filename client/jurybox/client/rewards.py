@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jurybox.client.row_codec import utf8
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import Busy, ModelFailed, RowFailed, ServerGone, SpecMismatch, Timeout, said
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
@@ -321,7 +322,7 @@ class _Asked:
 def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
     """A value as a row of an input. Raises SpecMismatch."""
     if spec.dtype == BYTES:
-        row = value if isinstance(value, bytes) else _text(value).encode("utf-8", "replace")
+        row = value if isinstance(value, bytes) else utf8(repr(name), _text(value))
         if len(row) > spec.capacity:
             raise SpecMismatch(f"{name} has {len(row)} bytes, the model takes at most {spec.capacity}")
         return row

@@ -184,7 +184,7 @@ class OpenRows(PlainRows):
     def _row(self, name: str, spec: TensorSpec, value: Any, i: int) -> tuple[NDArray[Any], tuple[int, ...]]:
         if spec.dtype == BYTES:
             if isinstance(value, str):
-                value = value.encode()
+                value = utf8(f"input {name!r} of {self.spec.name!r}, row {i}", value)
             if not isinstance(value, (bytes, bytearray, memoryview)):
                 raise SpecMismatch(
                     f"input {name!r} of {self.spec.name!r}, row {i}: expected bytes or str, came {type(value).__name__}"
@@ -216,6 +216,25 @@ class OpenRows(PlainRows):
             flat = slots[i, :count]
             rows.append(flat.tobytes() if spec.dtype == BYTES else flat.reshape(shape).copy())
         return rows
+
+
+def utf8(what: str, text: str) -> bytes:
+    """A text as it travels.
+
+    Args:
+        what: whose it is, for the message.
+
+    Raises:
+        SpecMismatch: half a surrogate pair is in it, as decoding with errors="surrogateescape" leaves them.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecMismatch(
+            f"{what}: expected text, came {text[error.start]!a} at character {error.start}, "
+            "half a surrogate pair, which UTF-8 cannot carry: decode it with errors='replace' where it comes "
+            "from, or give bytes"
+        ) from None
 
 
 def codec_of(spec: ModelSpec) -> PlainRows:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.row_codec import utf8
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for, plain
 from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
@@ -187,10 +188,7 @@ class Values(Source):
         self._check_kinds(flat, {str, bytes}, "BYTES")
         rows: list[bytes] = []
         for i, value in enumerate(flat):
-            try:
-                row = value if type(value) is bytes else value.encode()
-            except UnicodeEncodeError:
-                raise SpecMismatch(f"input {self._name!r}, row {i}: half a surrogate pair, which is no text") from None
+            row = value if type(value) is bytes else utf8(f"input {self._name!r}, row {i}", value)
             if len(row) > spec.capacity:
                 raise SpecMismatch(
                     f"input {self._name!r}, row {i}: {len(row)} bytes came, expected at most {spec.capacity}"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.row_codec import utf8
 from jurybox.protocol.errors import SpecMismatch, plain
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
@@ -70,7 +71,7 @@ def _text(name: str, spec: TensorSpec, value: Any) -> bytes:
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind == "U":
         value = value.item()
     if isinstance(value, str):
-        value = value.encode()
+        value = utf8(f"{name!r} of the observation", value)
     if not isinstance(value, bytes):
         raise SpecMismatch(f"{name!r} of the observation: expected text, came {type(value).__name__}")
     if len(value) > spec.capacity:

@@ -1,0 +1,41 @@
+"""What a caller gives is checked before anything is sent: errors name the row and the input, and say what to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jurybox.client import SpecMismatch
+from jurybox.client.rewards import _fitted
+from jurybox.client.row_codec import codec_of
+from jurybox.protocol import ModelSpec, TensorSpec
+from jurybox.server.gateway.inference.tensors import Values
+from jurybox.server.gateway.robots.observations import _text
+from jurybox.server.inproc import InprocServer
+from tests import open_models
+
+HALF = "half \ud800 a pair"
+TEXT = TensorSpec("bytes", capacity=40)
+WHAT_TO_DO = r"'text'.*'\\ud800' at character 5, half a surrogate pair.*errors='replace'.*bytes"
+
+
+def test_half_a_surrogate_pair_is_refused_by_row_and_input_whichever_way_it_comes():
+    spec = ModelSpec("shout", {"text": TEXT}, {"text": TEXT})
+    with pytest.raises(SpecMismatch, match="'text' of 'shout', row 1: .*character 5"):
+        codec_of(spec).checked(["fine", HALF])
+    with InprocServer({"shout": open_models.shout()}) as server:
+        model = server.model("shout")
+        for ask in (model, lambda text: model.infer([text]), lambda text: model({"text": text})):
+            with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
+                ask(HALF)
+        assert model("größer") == "GRÖSSER".encode()
+
+
+def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either():
+    """A text that is changed to be sent would be answered for something that nobody asked."""
+    with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
+        _fitted("text", TEXT, HALF)
+    with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
+        _text("text", TEXT, np.array(HALF))
+    with pytest.raises(SpecMismatch, match=WHAT_TO_DO):
+        Values("text", [HALF]).strings(1, TEXT)
