@@ -33,6 +33,9 @@ class Borrowed {
     std::size_t size() const { return static_cast<std::size_t>(view_.len); }
     // Of the first dimension, and the bytes of one of its rows.
     std::size_t rows() const { return view_.ndim ? static_cast<std::size_t>(view_.shape[0]) : 1; }
+    // Sizes of all dimensions.
+    const Py_ssize_t* shape() const { return view_.shape; }
+    std::size_t dimensions() const { return static_cast<std::size_t>(view_.ndim); }
     std::size_t row_bytes() const { return rows() ? size() / rows() : 0; }
 
     std::size_t item_bytes() const { return view_.itemsize > 0 ? static_cast<std::size_t>(view_.itemsize) : 1; }

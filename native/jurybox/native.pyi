@@ -2,6 +2,7 @@
 # object for 4 results, and finds no signature for calls that skip nanobind for speed (ReplayRing.add and its like).
 # tests/unit/protocol/test_native_stub.py holds names and parameters to what the generator finds.
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ RINGS_LANES: int
 RINGS_RING: int
 NOT_SENT: int
 NOT_ANSWERED: int
+NOT_FIT: int
 
 def show_state(engine: NDArray[Any], state: int) -> None: ...
 
@@ -119,16 +121,20 @@ class ShmRingsCaller:
     def __init__(
         self,
         client: ShmRingsClient,
-        place: NDArray[Any],
-        outputs: NDArray[Any] | dict[str, NDArray[Any]],
+        place: NDArray[Any] | None,
+        outputs: NDArray[Any] | dict[str, NDArray[Any]] | None,
         engine: NDArray[Any],
         first: int,
+        rows: int,
         incarnation: int,
         most: float,
-        length: NDArray[np.int64] | None = None,
+        extents: NDArray[np.int64] | None = None,
+        shape: Sequence[int] = (),
         item: int = 1,
     ) -> None: ...
-    def __call__(self, row: NDArray[Any] | bytes, sequence: int, seconds: float) -> Any: ...
+    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any: ...
+    @property
+    def version(self) -> int: ...
     def message(self) -> str: ...
 
 class WeightsClaim:

@@ -1,6 +1,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -29,18 +30,20 @@ struct Client {
     Bytes memory;
     ShmRingsClient rings;
 };
-// Calls of one row, over and over on the same row of the arena.
+// Calls on the same rows of the arena, over and over.
 struct Caller {
-    nb::object client, place, engine, outputs, size;  // kept, and with them what the others point to
+    nb::object client, place, engine, outputs, extents;  // kept, and with them what the others point to
     ShmRingsClient* rings;
-    std::byte* input;
+    std::byte* input;  // null: the inputs are there already
     std::size_t bytes;
     const EngineRecord* record;
-    std::uint32_t first;
+    std::uint32_t first, rows;
     std::uint64_t incarnation;
     std::int64_t most_ns;
-    std::int64_t* length;  // of a row of any length its number of elements; null: rows fill their place
+    std::int64_t* sizes;  // of a row of any size, those that its shape leaves open; null: rows fill their place
+    std::vector<std::int64_t> shape;
     std::size_t item;
+    std::uint64_t version = 0;
 
     nb::object call(nb::handle row, std::uint64_t sequence, double seconds) {
         const int code = ask(row, sequence, seconds);
@@ -49,22 +52,46 @@ struct Caller {
 
     int ask(nb::handle row, std::uint64_t sequence, double seconds) {
         if (!record->serves(incarnation)) return kNotSent;
-        {
-            const Read given(row);
-            if (length == nullptr ? given.size() != bytes : given.size() > bytes)
-                throw std::invalid_argument("the row and its place differ in size");
-            if (length != nullptr) *length = static_cast<std::int64_t>(given.size() / item);
-            std::memcpy(input, given.bytes(), given.size());
+        if (row.is_none()) return asked(nullptr, 0, sequence, seconds);
+        const Read given(row);
+        if (!fits(given)) return kNotFit;
+        if (sizes != nullptr) {
+            std::int64_t* to = sizes;
+            for (std::size_t i = 0; i < shape.size(); ++i)
+                if (shape[i] < 0) *to++ = given.shape()[i];
         }
-        const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
-        if (!rings->submit(Ticket{sequence, 0, now + ns, now, 0, first, 1, 0, 0, {incarnation}})) return kNotSent;
-        nb::gil_scoped_release release;
-        Answer answer;
-        return rings->answer_to(sequence, ns < most_ns ? ns : most_ns, answer) ? static_cast<int>(answer.code) : kNotAnswered;
+        return asked(given.bytes(), given.size(), sequence, seconds);
     }
 
-    // The only output, or a dict of them.
+    // Large rows, too, are copied while other threads run.
+    int asked(const std::byte* from, std::size_t size, std::uint64_t sequence, double seconds) {
+        nb::gil_scoped_release release;
+        if (size > 0) std::memcpy(input, from, size);
+        const std::int64_t now = monotonic_ns(), ns = static_cast<std::int64_t>(seconds * 1e9);
+        if (!rings->submit(Ticket{sequence, 0, now + ns, now, 0, first, rows, 0, 0, {incarnation}})) return kNotSent;
+        Answer answer;
+        if (!rings->answer_to(sequence, ns < most_ns ? ns : most_ns, answer)) return kNotAnswered;
+        version = answer.version;
+        return static_cast<int>(answer.code);
+    }
+
+    // As TensorSpec.extents_of: a size of 0 excuses no other.
+    bool fits(const Read& given) const {
+        if (input == nullptr) return false;
+        if (sizes == nullptr) return given.size() == bytes;
+        if (given.dimensions() != shape.size() || given.size() > bytes) return false;
+        std::size_t room = bytes / item;
+        for (std::size_t i = 0; i < shape.size(); ++i) {
+            const auto size = static_cast<std::size_t>(given.shape()[i]);
+            if (shape[i] >= 0 && static_cast<std::size_t>(shape[i]) != size) return false;
+            if (size > 1) room /= size;
+        }
+        return room > 0;
+    }
+
+    // The only output, or a dict of them; none where the caller reads them itself.
     nb::object copied() const {
+        if (outputs.is_none()) return outputs;
         static const nb::object& copy = *new nb::object(nb::str("copy"));  // never freed: at exit Python is gone before
         if (!PyDict_CheckExact(outputs.ptr())) return outputs.attr(copy)();
         nb::dict all;
@@ -90,6 +117,7 @@ void bind_shm_rings(nb::module_& m) {
     m.attr("RINGS_RING") = kRing;
     m.attr("NOT_SENT") = kNotSent;
     m.attr("NOT_ANSWERED") = kNotAnswered;
+    m.attr("NOT_FIT") = kNotFit;
 
     m.def(
         "show_state",
@@ -209,30 +237,44 @@ void bind_shm_rings(nb::module_& m) {
             nb::arg("timeout"), "Whether answers came within so many seconds; they stay for receive.")
         .def("message", [](Client& self) { return message_of(self.rings); }, "What the lane's last failure said.");
 
-    nb::class_<Caller>(m, "ShmRingsCaller", "Whole calls of one row on one lane, while nothing else of it is in flight.")
+    nb::class_<Caller>(m, "ShmRingsCaller", "Whole calls on the same rows of one lane, while nothing else of it is in flight.")
         .def(
             "__init__",
-            [](Caller* self, nb::object client, nb::object place, nb::object outputs, nb::object engine,
-               std::uint32_t first, std::uint64_t incarnation, double most, nb::object length, std::size_t item) {
+            [](Caller* self, nb::object client, nb::object place, nb::object outputs, nb::object engine, std::uint32_t first,
+               std::uint32_t rows, std::uint64_t incarnation, double most, nb::object extents, const std::vector<std::int64_t>& shape,
+               std::size_t item) {
                 Client& of = nb::cast<Client&>(client);
-                const Write to(place), record(engine);
-                std::int64_t* size = nullptr;
-                if (!length.is_none()) {
-                    const Write one(length);
-                    if (one.size() != sizeof(std::int64_t) || item == 0) throw std::invalid_argument("a length is one int64, of whole items");
-                    size = one.records<std::int64_t>();
+                const Write record(engine);
+                std::byte* input = nullptr;
+                std::size_t bytes = 0;
+                if (!place.is_none()) {
+                    const Write to(place);
+                    input = to.bytes(), bytes = to.size();
                 }
-                new (self) Caller{client, place, engine, outputs, length, &of.rings, to.bytes(), to.size(), record.records<const EngineRecord>(),
-                                  first, incarnation, static_cast<std::int64_t>(most * 1e9), size, item};
+                std::int64_t* sizes = nullptr;
+                if (!extents.is_none()) {
+                    const Write open(extents);
+                    const auto count = static_cast<std::size_t>(std::count_if(shape.begin(), shape.end(), [](auto size) { return size < 0; }));
+                    if (open.size() != count * sizeof(std::int64_t) || item == 0 || count == 0)
+                        throw std::invalid_argument("extents are one int64 for each size that the shape leaves open");
+                    sizes = open.records<std::int64_t>();
+                }
+                new (self) Caller{client, place, engine, outputs, extents, &of.rings, input, bytes, record.records<const EngineRecord>(),
+                                  first, rows, incarnation, static_cast<std::int64_t>(most * 1e9), sizes, shape, item};
             },
-            nb::arg("client"), nb::arg("place"), nb::arg("outputs"), nb::arg("engine"), nb::arg("first"), nb::arg("incarnation"),
-            nb::arg("most"), nb::arg("length") = nb::none(), nb::arg("item") = 1,
-            "`place` is row `first` of the arena, `outputs` its only output row or a dict of them, `engine` the record of scoreboard.ENGINE whose life is `incarnation`; a call waits "
-            "`most` seconds, then gives the ticket up to its caller. With `length`, int64 (1,), rows may be shorter than "
-            "their place: it is set to their number of items of so many bytes.")
-        .def("__call__", &Caller::call, nb::arg("row"), nb::arg("sequence"), nb::arg("seconds"),
-             "Copy the row in, post its ticket, due in so many seconds, and wait. Returns a copy of the outputs, or a "
-             "failure's code; NOT_SENT where the engine serves no more; NOT_ANSWERED where the ticket is still in flight.")
+            nb::arg("client"), nb::arg("place").none(), nb::arg("outputs").none(), nb::arg("engine"), nb::arg("first"), nb::arg("rows"),
+            nb::arg("incarnation"), nb::arg("most"), nb::arg("extents").none() = nb::none(),
+            nb::arg("shape") = std::vector<std::int64_t>(), nb::arg("item") = 1,
+            "`place` is the arena's `rows` rows of the only input from `first` on, None where inputs are written beforehand; "
+            "`outputs` its only output rows or a dict of them, None where they are read otherwise; `engine` the record of "
+            "scoreboard.ENGINE whose life is `incarnation`; a call waits `most` seconds, then gives the ticket up to its "
+            "caller. With `extents`, int64 (k,), one row of any size: `shape` has a -1 for each of them, and they are "
+            "written with the row, whose items have so many bytes.")
+        .def("__call__", &Caller::call, nb::arg("row").none(), nb::arg("sequence"), nb::arg("seconds"),
+             "Copy the row in (None: it is there), post its ticket, due in so many seconds, and wait. Returns a copy of the "
+             "outputs, or a failure's code; NOT_FIT where the row does not fit its place; NOT_SENT where the engine serves "
+             "no more; NOT_ANSWERED where the ticket is still in flight.")
+        .def_prop_ro("version", [](const Caller& self) { return self.version; }, "Of the weights that answered last.")
         .def("message", [](Caller& self) { return message_of(*self.rings); }, "What the lane's last failure said.");
 }
 

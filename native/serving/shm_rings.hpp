@@ -103,6 +103,7 @@ static_assert(sizeof(EngineRecord) == 64);
 // What a call returns where there is no answer's code.
 constexpr int kNotSent = -1;
 constexpr int kNotAnswered = -2;
+constexpr int kNotFit = -3;
 
 // Any process of the user can write to this memory. So each side goes by its own copy of the positions that it writes,
 // and takes from the other's only what can be: two positions are at most a ring apart.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import Busy, ModelFailed, RowFailed, SessionLost, connect
+from jurybox.client import Busy, ModelFailed, RowFailed, SessionLost, SpecMismatch, connect
 
 MODELS = {
     name: {"factory": f"tests.open_models:{name}", "max_batch": 8, "rows": 32, "lane_rows": 8}
@@ -50,6 +50,28 @@ def test_text_and_pictures_together(client):
     assert client.model("shout").infer(["größer", b"", "x" * 400]) == ["GRÖSSER".encode(), b"", b"X" * 400]
     answers = client.model("prompted").infer({"image": images((3, 3), (5, 4)), "prompt": ["a", "four"]})
     np.testing.assert_array_equal(answers["words"], [1, 4])
+
+
+def test_single_calls_take_any_row_that_fits_and_refuse_others_in_the_same_words(client):
+    model, shout = client.model("threshold", rows=2), client.model("shout", rows=2)
+    for picture in (*images((30, 30), (1, 7)), images((9, 12))[0][:, ::3], images((4, 4))[0].transpose(1, 0, 2)):
+        np.testing.assert_array_equal(model(picture), picture.mean(axis=2) > 127)
+        np.testing.assert_array_equal(model({"image": picture}), picture.mean(axis=2) > 127)
+    wrong = (np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4), np.uint8), np.zeros((33, 33, 3), np.uint8))
+    for picture in (*wrong, np.zeros((0, 2000, 3), np.uint8), np.zeros((4, 4, 3), np.float32)):
+        with pytest.raises(SpecMismatch) as single:
+            model(picture)
+        with pytest.raises(SpecMismatch) as several:
+            model.infer([picture])
+        assert str(single.value) == str(several.value)
+    assert (shout("größer"), shout(b"a"), shout(""), shout(b"")) == ("GRÖSSER".encode(), b"A", b"", b"")
+    for text in ("x" * 401, b"x" * 401, 3):
+        with pytest.raises(SpecMismatch, match="'text' of 'shout', row 0"):
+            shout(text)
+    assert shout(b"x" * 400) == b"X" * 400
+    both = client.model("prompted", rows=2)
+    assert both({"image": images((5, 4))[0], "prompt": "four"}) == {"size": 20, "words": 4}
+    np.testing.assert_array_equal(model.infer(images((3, 2)))[0], images((3, 2))[0].mean(axis=2) > 127)
 
 
 def test_rows_fail_alone_on_every_path(client):

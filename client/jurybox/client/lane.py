@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy.typing import NDArray
 
 from jurybox.client.row_codec import codec_of, shaped
-from jurybox.client.transports.transport import LOOK_AFTER, UNSENT, Answer, Caller, InFlight, Transport
+from jurybox.client.transports.transport import LOOK_AFTER, UNSENT, Answer, Caller, InFlight, RowPlace, Transport
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import (
@@ -244,10 +244,8 @@ class Lane:
         self._stale = stale
         return answer
 
-    def caller(
-        self, first: int, place: NDArray[Any], outputs: Any, length: NDArray[Any] | None = None
-    ) -> tuple[Caller | None, int]:
-        """What makes whole calls of a row, and the engine's life it is for; None where there is no such thing.
+    def caller(self, place: RowPlace) -> tuple[Caller | None, int]:
+        """What makes whole calls for some rows, and the engine's life it is for; None where there is no such thing.
 
         Its user puts a ticket in `in_flight` for each call, and makes none while another is there.
         """
@@ -256,11 +254,14 @@ class Lane:
             return None, 0
         incarnation = self._incarnations.item(engine)
         try:
-            return self._transport.caller(
-                first, place, outputs, self._scoreboard.engines[engine : engine + 1], incarnation, length
-            ), incarnation
+            return self._transport.caller(place._replace(incarnation=incarnation)), incarnation
         except TooManyFiles:
             return None, 0
+
+    @property
+    def engine(self) -> NDArray[Any]:
+        """The first engine's record on the scoreboard, (1,) of scoreboard.ENGINE."""
+        return self._scoreboard.engines[:1]
 
     def wait(self, ticket: InFlight, deadline: int, others: Iterable[InFlight] = ()) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.link import seconds
 from jurybox.client.row_codec import Checked, shaped, utf8, words
-from jurybox.client.rows import CallRow, FlatCallRow, OpenCallRow, Rows
+from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, RowFailed, SpecMismatch, Timeout
-from jurybox.protocol.spec import BYTES, VARIABLE, ModelSpec
+from jurybox.protocol.spec import BYTES, ModelSpec
 
 if TYPE_CHECKING:
     import asyncio
@@ -61,39 +61,35 @@ class Model:
         self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
         self._lane, self.spec, self.max_batch = lease(rows, True)
         self._codec = self._lane.codec
-        self._call_dtype, self._call_shape = _only_input(self.spec)
-        self._is_open = self.spec.open and not self.spec.state
-        self._flat = _flat(self.spec)
+        self._call_dtype, self._call_shape, self._call_text = _only_input(self.spec)
         forks.register(self)
 
     # ---- one call, one answer
 
-    def __call__(self, row: Arrays, *, timeout: float | None = None) -> Any:
-        """One row in, one row out: an array of the input's row shape (a dict where there are several inputs)."""
+    def __call__(self, row: Arrays | bytes | str, *, timeout: float | None = None) -> Any:
+        """One row in, one row out: an array of the input's row shape, bytes or text where it takes such.
+
+        A dict where there are several inputs. Raises as `infer`.
+        """
         if (
             type(row) is np.ndarray
             and row.dtype == self._call_dtype
-            and row.shape == self._call_shape
+            and (row.shape == self._call_shape or self._call_shape is None)
             and row.flags.c_contiguous
         ):
-            with self.lock:
-                if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
-                    kept = self._keep_row()
-                if kept is not None:
-                    return kept.ask(row, self._default_timeout if timeout is None else seconds(timeout))
-        if self._flat is not None and (row_of := self._flat_row(row)) is not None:
-            with self.lock:
-                if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
-                    kept = self._keep_row()
-                if kept is not None:
-                    return kept.ask(row_of, self._default_timeout if timeout is None else seconds(timeout))
-        elif self._is_open:
-            given, _ = self._codec.one(row)
-            with self.lock:
-                if (open_row := self._row) is None or open_row.lane.gone is not None or open_row.lane.in_flight:
-                    open_row = self._keep_row()
-                if isinstance(open_row, OpenCallRow):
-                    return open_row.ask_for(given, self._default_timeout if timeout is None else seconds(timeout))
+            ready: Any = row
+        elif self._call_text and type(row) is bytes:
+            ready = row
+        elif self._call_text and type(row) is str:
+            ready = utf8(f"input {next(iter(self.spec.inputs))!r} of {self.name!r}", row)
+        else:
+            ready = self._codec.one(row)[0]
+            self._require_stateless()
+        with self.lock:
+            if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
+                kept = self._keep_row()
+            if kept is not None:
+                return kept.ask(ready, self._default_timeout if timeout is None else seconds(timeout))
         outputs = self._asked(lambda: self._codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
@@ -316,9 +312,7 @@ class Model:
         self._lane, self.max_batch = lane, max_batch
         if spec != self.spec:
             old, self.spec, self._codec = self.spec, spec, lane.codec
-            self._call_dtype, self._call_shape = _only_input(spec)
-            self._is_open = spec.open and not spec.state
-            self._flat = _flat(spec)
+            self._call_dtype, self._call_shape, self._call_text = _only_input(spec)
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def _roomy(self, n: int) -> Lane:
@@ -349,26 +343,8 @@ class Model:
         self._give_up_row()
         first = lane.find(1)
         if first is not None:
-            kind = FlatCallRow if self._flat is not None else OpenCallRow if self._is_open else CallRow
-            self._row = kind(lane, first)
+            self._row = CallRow(lane, first)
         return self._row
-
-    def _flat_row(self, row: Any) -> Any:
-        """The row as it is copied, where it is one of the only input; None where the codec shall look at it."""
-        dtype, most = self._flat or (None, 0)
-        if dtype is None:
-            if type(row) is str:
-                row = utf8(f"input {next(iter(self.spec.inputs))!r} of {self.name!r}", row)
-            return row if type(row) is bytes and len(row) <= most else None
-        if (
-            type(row) is np.ndarray
-            and row.dtype == dtype
-            and row.ndim == 1
-            and row.size <= most
-            and row.flags.c_contiguous
-        ):
-            return row
-        return None
 
     def _give_up_row(self) -> None:
         # By name: a traceback somewhere may refer to it.
@@ -532,19 +508,14 @@ class Model:
         self._row = self._watched = None
 
 
-def _flat(spec: ModelSpec) -> tuple[np.dtype[Any] | None, int] | None:
-    """Dtype (None: bytes) and capacity of a model's only input, where rows are of any length; None where not."""
-    only = next(iter(spec.inputs.values()))
-    if spec.state or len(spec.inputs) != 1 or any(output.variable for output in spec.outputs.values()):
-        return None
-    if only.dtype == BYTES:
-        return None, only.capacity
-    return (only.numpy_dtype, only.capacity) if only.shape == (VARIABLE,) else None
+def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None, bool]:
+    """Of a model's only input the dtype, the row shape (None: any size), and whether it takes byte strings.
 
-
-def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
-    """Dtype and row shape of a model's only input; None where it has several, or rows that differ."""
-    if len(spec.inputs) != 1 or spec.open:
-        return None, ()
+    A dtype of None: rows are none that could go as they are.
+    """
+    if len(spec.inputs) != 1 or spec.state:
+        return None, (), False
     (only,) = spec.inputs.values()
-    return only.numpy_dtype, only.shape
+    if only.dtype == BYTES:
+        return None, (), True
+    return only.numpy_dtype, None if only.variable else only.shape, False

@@ -7,19 +7,15 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_codec import Checked, shaped
-from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_SENT, Answer, InFlight
+from jurybox.client.transports.transport import LOOK_AFTER, NOT_ANSWERED, NOT_FIT, NOT_SENT, Answer, InFlight, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
-
-
-_EMPTY = np.empty(0, np.uint8)
 
 
 class Rows:
@@ -141,54 +137,87 @@ class Rows:
 
 
 class CallRow:
-    """A row kept between calls of one row, so that a call is a copy in, a request and a copy out, and nothing else."""
+    """Rows kept between calls that need the same ones, so that a call is a copy in, a request and a copy out.
+
+    Args:
+        rows: how many. None: one, given and answered without a dimension of rows.
+    """
 
     __slots__ = (
         "__weakref__",
         "_call",
         "_incarnation",
-        "_length",
-        "_outputs",
         "_place",
+        "_single",
         "_ticket",
+        "answer",
         "first",
         "lane",
         "rows",
     )
 
-    def __init__(self, lane: Lane, first: int) -> None:
-        self.first, self.rows = first, 1
+    def __init__(self, lane: Lane, first: int, rows: int | None = None) -> None:
+        self.first, self.rows = first, rows or 1
+        self._single = rows is None
         self.lane = lane
+        self.answer: Answer | None = None  # the last one, where it did not come at once
         lane.hold(self)
-        # Reshaped, since indexing a row of scalars would give a copy.
-        inputs, outputs = (
-            {name: array[first : first + 1].reshape(array.shape[1:]) for name, array in arrays.items()}
-            for arrays in (lane.columns.inputs, lane.columns.outputs)
+        columns, spec = lane.columns, lane.codec.spec
+        ((name, only),) = spec.inputs.items() if len(spec.inputs) == 1 else (("", None),)
+        outputs = {name: self._rows_of(array, rows) for name, array in columns.outputs.items()}
+        self._place = RowPlace(
+            first,
+            self.rows,
+            only,
+            # A tensor of rows of any size is written row by row.
+            None if only is None or (rows and only.variable) else self._rows_of(columns.inputs[name], rows),
+            columns.input_extents[name][first] if only is not None and only.variable and not rows else None,
+            None
+            if any(output.variable for output in spec.outputs.values())
+            else next(iter(outputs.values()))
+            if len(outputs) == 1
+            else outputs,
+            lane.engine,
         )
-        (self._place,) = inputs.values()
-        self._length: NDArray[np.int64] | None = None
-        self._outputs: Any = next(iter(outputs.values())) if len(outputs) == 1 else outputs
         self._prepare()
+
+    def _rows_of(self, array: NDArray[Any], rows: int | None) -> NDArray[Any]:
+        own = array[self.first : self.first + self.rows]
+        return own if rows else own.reshape(array.shape[1:])  # indexing a row of scalars would give a copy
 
     def _prepare(self) -> None:
         """For the engine that serves now."""
-        self._call, self._incarnation = self.lane.caller(self.first, self._place, self._outputs, self._length)
+        self._call, self._incarnation = self.lane.caller(self._place)
         self._renew()
 
     def _renew(self) -> None:
         """An object for the next call, the last one's being in flight still."""
-        self._ticket = InFlight(0, self.first, 1, 0, 0)
+        self._ticket = InFlight(0, self.first, self.rows, 0, 0)
         self._ticket.engine, self._ticket.incarnation = 0, self._incarnation
 
     @property
     def usable(self) -> bool:
-        """Whether the row is there and nothing on it in flight."""
+        """Whether the rows are there and nothing on them in flight."""
         lane = self.lane
-        return lane.gone is None and not (lane.in_flight and lane.asked(self.first, 1))
+        return lane.gone is None and not (lane.in_flight and lane.asked(self.first, self.rows))
+
+    @property
+    def version(self) -> int:
+        """Of the weights that answered the last call; for who sets `answer` to None before it."""
+        if self.answer is not None or self._call is None:
+            return self.answer.version if self.answer is not None else 0
+        return self._call.version
 
     def ask(self, row: Any, seconds: float) -> Any:
-        """The outputs for one C-contiguous row of the input's dtype and shape: a copy, or a dict of copies."""
+        """The outputs: copies, as a caller gets them.
+
+        Args:
+            row: what goes in, C-contiguous, of the only input's dtype; or what the lane's codec made of it.
+        """
         lane = self.lane
+        if type(row) is dict:
+            lane.codec.put(lane.columns, row, 0, self.rows, self.first)
+            row = None
         if (call := self._call) is None or lane.in_flight:
             return self._ask(row, seconds)
         ticket = self._ticket
@@ -198,23 +227,30 @@ class CallRow:
         result = call(row, sequence, seconds)
         if type(result) is not int:
             del lane.in_flight[sequence]
-            return result
+            return self._taken() if result is None else result
         return self._failed(result, ticket, row, seconds)
 
     def close(self) -> None:
-        """Give the row back; one that is in flight goes free when the engine has answered."""
+        """Give the rows back; those in flight go free when the engine has answered."""
         self.lane.release(self)
 
     def _ask(self, row: Any, seconds: float) -> Any:
         """As `ask`, by way of the lane."""
-        self._write(row)
-        answer = self.lane.ask(self.first, 1, seconds)
-        if answer.code:
-            raise self.lane.failure(answer, self.first, 1)
-        return self._copied()
+        lane = self.lane
+        if row is not None and not self._place.write(row):
+            lane.codec.put(lane.columns, self._checked(row), 0, self.rows, self.first)
+        return self._answered(lane.ask(self.first, self.rows, seconds))
 
-    def _write(self, row: Any) -> None:
-        np.copyto(self._place, row)
+    def _checked(self, row: Any) -> Checked:
+        """As the codec has it. Raises SpecMismatch."""
+        codec = self.lane.codec
+        return (codec.one(row) if self._single else codec.checked(row))[0]
+
+    def _answered(self, answer: Answer) -> Any:
+        self.answer = answer
+        if answer.code:
+            raise self.lane.failure(answer, self.first, self.rows)
+        return self._taken() if self._place.outputs is None else self._place.copied()
 
     def _failed(self, code: int, ticket: InFlight, row: Any, seconds: float) -> Any:
         """The short way gave no outputs: go the long one, or raise."""
@@ -224,11 +260,10 @@ class CallRow:
             self._renew()
             ticket.submitted = time.monotonic_ns()
             ticket.deadline = ticket.submitted + int((seconds - min(seconds, LOOK_AFTER)) * 1e9)
-            answer = lane.wait(ticket, ticket.deadline)
-            if answer.code:
-                raise lane.failure(answer, self.first, 1)
-            return self._copied()
+            return self._answered(lane.wait(ticket, ticket.deadline))
         del lane.in_flight[ticket.sequence]
+        if code == NOT_FIT:
+            return self.ask(self._checked(row), seconds)
         if code == NOT_SENT:
             outputs = self._ask(row, seconds)
             self._prepare()
@@ -236,56 +271,11 @@ class CallRow:
         message = call.message()
         if code == Code.STALE_LEASE:
             lane.gone = error_for(code, message)
-        raise lane.failure(Answer(ticket.sequence, code, message, 0, 0), self.first, 1)
+        raise lane.failure(Answer(ticket.sequence, code, message, call.version, 0), self.first, self.rows)
 
-    def _copied(self) -> Any:
-        if type(self._outputs) is dict:
-            return {name: array.copy() for name, array in self._outputs.items()}
-        return self._outputs.copy()
-
-
-class OpenCallRow(CallRow):
-    """As CallRow, of a model whose rows differ in size."""
-
-    __slots__ = ("_taken",)
-
-    def __init__(self, lane: Lane, first: int) -> None:
-        self.first, self.rows = first, 1
-        self.lane = lane
-        lane.hold(self)
-        self._place: NDArray[Any] = _EMPTY  # its inputs are written beforehand
-        self._length = None
-        self._taken = any(spec.variable for spec in lane.codec.spec.outputs.values())
-        outputs = {
-            name: array[first : first + 1].reshape(array.shape[1:]) for name, array in lane.columns.outputs.items()
-        }
-        self._outputs: Any = _EMPTY if self._taken else next(iter(outputs.values())) if len(outputs) == 1 else outputs
-        self._prepare()
-
-    def ask_for(self, given: Checked, seconds: float) -> Any:
-        """The outputs for one row, as the codec has checked it."""
-        lane = self.lane
-        lane.codec.put(lane.columns, given, 0, 1, self.first)
-        answered = self.ask(_EMPTY, seconds)
-        if not self._taken:
-            return answered
-        outputs = lane.codec.take(lane.columns, self.first, 1)
-        return shaped({name: value[0] for name, value in outputs.items()})
-
-
-class FlatCallRow(CallRow):
-    """As CallRow, of a model with one input, bytes or numbers in a row of any length, and outputs of fixed shapes."""
-
-    __slots__ = ()
-
-    def __init__(self, lane: Lane, first: int) -> None:
-        super().__init__(lane, first)
-        (extents,) = lane.columns.input_extents.values()
-        self._length = extents[first]
-        self._prepare()
-
-    def _write(self, row: Any) -> None:
-        assert self._length is not None
-        flat = np.frombuffer(row, self._place.dtype)
-        self._place[: flat.size] = flat
-        self._length[0] = flat.size
+    def _taken(self) -> Any:
+        """Outputs of which some differ in size."""
+        outputs = self.lane.codec.take(self.lane.columns, self.first, self.rows)
+        if self._single:
+            outputs = {name: value[0] for name, value in outputs.items()}
+        return shaped(outputs)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from numpy.typing import NDArray
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from jurybox.client.transports.transport import Answer, InFlight, Transport
+from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Transport
 from jurybox.protocol.errors import Code, SharedMemoryError
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.timings import Timings
@@ -76,15 +75,7 @@ class TracedTransport:
             self._end(answer)
         return answer
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[Any] | None = None,
-    ) -> None:
+    def caller(self, place: RowPlace) -> None:
         """As Transport.caller: none, since every ticket is to be seen here."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
-from jurybox.client.transports.transport import Answer, InFlight
+from jurybox.client.transports.transport import Answer, InFlight, RowPlace
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import ModelNotFound
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
@@ -76,15 +76,7 @@ class InprocTransport:
         self.send(ticket)
         return next(iter(self.receive(timeout)), None)
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[Any] | None = None,
-    ) -> None:
+    def caller(self, place: RowPlace) -> None:
         """As the client's Transport.caller: `exchange` will do."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

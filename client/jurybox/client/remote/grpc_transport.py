@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.remote.grpc_channel import Asker, failure
 from jurybox.client.remote.rows_here import RowsHere
-from jurybox.client.transports.transport import Answer, InFlight, Watching
+from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.row_frames import elements, extents_of_text, extents_text, joined_strings, split_strings
@@ -158,15 +158,7 @@ class GrpcTransport:
                     return answer  # nothing else is waited for
         return None
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[Any] | None = None,
-    ) -> None:
+    def caller(self, place: RowPlace) -> None:
         """As Transport.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from numpy.typing import NDArray
 
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.rows_here import RowsHere
-from jurybox.client.transports.transport import Answer, InFlight, Watching, read_reply
+from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching, read_reply
 from jurybox.protocol import row_frames
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
@@ -79,15 +78,7 @@ class InlineTransport:
                     return answer  # nothing else is waited for
         return None
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[Any] | None = None,
-    ) -> None:
+    def caller(self, place: RowPlace) -> None:
         """As Transport.caller: a network call gains nothing by it."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -6,17 +6,17 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
+from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight, RowPlace
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.shm_rings import ShmRings
+from jurybox.protocol.spec import VARIABLE
 
 if TYPE_CHECKING:
     import asyncio
@@ -78,20 +78,23 @@ class ShmTransport:
         )
         return None if answer is None else Answer(ticket.sequence, *answer, ticket.incarnation)
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[np.int64] | None = None,
-    ) -> native.ShmRingsCaller | None:
+    def caller(self, place: RowPlace) -> native.ShmRingsCaller | None:
         """As Transport.caller."""
-        if len(self._engines) > 1 or (rings := self._attached(0, incarnation)) is None:
+        if len(self._engines) > 1 or (rings := self._attached(0, place.incarnation)) is None:
             return None
+        spec = place.spec
         return native.ShmRingsCaller(
-            rings.client, place, outputs, engine, first, incarnation, LOOK_AFTER, length, place.itemsize
+            rings.client,
+            place.input,
+            place.outputs,
+            place.engine,
+            place.first,
+            place.rows,
+            place.incarnation,
+            LOOK_AFTER,
+            place.extents,
+            () if spec is None or place.extents is None else spec.shape or (VARIABLE,),  # a byte string has one length
+            1 if spec is None else spec.numpy_dtype.itemsize,
         )
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import ProtocolMismatch
+from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 # What a Caller returns where there is no answer's code; the native core has the same.
 NOT_SENT = -1
 NOT_ANSWERED = -2
+NOT_FIT = -3
 
 LOOK_AFTER = 0.1  # seconds of silence after which the scoreboard is asked what became of the engine
 _HEAD = len(PREFIX) + PACK_REPLY.size
@@ -132,13 +134,68 @@ class Watching:
             self.loop.call_soon_threadsafe(action)
 
 
-class Caller(Protocol):
-    """Copies a row in, sends its ticket and waits LOOK_AFTER at most, while nothing else is in flight on the lane."""
+class RowPlace(NamedTuple):
+    """Rows of the arena that are kept from call to call, and the engine that is asked for them.
 
-    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
-        """Return a copy of the outputs, an array or a dict of them, or as an int why there are none: a failure's code,
-        NOT_SENT where the engine serves no more, NOT_ANSWERED where no answer came in time.
+    Attributes:
+        first, rows: their numbers.
+        spec: of the model's only input; None where it has several.
+        input: where its rows go; None where inputs are written before the call.
+        extents: where the sizes of a row of any size go, int64 (k,); None where rows have one shape.
+        outputs: the rows of the only output, or of all outputs by name; None where they are read after the call.
+        engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant.
+    """
+
+    first: int
+    rows: int
+    spec: TensorSpec | None
+    input: NDArray[Any] | None
+    extents: NDArray[np.int64] | None
+    outputs: NDArray[Any] | dict[str, NDArray[Any]] | None
+    engine: NDArray[Any]
+    incarnation: int = 0
+
+    def write(self, row: NDArray[Any] | bytes) -> bool:
+        """Copy what goes in; False where it does not fit."""
+        if self.input is None or self.spec is None:
+            return False
+        array = np.frombuffer(row, self.input.dtype) if type(row) is bytes else np.asarray(row)
+        if self.extents is None:
+            if array.shape != self.input.shape:
+                return False
+            np.copyto(self.input, array)
+            return True
+        sizes = self.spec.extents_of(array.shape)
+        if sizes is None:
+            return False
+        self.input[: array.size] = array.reshape(-1)
+        self.extents[:] = sizes
+        return True
+
+    def copied(self) -> Any:
+        """Copies of the outputs."""
+        if type(self.outputs) is dict:
+            return {name: array.copy() for name, array in self.outputs.items()}
+        return None if self.outputs is None else self.outputs.copy()
+
+
+class Caller(Protocol):
+    """Copies rows in, sends their ticket and waits LOOK_AFTER at most, while nothing else is in flight on the lane."""
+
+    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
+        """Ask for the rows of a RowPlace.
+
+        Args:
+            row: C-contiguous, of the input's dtype; None where it is written already.
+
+        Returns:
+            As RowPlace.copied, or an int that says why there is nothing: a failure's code, NOT_FIT where the row does
+            not fit its place, NOT_SENT where the engine serves no more, NOT_ANSWERED where no answer came in time.
         """
+
+    @property
+    def version(self) -> int:
+        """Of the weights that answered last."""
 
     def message(self) -> str:
         """What the last failure said."""
@@ -159,24 +216,8 @@ class Transport(Protocol):
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """Send a ticket while no other is waited for and wait for its answer; None when none came in time."""
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[np.int64] | None = None,
-    ) -> Caller | None:
-        """What makes whole calls of one row to the only engine there is; None where there are several.
-
-        Args:
-            first: the row of the arena.
-            place: where its input goes.
-            outputs: its only output, or all of them by name.
-            length: where rows may be shorter than their place, where their number of elements goes, int64 (1,).
-            engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant.
-        """
+    def caller(self, place: RowPlace) -> Caller | None:
+        """What makes whole calls for these rows to the only engine there is; None where there are several."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """Answers that came, after at most `timeout` seconds; empty when none did."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import zmq
 from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
@@ -19,9 +18,11 @@ from jurybox.client.control import new_socket
 from jurybox.client.transports.transport import (
     LOOK_AFTER,
     NOT_ANSWERED,
+    NOT_FIT,
     NOT_SENT,
     Answer,
     InFlight,
+    RowPlace,
     Watching,
     read_reply,
 )
@@ -79,19 +80,11 @@ class ZmqTransport:
                 return answer
         return None
 
-    def caller(
-        self,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        engine: NDArray[Any],
-        incarnation: int,
-        length: NDArray[Any] | None = None,
-    ) -> _Caller | None:
+    def caller(self, place: RowPlace) -> _Caller | None:
         """As Transport.caller."""
         if len(self._addresses) > 1:
             return None
-        return _Caller(self._attached(0, incarnation), first, place, outputs, engine, length)
+        return _Caller(self._attached(0, place.incarnation), place)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Transport.receive."""
@@ -280,39 +273,25 @@ class _Attached:
 class _Caller:
     """As jurybox.client.transports.transport.Caller, over the socket of one engine in one of its lives."""
 
-    def __init__(
-        self,
-        engine: _Attached,
-        first: int,
-        place: NDArray[Any],
-        outputs: Any,
-        record: NDArray[Any],
-        length: NDArray[Any] | None,
-    ) -> None:
-        self._length = length
+    def __init__(self, engine: _Attached, place: RowPlace) -> None:
         self._engine = engine
         self._socket = engine.socket
-        self._first = first
         self._place = place
-        self._outputs = outputs
-        self._states = record["state"]
-        self._incarnations = record["incarnation"]
+        self._states = place.engine["state"]
+        self._incarnations = place.engine["incarnation"]
         self._message = ""
+        self._reply: bytes | Answer = b""  # the last one; parsed where somebody asks for its version
 
-    def __call__(self, row: NDArray[Any], sequence: int, seconds: float) -> Any:
+    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
         """As Caller."""
-        engine = self._engine
+        engine, place = self._engine, self._place
         incarnation, arrived = engine.incarnation, engine.arrived
         if self._incarnations.item(0) != incarnation or self._states.item(0) != _SERVING:
             return NOT_SENT
-        if self._length is None:
-            self._place[...] = row
-        else:
-            flat = np.frombuffer(row, self._place.dtype)
-            self._place[: flat.size] = flat
-            self._length[0] = flat.size
+        if row is not None and not place.write(row):
+            return NOT_FIT
         now = time.monotonic_ns()
-        engine.send(sequence, self._first, 1, now, now + int(seconds * 1e9), 0)
+        engine.send(sequence, place.first, place.rows, now, now + int(seconds * 1e9), 0)
         if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
             return NOT_ANSWERED
         engine.receive_one()
@@ -320,15 +299,18 @@ class _Caller:
             return NOT_ANSWERED  # yet: what came is read where the answer is waited for
         if arrived[0][_CODE] != _OK:
             for answer in engine.answers():
-                self._message = answer.message
+                self._message, self._reply = answer.message, answer
                 return answer.code
             return NOT_ANSWERED  # yet: it is sent again
         engine.unanswered.pop(sequence, None)
-        arrived.clear()
-        outputs = self._outputs
-        if type(outputs) is dict:
-            return {name: array.copy() for name, array in outputs.items()}
-        return outputs.copy()
+        self._reply = arrived.popleft()
+        return place.copied()
+
+    @property
+    def version(self) -> int:
+        """As Caller."""
+        reply = self._reply
+        return reply.version if isinstance(reply, Answer) else read_reply(reply, "an engine").version
 
     def message(self) -> str:
         """As Caller."""
