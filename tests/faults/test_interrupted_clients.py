@@ -84,7 +84,7 @@ class Asker:
 
 def rows_come_back(model):
     def back():
-        with model.lock:
+        with model.turns.lock:
             model._give_up_row()
             model._usable().look_after()
             return model._lane.free == ROWS

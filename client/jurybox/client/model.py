@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,20 +17,16 @@ from jurybox.client.row_codec import Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.client.transports.transport import LOOK_AFTER
+from jurybox.client.turns import Taken, Turns
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, RowFailed, SpecMismatch, Timeout
+from jurybox.protocol.errors import Busy, Code, Refused, RowFailed, SpecMismatch
 from jurybox.protocol.spec import BYTES, ModelSpec
 
 if TYPE_CHECKING:
-    import asyncio
-
     from jurybox.client.sessions import Sessions
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
-T = TypeVar("T")
-
-_TURN = 0.001  # seconds between two looks of an event loop whether another thread's call is over
 
 
 class Model:
@@ -54,11 +48,10 @@ class Model:
         self._rows = rows
         self._may_grow = rows == 0
         self._default_timeout = default_timeout
-        self.lock = threading.RLock()
+        self.turns = Turns(name)
         self.name = name
         self._closed = False
         self._row: CallRow | None = None
-        self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
         self._lane, self.spec, self.max_batch = lease(rows, True)
         self._codec = self._lane.codec
         self._call_dtype, self._call_shape, self._call_text = _only_input(self.spec)
@@ -85,11 +78,14 @@ class Model:
         else:
             ready = self._codec.one(row)[0]
             self._require_stateless()
-        with self.lock:
-            if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
-                kept = self._keep_row()
-            if kept is not None:
-                return kept.ask(ready, self._default_timeout if timeout is None else seconds(timeout))
+        try:
+            with self.turns.now:
+                if (kept := self._row) is None or kept.lane.gone is not None or kept.lane.in_flight:
+                    kept = self._keep_row()
+                if kept is not None:
+                    return kept.ask(ready, self._default_timeout if timeout is None else seconds(timeout))
+        except Taken:
+            pass
         outputs = self._asked(lambda: self._codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
 
@@ -117,16 +113,18 @@ class Model:
 
     def _asked(self, check: Callable[[], tuple[Checked, int]], timeout: float | None, version: int) -> Reply:
         deadline = self.deadline(timeout)
-        with self.lock:
-            given, n = check()
-            self._require_stateless()
-            try:
-                return self._answered(given, n, deadline, version)
-            except Refused as error:
-                if error.code != Code.STALE_LEASE:
-                    raise
-            # The server replaced the model's arena; the inputs are still ours, so ask once more on a new lane.
+        return self.turns.run(lambda: self._checked_and_answered(check, deadline, version), deadline)
+
+    def _checked_and_answered(self, check: Callable[[], tuple[Checked, int]], deadline: int, version: int) -> Reply:
+        given, n = check()
+        self._require_stateless()
+        try:
             return self._answered(given, n, deadline, version)
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+        # The server replaced the model's arena; the inputs are still ours, so ask once more on a new lane.
+        return self._answered(given, n, deadline, version)
 
     async def infer_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Any:
         """As `infer`, in an event loop: the same arguments, outputs and errors.
@@ -161,24 +159,26 @@ class Model:
             SpecMismatch, Refused, ServerGone.
         """
         deadline = self.deadline(timeout)
-        with self.lock:
-            given, n = self._codec.checked(inputs)
-            self._require_stateless()
-            if not 0 < n <= self.max_batch:
-                raise SpecMismatch(
-                    f"a ticket holds 1 to {self.max_batch} rows (the server's max_batch), {n} came; infer() cuts"
-                )
-            lane = self._usable()
-            return self._sent(lane, given, 0, n, self._found(lane, n), deadline, version)
+        return self.turns.run(lambda: self._submitted(inputs, deadline, version), deadline)
+
+    def _submitted(self, inputs: Arrays, deadline: int, version: int) -> Ticket:
+        given, n = self._codec.checked(inputs)
+        self._require_stateless()
+        if not 0 < n <= self.max_batch:
+            raise SpecMismatch(
+                f"a ticket holds 1 to {self.max_batch} rows (the server's max_batch), {n} came; infer() cuts"
+            )
+        lane = self._usable()
+        return self._sent(lane, given, 0, n, self._found(lane, n), deadline, version)
 
     def look(self) -> None:
         """Take in the answers that are there, for those who wait for them in this event loop."""
-        with self.lock:
+        with self.turns.lock:
             self._lane.receive_now()
 
     def room(self) -> int:
         """How many neighbouring rows are free. What has more goes in pieces, each with weights of its own version."""
-        with self.lock:
+        with self.turns.lock:
             return self._lane.largest if self._lane.gone is None else self._lane.rows
 
     # ---- zero-copy
@@ -189,10 +189,12 @@ class Model:
         Raises:
             Busy: fewer are free.
         """
-        with self.lock:
-            lane = self._usable()
-            self._require_stateless()
-            return Rows(self, lane, self._found(lane, n), n, self.max_batch)
+        return self.turns.run(lambda: self._held(n), self.deadline(None))
+
+    def _held(self, n: int) -> Rows:
+        lane = self._usable()
+        self._require_stateless()
+        return Rows(self, lane, self._found(lane, n), n, self.max_batch)
 
     # ---- state on the server
 
@@ -222,7 +224,7 @@ class Model:
 
     def close(self) -> None:
         """Give the lane back to the server."""
-        with self.lock:
+        with self.turns.lock:
             if not self._closed:
                 self._closed = True
                 self._lane.close()
@@ -242,51 +244,6 @@ class Model:
     def deadline(self, timeout: float | None) -> int:
         """When a time-out is over, ns of CLOCK_MONOTONIC."""
         return time.monotonic_ns() + int((self._default_timeout if timeout is None else seconds(timeout)) * 1e9)
-
-    async def alone(self, action: Callable[[], T], deadline: int) -> T:
-        """Do something short while no other thread uses the lane; the event loop goes on until then."""
-        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
-
-        while True:
-            locked: list[bool] = []
-            try:
-                # One call of C: a KeyboardInterrupt never falls between taking the lock and knowing of it.
-                locked.extend(map(self.lock.acquire, (False,)))
-                if locked[0]:
-                    return action()
-            finally:
-                if locked and locked[0]:
-                    self.lock.release()
-            if time.monotonic_ns() > deadline:
-                raise Timeout(f"another thread's call of {self.name!r} was not over in time: take a model for each")
-            await asyncio.sleep(_TURN)
-
-    def watch(self, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
-        """Have answers taken in as they come to the lane, in the running loop, and take in what is there."""
-        if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
-            this, that = weakref.ref(self), weakref.ref(lane)  # what a loop or a thread calls must keep nothing alive
-
-            def arrived() -> None:
-                model, watched = this(), that()
-                if model is not None and watched is not None:
-                    model._arrived(watched, loop, arrived)
-
-            lane.watch(loop, arrived)
-            self._watched = (lane, loop)
-        lane.receive_now()
-
-    def _arrived(self, lane: Lane, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:
-        locked: list[bool] = []
-        try:
-            locked.extend(map(self.lock.acquire, (False,)))
-            if locked[0]:
-                if lane.gone is None:
-                    lane.receive_now()
-            else:  # another thread, which takes in what it finds; perhaps it has looked already
-                loop.call_later(_TURN, again)
-        finally:
-            if locked and locked[0]:
-                self.lock.release()
 
     # ---- inside
 
@@ -335,15 +292,19 @@ class Model:
             lane.close()
         return larger
 
-    def _keep_row(self) -> CallRow | None:
-        """A row kept for calls of one row, until rows run out; None where none is free."""
+    def _keep_row(self, rows: int | None = None) -> CallRow | None:
+        """A row kept for calls of one row, until rows run out; None where none is free.
+
+        Args:
+            rows: of a model whose sessions are asked, all of them, together.
+        """
         lane = self._usable()
         if self._row is not None and self._row.usable:
             return self._row
         self._give_up_row()
-        first = lane.find(1)
+        first = lane.find(rows or 1)
         if first is not None:
-            self._row = CallRow(lane, first)
+            self._row = CallRow(lane, first, rows)
         return self._row
 
     def _give_up_row(self) -> None:
@@ -428,7 +389,7 @@ class Model:
         if lane.gone is not None or (n > lane.rows and self._may_grow):
             import asyncio
 
-            lane = await asyncio.to_thread(self._roomy_alone, n)
+            lane = await asyncio.to_thread(self.turns.run, lambda: self._roomy(n), deadline)
         outputs = lane.codec.room(n)
         in_flight: deque[tuple[int, Ticket]] = deque()
         sent, versions = 0, []
@@ -436,7 +397,7 @@ class Model:
         try:
             while sent < n or in_flight:
                 send_some = partial(self._send_some, lane, given, sent, n, in_flight, deadline, version)
-                sent = await self.alone(send_some, deadline)
+                sent = await self.turns.alone(send_some, deadline)
                 if in_flight:
                     at, ticket = in_flight[0]
                     try:
@@ -458,10 +419,6 @@ class Model:
                 ticket._give_up()
         return self._whole(outputs, n, versions, errors)
 
-    def _roomy_alone(self, n: int) -> Lane:
-        with self.lock:
-            return self._roomy(n)
-
     async def _rows_come_back(self, lane: Lane, deadline: int) -> None:
         """Wait until rows may have become free."""
         left = (deadline - time.monotonic_ns()) / 1e9
@@ -471,11 +428,11 @@ class Model:
 
         loop = asyncio.get_running_loop()
         future = lane.row_waiter()
-        await self.alone(lambda: self.watch(lane, loop), deadline)
+        await self.turns.alone(lambda: self.turns.watch(lane, loop), deadline)
         try:
             await asyncio.wait_for(future, min(left, LOOK_AFTER))
         except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
-            await self.alone(lane.look_after, deadline)
+            await self.turns.alone(lane.look_after, deadline)
 
     def _send_some(
         self,
@@ -504,8 +461,8 @@ class Model:
         return sent
 
     def _after_fork_in_child(self) -> None:
-        self.lock = threading.RLock()
-        self._row = self._watched = None
+        self.turns.anew()
+        self._row = None
 
 
 def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None, bool]:

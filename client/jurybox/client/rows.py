@@ -85,27 +85,28 @@ class Rows:
         n = self.rows if rows is None else rows
         if not 0 < n <= self.rows:
             raise ValueError(f"rows={n}: these are {self.rows} rows")
+        deadline = self._model.deadline(timeout)
+        self._model.turns.run(lambda: self._infer(n, deadline, version), deadline)
+
+    def _infer(self, n: int, deadline: int, version: int) -> None:
         lane, first, batch = self._lane, self.first, self._max_batch
-        with self._model.lock:
-            self._check()
-            seconds = self._model.seconds(timeout)
-            if n <= batch:
-                answers = [(lane.ask(first, n, seconds, version), first, n)]
-            else:
-                deadline = time.monotonic_ns() + int(seconds * 1e9)
-                tickets = [
-                    lane.submit(first + at, min(batch, n - at), deadline, version, weakref.ref(self))
-                    for at in range(0, n, batch)
-                ]
-                answers = [(lane.wait(ticket, deadline), ticket.first, ticket.rows) for ticket in tickets]
-            errors: dict[int, str] = {}
-            for answer, at, count in answers:
-                if answer.code == Code.ROW_FAILED:
-                    failed = lane.columns.failures(at, count)
-                    errors |= {at - first + index: reason for index, reason in failed.items()}
-                elif answer.code:
-                    raise error_for(answer.code, answer.message)
-                self.version = answer.version
+        self._check()
+        if n <= batch:
+            answers = [(lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version), first, n)]
+        else:
+            tickets = [
+                lane.submit(first + at, min(batch, n - at), deadline, version, weakref.ref(self))
+                for at in range(0, n, batch)
+            ]
+            answers = [(lane.wait(ticket, deadline), ticket.first, ticket.rows) for ticket in tickets]
+        errors: dict[int, str] = {}
+        for answer, at, count in answers:
+            if answer.code == Code.ROW_FAILED:
+                failed = lane.columns.failures(at, count)
+                errors |= {at - first + index: reason for index, reason in failed.items()}
+            elif answer.code:
+                raise error_for(answer.code, answer.message)
+            self.version = answer.version
         if errors:
             raise row_failed(self._model.name, errors, n, None, self.version)
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.link import seconds
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.ticket import Reply, Ticket
+from jurybox.client.turns import Taken
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
 from jurybox.protocol.errors import (
     Busy,
     Code,
     ModelFailed,
+    ModelNotFound,
     Refused,
     RowFailed,
     SessionLost,
@@ -25,12 +28,17 @@ from jurybox.protocol.errors import (
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
+    from jurybox.client.rows import CallRow
 
 Numbers = Sequence[int] | NDArray[np.integer[Any]]
 Mask = Sequence[bool] | NDArray[np.bool_]
 
-# After these a request was not computed, so that the state is what it was.
-_NOT_COMPUTED = (Busy, ModelFailed, SpecMismatch, VersionNotHeld)
+
+def not_computed(error: BaseException) -> bool:
+    """Whether a request that failed so was not computed, so that the state of its sessions is what it was."""
+    if isinstance(error, Refused) and error.code == Code.UNSUPPORTED:
+        return True  # a transport cannot carry it
+    return isinstance(error, (Busy, ModelFailed, ModelNotFound, SpecMismatch, VersionNotHeld))
 
 
 class Sessions:
@@ -49,11 +57,18 @@ class Sessions:
         self._n = n
         self._next = np.zeros(n, np.uint32)  # step of each session's next request; 0: it begins
         self._lost = np.zeros(n, np.bool_)
+        self._some_lost = False  # whether there may be some
+        self._asking = False  # all of them, in order; still set when the next request comes, its end was broken off
         self._pinned = np.zeros(n, np.uint64) if pin_version else None
         self.version = 0
         self._all = np.arange(n)
         self._records = np.zeros(n, SESSION)
         self._records["slot"] = self._all
+        self._steps = np.zeros(n, np.uint32)  # of the request that `_asking` is about
+        self._kept: CallRow | None = None  # their rows, from request to request
+        self._step_column: NDArray[Any] = self._steps
+        self._dtype: np.dtype[Any] | None = None  # and shape: of inputs that go as they are
+        self._shape: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self._n
@@ -84,21 +99,87 @@ class Sessions:
             SpecMismatch, Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
         model = self._model
-        deadline = model.deadline(timeout)
-        with model.lock:
-            given, ids, steps = self._prepared(inputs, session, reset)
+        if session is None and not version and self._pinned is None:
             try:
-                return self._infer(given, ids, steps, deadline, version)
+                with model.turns.now:
+                    if (rows := self._rows()) is not None:
+                        return self._asked_in_order(rows, inputs, reset, model.seconds(timeout))
+            except Taken:
+                pass
             except Refused as error:
                 if error.code != Code.STALE_LEASE:
                     raise
-            # All of them begin, so that nothing went down with the old lane.
-            return self._infer(given, ids, steps, deadline, version)
+        deadline = model.deadline(timeout)
+        ask = partial(self._infer, inputs, session, reset, deadline, version)
+        try:
+            return model.turns.run(ask, deadline)
+        except Refused as error:
+            if error.code != Code.STALE_LEASE:
+                raise
+        return model.turns.run(ask, deadline)  # all of them begin, so that nothing went down with the old lane
 
-    def _infer(
-        self, given: Checked, ids: NDArray[np.intp], steps: NDArray[np.uint32], deadline: int, version: int
-    ) -> Any:
+    def _rows(self) -> CallRow | None:
+        """Rows of all sessions, which are kept between requests; None where the general way must be gone."""
         model = self._model
+        rows = model._row
+        if rows is None or rows.lane.gone is not None or rows.lane.in_flight:
+            rows = model._keep_row(self._n) if self._n <= model.max_batch else None
+        if rows is not None and rows is not self._kept:
+            records = rows.lane.columns.sessions
+            if records is None:
+                return None
+            mine = records[rows.first : rows.first + self._n]
+            mine["slot"], mine["flags"] = self._all, 0
+            self._step_column = mine["step"]
+            only = next(iter(rows.lane.codec.spec.inputs.values()))
+            plain = len(rows.lane.codec.spec.inputs) == 1 and not only.variable
+            self._dtype, self._shape = (only.numpy_dtype, (self._n, *only.shape)) if plain else (None, ())
+            self._kept = rows
+        return rows
+
+    def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> Any:
+        """Answer row i for session i. No session is lost by it unless it is broken off."""
+        model, steps = self._model, self._steps
+        if not (
+            type(inputs) is np.ndarray
+            and inputs.dtype == self._dtype
+            and inputs.shape == self._shape
+            and inputs.flags.c_contiguous
+        ):
+            inputs, n = model._codec.checked(inputs)
+            self._require_rows(n, self._n)
+        self._settle_broken_off()
+        np.copyto(steps, self._next)
+        if reset is not None:
+            begin = self._begin(reset, self._n)
+            steps[begin] = 0
+            if self._some_lost:
+                self._require(self._all[~begin])
+        elif self._some_lost:
+            self._require(self._all)
+        self._step_column[:] = steps
+        self._asking, rows.answer = True, None
+        try:
+            outputs = rows.ask(inputs, left)
+        except BaseException:
+            with self._stepping(self._all, steps.copy()):
+                self._asking = False
+                raise
+        np.add(steps, 1, out=self._next)
+        if self._some_lost:
+            self._lost[:] = self._some_lost = False
+        self._asking = False
+        self.version = rows.version
+        return outputs
+
+    def _settle_broken_off(self) -> None:
+        if self._asking:
+            self._lost[:] = self._some_lost = True
+            self._asking = False
+
+    def _infer(self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int) -> Any:
+        model = self._model
+        given, ids, steps = self._prepared(inputs, session, reset)
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
             if len(part) == len(ids):
@@ -121,18 +202,19 @@ class Sessions:
         """As `infer`, in an event loop."""
         model = self._model
         deadline = model.deadline(timeout)
-        given, ids, steps = self._prepared(inputs, session, reset)
+        ask = partial(self._infer_async, inputs, session, reset, deadline, version)
         try:
-            return await self._infer_async(given, ids, steps, deadline, version)
+            return await ask()
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        return await self._infer_async(given, ids, steps, deadline, version)
+        return await ask()
 
     async def _infer_async(
-        self, given: Checked, ids: NDArray[np.intp], steps: NDArray[np.uint32], deadline: int, version: int
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
     ) -> Any:
         model = self._model
+        given, ids, steps = await model.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
             with self._stepping(ids[part], steps[part]):
@@ -152,18 +234,22 @@ class Sessions:
 
         Where one of them fails, the later ones of its sessions, and requests after them, raise SessionLost.
         """
+        deadline = self._model.deadline(timeout)
+        return self._model.turns.run(lambda: self._submitted(inputs, session, reset, deadline, version), deadline)
+
+    def _submitted(
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
+    ) -> Ticket:
         model = self._model
-        deadline = model.deadline(timeout)
-        with model.lock:
-            given, ids, steps = self._prepared(inputs, session, reset)
-            n = len(ids)
-            if n > model.max_batch:
-                raise SpecMismatch(f"a ticket holds 1 to {model.max_batch} rows, {n} came; infer() cuts")
-            lane = model._usable()
-            ticket = model._sent(lane, given, 0, n, model._found(lane, n), deadline, version)
-            self._next[ids] = steps + 1
-            self._lost[ids] = False
-            return ticket
+        given, ids, steps = self._prepared(inputs, session, reset)
+        n = len(ids)
+        if n > model.max_batch:
+            raise SpecMismatch(f"a ticket holds 1 to {model.max_batch} rows, {n} came; infer() cuts")
+        lane = model._usable()
+        ticket = model._sent(lane, given, 0, n, model._found(lane, n), deadline, version)
+        self._next[ids] = steps + 1
+        self._lost[ids] = False
+        return ticket
 
     def get_state(self, session: Numbers | None = None, *, timeout: float | None = None) -> dict[str, NDArray[Any]]:
         """Copies of the state, (n, *shape) by name; the initial one of sessions that never began.
@@ -229,23 +315,33 @@ class Sessions:
         """The inputs with their session records, the sessions, and the step that each is asked for."""
         given, n = self._model._codec.checked(inputs)
         ids = self._ids(session)
-        if len(ids) != n:
-            raise SpecMismatch(f"{n} rows came for {len(ids)} sessions: expected one row for each")
+        self._require_rows(n, len(ids))
+        self._settle_broken_off()
         steps = self._next.copy() if ids is self._all else self._next[ids]
         if reset is None:
             self._require(ids)
         else:
-            begin = np.asarray(reset, np.bool_)
-            if begin.shape != (n,):
-                raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
+            begin = self._begin(reset, n)
             self._require(ids[~begin])
             steps[begin] = 0
         records = self._records.copy() if ids is self._all else self._records[ids]
         records["step"] = steps
         return given | {SESSIONS: records}, ids, steps
 
+    @staticmethod
+    def _require_rows(n: int, sessions: int) -> None:
+        if n != sessions:
+            raise SpecMismatch(f"{n} rows came for {sessions} sessions: expected one row for each")
+
+    @staticmethod
+    def _begin(reset: Mask, n: int) -> NDArray[np.bool_]:
+        begin = np.asarray(reset, np.bool_)
+        if begin.shape != (n,):
+            raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
+        return begin
+
     def _require(self, ids: NDArray[np.intp]) -> None:
-        if self._lost.any() and len(lost := ids[self._lost[ids]]):
+        if self._some_lost and len(lost := ids[self._lost[ids]]):
             raise SessionLost(
                 f"sessions {lost.tolist()} of {self._model.name!r} have lost their state: begin them anew with reset",
                 sessions=lost.tolist(),
@@ -283,47 +379,48 @@ class Sessions:
     def _state(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
     ) -> dict[str, NDArray[Any]]:
+        deadline = self._model.deadline(timeout)
+        exchange = partial(self._state_in_turn, ids, flag, state, deadline)
         try:
-            return self._exchanged(ids, flag, state, timeout)
+            return self._model.turns.run(exchange, deadline)
         except Refused as error:
             if error.code != Code.STALE_LEASE:
                 raise
-        return self._exchanged(ids, flag, state, timeout)  # over a new lane: nothing of the old one was needed
+        return self._model.turns.run(exchange, deadline)  # over a new lane: nothing of the old one was needed
 
-    def _exchanged(
-        self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
+    def _state_in_turn(
+        self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], deadline: int
     ) -> dict[str, NDArray[Any]]:
         model = self._model
-        left = model.seconds(timeout) if timeout is None else seconds(timeout)
         found = {
             name: np.empty((len(ids), *spec.shape), spec.numpy_dtype)
             for name, spec in (model.spec.state.items() if flag == STORE else ())
         }
-        with model.lock:
-            if flag == STORE:
-                self._require(ids)
-            lane = model._usable()
-            most = min(model.max_batch, lane.rows)
-            for at in range(0, len(ids), most):
-                part = ids[at : at + most]
-                steps = (self._next[part] if flag == STORE else np.zeros(len(part))).astype(np.uint32)
-                first = model._found(lane, len(part))
-                rows = slice(first, first + len(part))
-                columns = lane.columns
-                if columns.sessions is None:
-                    raise Refused(f"model {model.name!r} keeps no state any more")
-                columns.sessions["slot"][rows], columns.sessions["step"][rows] = part, steps
-                columns.sessions["flags"][rows] = flag | NO_FORWARD
-                for extents in columns.input_extents.values():
-                    extents[rows] = 0
-                for name, array in state.items():
-                    columns.state_in[name][rows] = array[at : at + most]
-                with self._stepping(part, steps):
-                    answer = lane.ask(first, len(part), left)
-                    if answer.code:
-                        raise lane.failure(answer, first, len(part))
-                for name, array in found.items():
-                    array[at : at + most] = columns.state_out[name][rows]
+        self._settle_broken_off()
+        if flag == STORE:
+            self._require(ids)
+        lane = model._usable()
+        most = min(model.max_batch, lane.rows)
+        for at in range(0, len(ids), most):
+            part = ids[at : at + most]
+            steps = (self._next[part] if flag == STORE else np.zeros(len(part))).astype(np.uint32)
+            first = model._found(lane, len(part))
+            rows = slice(first, first + len(part))
+            columns = lane.columns
+            if columns.sessions is None:
+                raise Refused(f"model {model.name!r} keeps no state any more")
+            columns.sessions["slot"][rows], columns.sessions["step"][rows] = part, steps
+            columns.sessions["flags"][rows] = flag | NO_FORWARD
+            for extents in columns.input_extents.values():
+                extents[rows] = 0
+            for name, array in state.items():
+                columns.state_in[name][rows] = array[at : at + most]
+            with self._stepping(part, steps):
+                answer = lane.ask(first, len(part), (deadline - time.monotonic_ns()) / 1e9)
+                if answer.code:
+                    raise lane.failure(answer, first, len(part))
+            for name, array in found.items():
+                array[at : at + most] = columns.state_out[name][rows]
         return found
 
 
@@ -342,6 +439,7 @@ class _Step:
         self._before = sessions._lost[those].copy()
 
     def __enter__(self) -> None:
+        self._sessions._some_lost = True
         self._sessions._lost[self._those] = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -371,13 +469,8 @@ class _Step:
                     "begin their episodes anew, with reset",
                     sessions=self._ids[begun].tolist(),
                 ) from error
-        elif one_ticket and (isinstance(error, _NOT_COMPUTED) or _not_sent(error)):
+        elif one_ticket and not_computed(error):
             sessions._lost[those] = self._before
-
-
-def _not_sent(error: BaseException) -> bool:
-    """Whether a transport refused what it cannot carry."""
-    return isinstance(error, Refused) and error.code == Code.UNSUPPORTED
 
 
 def _of(given: Checked, part: NDArray[np.intp]) -> Checked:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jurybox.client.lane import Lane
 from jurybox.client.row_codec import shaped
 from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
+from jurybox.client.turns import Taken
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 
 if TYPE_CHECKING:
@@ -69,26 +70,31 @@ class Ticket:
         if self._reply is not None:
             return self._reply
         deadline = self._model.deadline(timeout)
-        with self._model.lock:
-            sent = self._in_flight()
-            if sent is not None and sent.answer is None:
-                self._lane.receive_now()
-                self._lane.wait(sent, deadline)
-            return self._collected()
+        return self._model.turns.run(lambda: self._waited_for(deadline), deadline)
+
+    def _waited_for(self, deadline: int) -> Reply:
+        sent = self._in_flight()
+        if sent is not None and sent.answer is None:
+            self._lane.receive_now()
+            self._lane.wait(sent, deadline)
+        return self._collected()
 
     def done(self) -> bool:
         """Whether `result` would give something, or raise, at once."""
         if self._reply is not None or self._failure is not None or self._cancelled or self._lane.gone is not None:
             return True
-        with self._model.lock:
-            sent = self._in_flight()
-            if sent is not None and sent.answer is None:
-                self._lane.look_after((sent,))
-            return sent is None or sent.answer is not None
+        try:
+            with self._model.turns.now:
+                sent = self._in_flight()
+                if sent is not None and sent.answer is None:
+                    self._lane.look_after((sent,))
+                return sent is None or sent.answer is not None
+        except Taken:  # by another thread's call, for which it would wait
+            return False
 
     def cancel(self) -> bool:
         """Give the request up; an engine that has it already computes it all the same. False if it is done."""
-        with self._model.lock:
+        with self._model.turns.lock:
             if self._reply is not None or (self._sent is not None and self._sent.answer is not None):
                 return False
             self._cancelled = True
@@ -110,7 +116,7 @@ class Ticket:
         loop = asyncio.get_running_loop()
         sent = self._in_flight() if self._reply is None else None
         if sent is not None and sent.answer is None:
-            await model.alone(lambda: model.watch(lane, loop), deadline)
+            await model.turns.alone(lambda: model.turns.watch(lane, loop), deadline)
             while sent.answer is None:
                 left = (deadline - time.monotonic_ns()) / 1e9
                 if left <= 0:
@@ -123,8 +129,8 @@ class Ticket:
                     await asyncio.wait_for(future, min(left, LOOK_AFTER))
                 except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
                     sent.waiters = [waiter for waiter in sent.waiters or () if waiter[1] is not future]
-                    await model.alone(lambda: lane.look_after((sent,)), deadline)
-        return await model.alone(self._collected, deadline)
+                    await model.turns.alone(lambda: lane.look_after((sent,)), deadline)
+        return await model.turns.alone(self._collected, deadline)
 
     # ---- for the model, under its lock
 

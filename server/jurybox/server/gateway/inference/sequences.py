@@ -21,16 +21,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jurybox.client.sessions import not_computed
 from jurybox.protocol.errors import (
     Busy,
     Error,
-    ModelFailed,
-    ModelNotFound,
     RowFailed,
     SessionLost,
     SpecMismatch,
     Timeout,
-    VersionNotHeld,
     plain,
 )
 from jurybox.server.gateway.inference.coalescer import Arrays
@@ -42,8 +40,6 @@ Key = tuple[Any, ...]  # model, and the sequence's name
 IDLE = 60.0  # seconds without a request after which a sequence is over
 _OVERTAKEN = 0.25  # seconds that a step waits for the one before it, where both were under way at once
 _LOOK = 0.005  # seconds between two looks whether it has come
-# After these nothing was computed, so that the state is what it was.
-_NOT_COMPUTED = (Busy, ModelFailed, ModelNotFound, SpecMismatch, VersionNotHeld)
 
 
 class _Sequence:
@@ -138,8 +134,9 @@ class Turn:
             gone = [row for row, slot in enumerate(slots) if slot in error.sessions]
             self._still([row for row in range(n) if row not in gone], before)
             raise self._lost(gone) from None
-        except _NOT_COMPUTED:
-            self._still(range(n), before)
+        except Error as error:
+            if not_computed(error):
+                self._still(range(n), before)
             raise
         self._stepped(range(n))
         return answer
