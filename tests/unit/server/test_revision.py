@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurybox.server.revision import checked_out, source_revision
+from jurybox.protocol.revision import checked_out, source_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

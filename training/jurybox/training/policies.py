@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import build_version
 from jurybox.server.models import ServedModel
-from jurybox.server.revision import source_revision
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, read_state, write_atomically
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load

@@ -17,10 +17,10 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
+from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.commands.show import health, models, status
 from jurybox.server.commands.top import top
-from jurybox.server.revision import source_revision
 
 GROUP = "jurybox.commands"
 _USAGE = 2

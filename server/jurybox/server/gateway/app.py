@@ -17,10 +17,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, said
+from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.live import Document, StatusSource, Watching
-from jurybox.server.revision import source_revision
 
 
 async def reasons(source: StatusSource) -> list[str]:

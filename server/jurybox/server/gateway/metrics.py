@@ -16,9 +16,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from jurybox.protocol.revision import source_revision
 from jurybox.protocol.scoreboard import BATCH_BUCKETS, EngineState
 from jurybox.protocol.wire import PROTOCOL_VERSION
-from jurybox.server.revision import source_revision
 from jurybox.server.watch.sample import FAILURES, Snapshot
 
 PREFIX = "jurybox_"
