@@ -42,7 +42,8 @@ class ServedModel:
         inputs: of every input the dtype and the shape of ONE row, in order.
         outputs: the same of every output.
         example: optional, ``example(n)`` gives n rows of every input as a dict, for warm-up and self-test; without it
-            zeros are used, and of what differs in size a few small rows.
+            zeros are used, and of what differs in size a few small rows. Let its rows differ: with `deterministic`
+            batch sizes are compared on them.
         state: what is kept on the device for every session, by name.
         initial_state: what a session begins with, one tensor of `state`'s shape by name; without it zeros.
         collate: how rows that differ in size reach the module.

@@ -372,9 +372,11 @@ def test_rows_that_fail_keep_their_sessions_state_and_the_others_go_on(served, w
             np.testing.assert_array_equal(sessions.infer(ones, session=[0, 2]), [3, 4])
 
 
-def test_an_lstm_answers_as_a_local_one_does_through_resets(served):
+@pytest.mark.parametrize("device", ["host", "elsewhere"])
+def test_an_lstm_answers_as_a_local_one_does_through_resets(served, device):
     policy = open_models.lstm()
     model = served(policy)
+    served.servers[0].engine.slots[0].served._states._host = device == "host"  # as on a GPU, but for the copies
     rng = np.random.default_rng(3)
     hidden, cell = torch.zeros(6, 16), torch.zeros(6, 16)
     with model.sessions(6) as sessions, torch.inference_mode():

@@ -125,6 +125,21 @@ def test_a_linear_layer_over_bytes_answers_a_row_the_same_in_any_company():
         assert ask(rows[:company])[1]["y"][0].tobytes() == alone["y"][0].tobytes(), served.shapes
 
 
+@pytest.mark.parametrize("spec", [TensorSpec("float32", (3,)), TensorSpec("float32", (-1,), capacity=3)], ids=str)
+def test_rows_are_aligned_as_those_with_which_shapes_were_compared(spec):
+    class Where(nn.Module):
+        def forward(self, x, x_lengths=None):
+            places.append(x.data_ptr() % 64)
+            return x.sum(dim=1)
+
+    places = []
+    model = ServedModel(Where(), {"x": spec}, {"y": NUMBER}, collate="pad")
+    _, ask = asked(model, shapes=() if spec.variable else (1, 2, 4, 8))
+    for rows in range(1, 9):
+        ask(np.ones((rows, 3), np.float32))
+    assert places == [0] * 8
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16"])
 def test_whole_numbers_that_nobody_showed_are_computed_in_one_shape(dtype):
     """Which of them a model takes is not known: they may be places in a table."""

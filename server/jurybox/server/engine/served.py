@@ -346,10 +346,10 @@ class _Input:
         self.name = name
         self._arena = torch.from_numpy(array)
         self._rows = array
-        # Kept and reused: fresh buffers of a megabyte cost a page fault every 4 KiB.
-        staging = np.zeros((max_batch, *array.shape[1:]), array.dtype)
-        self._staging = torch.from_numpy(staging)
-        self._staging_rows = staging
+        # Kept and reused: fresh buffers of a megabyte cost a page fault every 4 KiB. Torch's, for their alignment:
+        # kernels look at it, so these rows must be aligned as those are with which shapes were compared.
+        self._staging = torch.empty((max_batch, *array.shape[1:]), dtype=getattr(torch, array.dtype.name))
+        self._staging_rows = self._staging.numpy()
         self._views: dict[int, torch.Tensor] = {}  # of the staging rows, by length
 
     def rows(self, first: int, rows: int) -> torch.Tensor:

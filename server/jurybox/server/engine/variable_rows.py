@@ -38,7 +38,8 @@ class VariableInput:
         # Behind a row's end are zeros only where its first size differs; elsewhere padding lies between its parts.
         self._pads = pads and spec.extents == 1 and spec.shape[:1] in ((), (-1,))
         self._in_place = spec.row_bytes >= LARGE_ROW
-        self._staging = np.zeros(0, spec.numpy_dtype)
+        self._staging = torch.empty(0, dtype=dtype_of(spec))
+        self._staging_rows: NDArray[Any] = self._staging.numpy()
         self._views: dict[tuple[int, ...], torch.Tensor] = {}
         self._places: NDArray[np.intp] = np.zeros(0, np.intp)
         self.sizes = self._read[:0]
@@ -53,11 +54,12 @@ class VariableInput:
         while True:
             count, in_place = native.gather_variable(
                 self._slots, self._extents, tickets, spec.unit, self._pads, max_padding, max_elements, self._in_place,
-                self._read, self._staging,
+                self._read, self._staging_rows,
             )  # fmt: skip
-            if in_place or count * rows <= len(self._staging):
+            if in_place or count * rows <= len(self._staging_rows):
                 break
-            self._staging = np.zeros(max(count * rows, 2 * len(self._staging)), spec.numpy_dtype)
+            self._staging = torch.empty(max(count * rows, 2 * len(self._staging_rows)), dtype=self._staging.dtype)
+            self._staging_rows = self._staging.numpy()
             self._views.clear()
         if not count:
             return None
@@ -69,7 +71,7 @@ class VariableInput:
         if view is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            view = torch.from_numpy(self._staging[: rows * count]).view(rows, *spec.measured(sizes))
+            view = self._staging[: rows * count].view(rows, *spec.measured(sizes))
             self._views[rows, *sizes] = view
         return view
 
