@@ -47,6 +47,55 @@ def test_images_of_any_size_are_answered_as_if_they_were_alone(served, collate):
     assert model.infer(np.stack([pictures[0]] * 3)).shape == (3,)
 
 
+class Means(nn.Module):
+    """The mean of each image; notes where a batch lies, and its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, image, image_lengths=None):
+        self.seen.append((tuple(image.shape), image.data_ptr()) if isinstance(image, torch.Tensor) else len(image))
+        return torch.stack([one.float().mean() for one in image])
+
+
+@pytest.mark.parametrize("collate", ["list", "pad"])
+@pytest.mark.parametrize("side", [64, 63])
+def test_images_that_fill_their_slots_are_computed_where_they_lie(served, collate, side):
+    means = Means()
+    spec = TensorSpec("uint8", (-1, -1, 3), capacity=64 * 64 * 3)
+    model = served(ServedModel(means, {"image": spec}, {"mean": TensorSpec("float32")}, collate=collate))
+    pictures = images(np.random.default_rng(0), *[(side, side)] * 5)
+    for several in (pictures, pictures[:1], pictures[2:4]):
+        np.testing.assert_allclose(model.infer(several), [picture.mean() for picture in several], rtol=1e-5)
+    arena = served.servers[0]._arenas["m"].inputs["image"]
+    first, end = arena.ctypes.data, arena.ctypes.data + arena.nbytes
+    if collate == "pad":
+        inside = [first <= place < end for shape, place in means.seen if shape[1] == side]
+        assert inside == [side == 64, True, side == 64]  # a single image is one run, whatever its size
+    else:
+        assert means.seen[-3:] == [5, 1, 2]
+
+
+@pytest.mark.parametrize("shape", [(-1, 3), (3, -1), (-1,), (-1, -1)])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int64", "bool"])
+def test_rows_of_unlike_sizes_are_padded_with_zeros_behind_each(served, shape, dtype):
+    class Sums(nn.Module):
+        def forward(self, x, x_lengths):
+            return x.reshape(len(x), -1).sum(dim=1).float(), x_lengths.reshape(len(x), -1).float().prod(dim=1)
+
+    rng = np.random.default_rng(0)
+    spec, number = TensorSpec(dtype, shape, capacity=36), TensorSpec("float32")
+    model = ServedModel(Sums(), {"x": spec}, {"sum": number, "size": number}, collate="pad", max_padding=0.99)
+    model = served(model)
+    for sizes in ([4, 2, 3, 1], [4, 4, 4], [1], [2, 1, 4, 3, 2]):  # what one batch leaves is not in the next
+        wide = [tuple(size if side < 0 else side for side in shape) for size in sizes]
+        rows = [rng.integers(1, 2 if dtype == "bool" else 100, one).astype(dtype) for one in wide]
+        answers = model.infer(rows)
+        np.testing.assert_allclose(answers["sum"], [row.sum() for row in rows])
+        np.testing.assert_allclose(answers["size"], [size ** shape.count(-1) for size in sizes])
+
+
 def test_text_goes_in_as_str_or_bytes_and_comes_out_as_bytes(served):
     model = served(open_models.shout())
     assert model.infer(["größer", b"abc", ""]) == ["GRÖSSER".encode(), b"ABC", b""]
