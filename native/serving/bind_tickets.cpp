@@ -94,13 +94,14 @@ void bind_tickets(nb::module_& m) {
             if (unit == 0) throw std::invalid_argument("unit = 0: expected the elements of a row whose sizes are 1");
             const Gathered done = gather_variable(spec, from.bytes(), says.records<const std::int64_t>(), each, these.rows(),
                                                   read.records<std::int64_t>(), to.bytes(), to.size());
-            return nb::make_tuple(done.elements, done.direct);
+            return nb::make_tuple(done.elements, done.first);
         },
         nb::arg("slots"), nb::arg("extents"), nb::arg("tickets"), nb::arg("unit"), nb::arg("pads"), nb::arg("max_padding"),
         nb::arg("max_elements"), nb::arg("direct"), nb::arg("sizes"), nb::arg("packed"),
         "Copy rows of variable size from their slots (rows, capacity) to packed, padded with zeros to the largest, and their "
         "extents, read once, to sizes (rows, k) int64. Returns the elements of each, 0 where they must be looked at one by one, "
-        "and whether they were left in their slots, which only `direct` allows. Nothing is copied where packed is too small.");
+        "and the slot from which on they were left where they lie, which only `direct` allows, or -1. Nothing is copied where "
+        "packed is too small.");
     m.def(
         "scatter",
         [](nb::handle table, nb::handle tickets, nb::handle packed) {

@@ -170,11 +170,11 @@ struct VariableRows {
     bool direct;                // rows that fill one run of slots stay where they are
 };
 
-// What gather_variable did: elements of each row, padding included, 0: rows must be looked at one by one; whether they were
-// left in their slots.
+// What gather_variable did: elements of each row, padding included, 0: rows must be looked at one by one; the slot from which
+// on they were left where they lie, -1: they were copied.
 struct Gathered {
     std::size_t elements;
-    bool direct;
+    std::int64_t first;
 };
 
 // Elements of a row of these sizes, -1: one is negative, or they are more than the capacity. A size of 0 excuses no other:
@@ -205,19 +205,19 @@ inline Gathered gather_variable(const VariableRows& spec, const std::byte* slots
         for (std::uint32_t j = 0; j < tickets[i].rows; ++j, ++rows) {
             const std::int64_t* own = sizes + rows * k;
             const std::int64_t count = elements(spec, own);
-            if (count < 0) return {0, false};
+            if (count < 0) return {0, -1};
             alike &= std::equal(own, own + k, sizes);
             most = std::max(most, static_cast<std::size_t>(count));
             total += static_cast<std::size_t>(count);
         }
     }
-    if (most == 0 || (!alike && !spec.pads)) return {0, false};
+    if (most == 0 || (!alike && !spec.pads)) return {0, -1};
     const std::size_t bound = most * rows;
-    if (spec.max_elements && bound > spec.max_elements) return {0, false};
-    if (static_cast<double>(bound - total) > spec.max_padding * static_cast<double>(bound)) return {0, false};
-    if (spec.direct && alike && one_run && (rows == 1 || most == spec.capacity)) return {most, true};
+    if (spec.max_elements && bound > spec.max_elements) return {0, -1};
+    if (static_cast<double>(bound - total) > spec.max_padding * static_cast<double>(bound)) return {0, -1};
+    if (spec.direct && alike && one_run && (rows == 1 || most == spec.capacity)) return {most, tickets[0].first};
     const std::size_t stride = most * spec.item;
-    if (rows * stride > room) return {most, false};
+    if (rows * stride > room) return {most, -1};
     const std::int64_t* own = sizes;
     for (std::size_t i = 0; i < n; ++i) {
         const std::byte* row = slots + tickets[i].first * spec.capacity * spec.item;
@@ -227,7 +227,7 @@ inline Gathered gather_variable(const VariableRows& spec, const std::byte* slots
             std::memset(out + used, 0, stride - used);
         }
     }
-    return {most, false};
+    return {most, -1};
 }
 
 }  // namespace jurybox

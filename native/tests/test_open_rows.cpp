@@ -96,7 +96,7 @@ void rows_are_copied_as_far_as_their_extents_say() {
     Gathered done = gather(17);
     CHECK(done.elements == 6 && out[0] == 99);  // no room: nothing is copied
     done = gather(18);
-    CHECK(done.elements == 6 && !done.direct && out[2] == 3 && out[3] == 0 && out[6] == 7 && out[7] == 0 && out[17] == 18);
+    CHECK(done.elements == 6 && done.first == -1 && out[2] == 3 && out[3] == 0 && out[6] == 7 && out[7] == 0 && out[17] == 18);
     spec.max_padding = 0.1;
     CHECK(gather(24).elements == 0);
     spec.max_padding = 0.9;
@@ -109,7 +109,7 @@ void rows_are_copied_as_far_as_their_extents_say() {
     }
     extents.assign(kRows, 6);
     done = gather(0);
-    CHECK(done.elements == 6 && done.direct);
+    CHECK(done.elements == 6 && done.first == 0);
     spec.pads = false;
     extents[0] = 5;
     CHECK(gather(24).elements == 0);

@@ -27,7 +27,7 @@ class VariableInput:
     """
 
     def __init__(self, name: str, spec: TensorSpec, columns: Columns, max_batch: int, *, pads: bool) -> None:
-        self._spec = spec
+        self._spec, self._unit = spec, spec.unit
         self.extents = spec.extents
         self._slots = columns.inputs[name]
         self._tensor = torch.from_numpy(self._slots)
@@ -40,7 +40,7 @@ class VariableInput:
         self._in_place = spec.row_bytes >= LARGE_ROW
         self._staging = torch.empty(0, dtype=dtype_of(spec))
         self._staging_rows: NDArray[Any] = self._staging.numpy()
-        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, tuple[int, ...]], torch.Tensor] = {}
         self._places: NDArray[np.intp] = np.zeros(0, np.intp)
         self.sizes = self._read[:0]
         self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -50,29 +50,25 @@ class VariableInput:
 
         Large rows that fill one run of slots stay where they are, as those of a fixed shape do.
         """
-        spec = self._spec
         while True:
-            count, in_place = native.gather_variable(
-                self._slots, self._extents, tickets, spec.unit, self._pads, max_padding, max_elements, self._in_place,
+            count, first = native.gather_variable(
+                self._slots, self._extents, tickets, self._unit, self._pads, max_padding, max_elements, self._in_place,
                 self._read, self._staging_rows,
             )  # fmt: skip
-            if in_place or count * rows <= len(self._staging_rows):
+            if first >= 0 or count * rows <= len(self._staging_rows):
                 break
             self._staging = torch.empty(max(count * rows, 2 * len(self._staging_rows)), dtype=self._staging.dtype)
             self._staging_rows = self._staging.numpy()
             self._views.clear()
         if not count:
             return None
-        sizes = (count // spec.unit,) if spec.extents == 1 else tuple(self._read[0].tolist())
-        if in_place:
-            first = tickets["first"].item(0)
-            return self._tensor[first : first + rows, :count].view(rows, *spec.measured(sizes))
-        view = self._views.get((rows, *sizes))
+        sizes = (count // self._unit,) if self.extents == 1 else tuple(self._read[0].tolist())
+        view = self._views.get((first, rows, sizes))
         if view is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            view = self._staging[: rows * count].view(rows, *spec.measured(sizes))
-            self._views[rows, *sizes] = view
+            flat = self._staging[: rows * count] if first < 0 else self._tensor[first : first + rows, :count]
+            view = self._views[first, rows, sizes] = flat.view(rows, *self._spec.measured(sizes))
         return view
 
     def lengths(self, rows: int) -> torch.Tensor:
@@ -100,7 +96,7 @@ class VariableInput:
 
     def padded(self, sizes: Sequence[int]) -> int:
         """Elements of a row of these sizes, at least one."""
-        return max(1, self._spec.unit * math.prod(sizes))
+        return max(1, self._unit * math.prod(sizes))
 
     def costs(self, group: NDArray[np.intp]) -> NDArray[np.int64]:
         """Elements of rows, at least one each."""
