@@ -11,9 +11,9 @@ from tests.fuzz.messages import BYTES, FIRST, NUMBERS, U32, U64, mutated
 
 from jurybox.client import Error
 from jurybox.client.control import Control
+from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import Connection
-from jurybox.client.remote.inline_transport import InlineTransport
-from jurybox.client.remote.rows_here import RowsHere
+from jurybox.client.remote.tcp import TcpTransport
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import wire
 from jurybox.protocol.spec import ModelSpec, TensorSpec
@@ -53,7 +53,7 @@ def test_any_answer_on_the_control_transport(context, examples):
 def test_any_answer_of_a_relay(context, examples):
     rows = RowsHere(SPEC, 4)
     connection = Connection(context, "inproc://nobody", None)
-    transport = InlineTransport(connection, rows, 1)
+    transport = TcpTransport(connection, rows, 1)
     head = st.builds(
         wire.PACK_REPLY.pack, st.one_of(st.just(5), U64), U64, st.one_of(st.just(1), U64), st.sampled_from([0, 1, 99])
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
 from jurybox.protocol import forks
+from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import (
     ControlReply,
     Hello,
@@ -76,6 +77,21 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Close every socket."""
+
+
+class RowsHere:
+    """A lane's rows in this process's own memory, where the server's is out of reach.
+
+    What is written to them is copied into a message when a ticket is sent, and answers are copied to them.
+    """
+
+    def __init__(self, spec: ModelSpec, rows: int) -> None:
+        self.rows = rows
+        self.columns = Columns.here(spec, rows)
+
+    def close(self) -> None:
+        """Forget them; who still holds one of the arrays keeps it."""
+        self.columns = self.columns.nothing()
 
 
 LONGEST = 1e8  # seconds, three years: no wait is longer, and none overflows

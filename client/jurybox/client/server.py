@@ -68,7 +68,7 @@ def connect(
         raise ValueError(f"transport={transport!r} is for ipc:// addresses: {where} chooses its own")
     if where.startswith("tcp://"):
         from jurybox.client.remote.connection import keys
-        from jurybox.client.remote.tcp_link import TcpLink
+        from jurybox.client.remote.tcp import TcpLink
 
         return Server(where, TcpLink(where, keys(server_key, client_key), timeout), timeout)
     if where.startswith(("grpc://", "grpcs://")):

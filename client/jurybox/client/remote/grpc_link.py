@@ -11,10 +11,9 @@ from typing import Any
 import grpc
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, Transfer, spec_of
+from jurybox.client.link import POLL, RowsHere, Transfer, spec_of
 from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised, token_metadata
 from jurybox.client.remote.grpc_transport import Gateway, GrpcTransport
-from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.link import RowsHere
 from jurybox.client.remote.grpc_channel import Asker, failure
-from jurybox.client.remote.rows_here import RowsHere
 from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.errors import Code, Error, plain
