@@ -20,14 +20,14 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
         yield running
 
 
-@pytest.fixture(params=["shm", "zmq", "tcp"])
+@pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
 def client(request, server):
     local = request.param in ("shm", "zmq")
-    where = server.address if local else f"tcp://{server.listening('tcp')}"
+    where = server.address if local else f"{request.param}://{server.listening(request.param)}"
     with connect(where, transport=request.param if local else "auto", timeout=60) as connection:
         yield connection
 

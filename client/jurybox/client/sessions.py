@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from jurybox.protocol.errors import (
 )
 
 if TYPE_CHECKING:
+    from jurybox.client.lane import Lane
     from jurybox.client.model import Model
     from jurybox.client.rows import CallRow
 
@@ -391,37 +392,109 @@ class Sessions:
     def _state_in_turn(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], deadline: int
     ) -> dict[str, NDArray[Any]]:
-        model = self._model
-        found = {
-            name: np.empty((len(ids), *spec.shape), spec.numpy_dtype)
-            for name, spec in (model.spec.state.items() if flag == STORE else ())
-        }
         self._settle_broken_off()
         if flag == STORE:
             self._require(ids)
-        lane = model._usable()
-        most = min(model.max_batch, lane.rows)
+        lane, found = self._model._usable(), []
+        for part, steps, given in self._state_parts(lane, ids, flag, state):
+            with self._stepping(part, steps), self._state_sent(lane, part, steps, flag, given, deadline) as ticket:
+                found.append(ticket._waited_for(deadline).outputs)
+        return _concatenated(found)
+
+    async def exchange_state_async(
+        self, ids: Numbers, reset: Mask, state: Mapping[str, NDArray[Any]] | None, timeout: float
+    ) -> dict[str, NDArray[Any]]:
+        """As `get_state`, or `set_state` where a state is given, in an event loop; the gateway's part of them.
+
+        Args:
+            reset: which of the sessions begin anew, from the initial state, before it is read.
+        """
+        model, deadline, numbers = self._model, self._model.deadline(timeout), self._ids(ids)
+        begin = np.asarray(reset, np.bool_)
+        flag = STORE if state is None else LOAD
+
+        def first_look() -> Lane:
+            self._settle_broken_off()
+            if flag == STORE:
+                self._require(numbers[~begin])
+            return model._usable()
+
+        lane, found = await model.turns.alone(first_look, deadline), []
+        for part, steps, given in self._state_parts(lane, numbers, flag, state or {}, begin):
+            with self._stepping(part, steps):
+                send = partial(self._state_sent, lane, part, steps, flag, given, deadline)
+                while True:
+                    try:
+                        sent = await model.turns.alone(send, deadline)
+                        break
+                    except Busy:
+                        await model._rows_come_back(lane, deadline)
+                with sent as ticket:
+                    left = (deadline - time.monotonic_ns()) / 1e9
+                    found.append((await ticket.result_async(left)).outputs)
+        return _concatenated(found)
+
+    def _state_parts(
+        self,
+        lane: Lane,
+        ids: NDArray[np.intp],
+        flag: int,
+        state: Mapping[str, NDArray[Any]],
+        begin: NDArray[np.bool_] | None = None,
+    ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint32], dict[str, NDArray[Any]]]]:
+        """The sessions of one request each, their steps and their state."""
+        most = min(self._model.max_batch, lane.rows)
         for at in range(0, len(ids), most):
             part = ids[at : at + most]
-            steps = (self._next[part] if flag == STORE else np.zeros(len(part))).astype(np.uint32)
-            first = model._found(lane, len(part))
-            rows = slice(first, first + len(part))
-            columns = lane.columns
-            if columns.sessions is None:
-                raise Refused(f"model {model.name!r} keeps no state any more")
-            columns.sessions["slot"][rows], columns.sessions["step"][rows] = part, steps
-            columns.sessions["flags"][rows] = flag | NO_FORWARD
-            for extents in columns.input_extents.values():
-                extents[rows] = 0
-            for name, array in state.items():
-                columns.state_in[name][rows] = array[at : at + most]
-            with self._stepping(part, steps):
-                answer = lane.ask(first, len(part), (deadline - time.monotonic_ns()) / 1e9)
-                if answer.code:
-                    raise lane.failure(answer, first, len(part))
-            for name, array in found.items():
-                array[at : at + most] = columns.state_out[name][rows]
-        return found
+            steps = self._next[part] if flag == STORE else np.zeros(len(part), np.uint32)
+            if begin is not None:
+                steps[begin[at : at + most]] = 0
+            yield part, steps, {name: array[at : at + most] for name, array in state.items()}
+
+    def _state_sent(
+        self,
+        lane: Lane,
+        ids: NDArray[np.intp],
+        steps: NDArray[np.uint32],
+        flag: int,
+        state: Mapping[str, NDArray[Any]],
+        deadline: int,
+    ) -> _StateTicket:
+        """A request that reads or writes state and computes nothing."""
+        model, columns = self._model, lane.columns
+        if columns.sessions is None:
+            raise Refused(f"model {model.name!r} keeps no state any more")
+        ticket = _StateTicket(model, lane, model._found(lane, len(ids)), len(ids))
+        rows = slice(ticket.first, ticket.first + ticket.rows)
+        columns.sessions["slot"][rows], columns.sessions["step"][rows] = ids, steps
+        columns.sessions["flags"][rows] = flag | NO_FORWARD
+        for extents in columns.input_extents.values():
+            extents[rows] = 0
+        for name, array in state.items():
+            columns.state_in[name][rows] = array
+        ticket._send(deadline, 0)
+        return ticket
+
+
+class _StateTicket(Ticket):
+    """A ticket whose outputs are the state that its rows leave. Given up at the end of a ``with``."""
+
+    __slots__ = ()
+
+    def _collected(self) -> Reply:
+        answer = self._checked()
+        rows = slice(self.first, self.first + self.rows)
+        return Reply({name: array[rows].copy() for name, array in self._lane.columns.state_out.items()}, answer.version)
+
+    def __enter__(self) -> _StateTicket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_up()
+
+
+def _concatenated(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class _Step:

@@ -18,7 +18,7 @@ import tritonclient.http
 from tests.serving import serving, wait_until
 from tritonclient.utils import InferenceServerException
 
-from jurybox.client import Refused, RowFailed, SessionLost, SpecMismatch, connect
+from jurybox.client import RowFailed, SessionLost, SpecMismatch, connect
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.row_frames import joined_strings, split_strings
@@ -427,6 +427,26 @@ def test_a_sequence_goes_on_where_it_was(way):
             way.infer("sum", {"x": numbers(1)}, sequence_id=name)
 
 
+def test_a_sequences_state_is_read_and_written(way):
+    ask = {"sequence_id": "kept", "session_state": "get"}
+    assert way.one("sum", {"x": numbers(5)}, sequence_id="kept", sequence_start=True)[0] == 5
+    assert way.infer("sum", {}, **ask)[0] == {"total": [5]}
+    assert way.infer("sum", {"total": [np.float32(40)]}, sequence_id="kept", session_state="set")[0] == {}
+    assert way.one("sum", {"x": numbers(2)}, sequence_id="kept")[0] == 42
+    assert way.infer("sum", {}, sequence_start=True, **ask)[0] == {"total": [0]}
+    for inputs, parameters, message in (
+        ({}, {"session_state": "get"}, "sequence_id"),
+        ({}, {"session_state": "take", "sequence_id": "kept"}, "'get' or 'set'"),
+        ({}, {"session_state": "set", "sequence_id": "kept"}, "takes total"),
+        ({"x": numbers(1)}, ask, "is not the model's"),
+        ({"total": numbers(1)}, {"session_state": "set", "sequence_id": "kept"}, "expected shape"),
+        ({}, {"session_state": "get", "sequence_id": "never"}, "START"),
+    ):
+        with pytest.raises(Failed, match=message):
+            way.infer("sum", inputs, **parameters)
+    assert way.one("sum", {"x": numbers(2)}, sequence_id="kept", sequence_end=True)[0] == 2
+
+
 def test_a_start_begins_anew(way):
     for value, start, expected in ((5, True, 5), (1, False, 6), (2, True, 2), (2, False, 4)):
         flags = {"sequence_start": start, "sequence_id": 99}
@@ -620,9 +640,18 @@ def test_our_clients_sessions_keep_their_state(ours):
         np.testing.assert_array_equal(one.infer(x[:2], session=[2, 0]), [201, 12])
         np.testing.assert_array_equal(one.infer(x, reset=[False, True, False]), [13, 10, 301])
         np.testing.assert_array_equal(other.infer(x), [2, 20, 200])
-        with pytest.raises(Refused, match="not read or written over grpc://"):
-            one.get_state()
+        np.testing.assert_array_equal(one.get_state([2, 0])["total"], [301, 13])
         np.testing.assert_array_equal(one.infer(x), [14, 20, 401])
+        other.set_state({"total": one.get_state()["total"][[2, 0]]}, session=[0, 2])
+        np.testing.assert_array_equal(other.infer(x), [402, 30, 114])
+        with pytest.raises(Exception, match="negative"):
+            one.infer(-x)
+        one._next[1] = 9  # a client that claims steps it never took
+        with pytest.raises(SessionLost) as lost:
+            one.get_state()
+        assert lost.value.sessions == [1]
+        one.set_state({"total": np.zeros(1, np.float32)}, session=[1])
+        np.testing.assert_array_equal(one.get_state()["total"], [14, 0, 401])
     for _ in range(8):  # closed sessions give their rows back: there are 15
         with ours.model("sum").sessions(4) as sessions:
             np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [1, 1, 1, 1])

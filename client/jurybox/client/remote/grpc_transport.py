@@ -1,7 +1,8 @@
 """The transport of a lane over gRPC: every ticket is a ModelInfer call of the Open Inference Protocol.
 
 What the protocol has no words for goes in parameters, which a Jurybox gateway knows: `extents` for rows that differ in
-size, `row_errors` for those that failed, `session_client` and `sessions` for the sessions that rows are of.
+size, `row_errors` for those that failed, `session_client` and `sessions` for the sessions that rows are of, and
+`session_state` where their state is read or written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jurybox.client.link import RowsHere
 from jurybox.client.remote.grpc_channel import Asker, failure
 from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching
 from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.arena import LOAD, STORE
 from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.row_frames import elements, extents_of_text, extents_text, joined_strings, split_strings
 from jurybox.protocol.scoreboard import ENGINE, EngineState
@@ -31,10 +33,6 @@ if TYPE_CHECKING:
     import asyncio
 
 _FAREWELL = 0.5  # seconds that telling the gateway of closed sessions may take
-_NO_STATE = (
-    "the state of sessions is not read or written over grpc://: connect with the server's tcp:// address, or with its "
-    "ipc:// address on its host"
-)
 _parents: list[Any] = []  # in a forked child: what gRPC would try to end in its parent's name, were it collected
 
 
@@ -88,17 +86,17 @@ class GrpcTransport:
             request.model_version = str(ticket.version)
         first, end = ticket.first, ticket.first + ticket.rows
         columns = self._rows.columns
+        inputs, arrays = self._spec.inputs, columns.inputs
         if columns.sessions is not None:
             records = columns.sessions[first:end]
-            if records["flags"].any():
-                self._calls[ticket.sequence] = asked
-                self._arrived(asked, ticket, Error(_NO_STATE, Code.UNSUPPORTED))
-                return
+            if flags := int(records["flags"][0]):  # all of a ticket's rows have the same
+                inputs, arrays = (self._spec.state, columns.state_in) if flags & LOAD else ({}, {})
+                request.parameters["session_state"].string_param = "set" if flags & LOAD else "get"
             steps = zip(records["slot"].tolist(), records["step"].tolist(), strict=True)
             request.parameters["session_client"].string_param = self._client
             request.parameters["sessions"].string_param = ";".join(f"{slot}:{step}" for slot, step in steps)
-        for name, tensor in self._spec.inputs.items():
-            rows = columns.inputs[name][first:end]
+        for name, tensor in inputs.items():
+            rows = arrays[name][first:end]
             if not tensor.variable:
                 request.inputs.add(name=name, datatype=OIP_NAMES[tensor.dtype], shape=rows.shape)
                 request.raw_input_contents.append(rows.tobytes())
@@ -258,11 +256,14 @@ class GrpcTransport:
         pairs = zip(response.outputs, response.raw_output_contents, strict=True)
         came = {tensor.name: (tensor, raw) for tensor, raw in pairs}
         columns = self._rows.columns
-        for name, spec in self._spec.outputs.items():
+        specs, outputs = self._spec.outputs, columns.outputs
+        if columns.sessions is not None and (flags := int(columns.sessions["flags"][first])):
+            specs, outputs = (self._spec.state, columns.state_out) if flags & STORE else ({}, {})
+        for name, spec in specs.items():
             if name not in came:
                 raise ValueError(f"output {name!r} is missing")
             tensor, raw = came[name]
-            target = columns.outputs[name][first : first + rows]
+            target = outputs[name][first : first + rows]
             if not spec.variable:
                 if len(raw) != target.nbytes:
                     raise ValueError(f"output {name!r}: {target.nbytes} raw bytes were expected, came {len(raw)}")

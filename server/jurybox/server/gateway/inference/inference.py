@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.row_frames import extents_text, joined_strings
-from jurybox.protocol.spec import BYTES, TensorSpec
+from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.lanes import PATIENCE, Held, Lanes
@@ -21,7 +21,9 @@ from jurybox.server.gateway.inference.models import Repository
 from jurybox.server.gateway.inference.sequences import IDLE, Sequences, Turn
 from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
 from jurybox.server.gateway.inference.tensors import (
+    GET,
     NOTHING,
+    SET,
     Asked,
     Parameters,
     Place,
@@ -173,13 +175,16 @@ class Inference:
         while True:
             held = await self._lanes.hold(request.model)
             _require_sequence(held, turn)
-            inputs, n = self._inputs(held, request.inputs)
-            places = self._wanted(held, request.outputs, n)
+            takes, gives = _specs(held.spec, asked)
+            inputs, n = self._inputs(held, takes, request.inputs)
+            if turn is not None and asked.state == GET:
+                n = len(turn.keys)
+            places = self._wanted(gives, request.outputs, n)
             try:
                 if turn is None:
                     arrays, used = await self._lanes.ask(held, inputs, n, until - time.monotonic(), version)
                 else:
-                    arrays, used = await turn.infer(self._lanes, held, inputs, n, until, version)
+                    arrays, used = await turn.infer(self._lanes, held, inputs, n, until, version, asked.state)
                 break
             except RowFailed as error:
                 self._told(request.model, True)
@@ -208,19 +213,20 @@ class Inference:
         told: dict[str, Any] = dict(_FINAL) if asked.final else {}
         if failed:
             told["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
-        made = [self._output(held, name, arrays[name], place, failed, asked) for name, place in places]
+        made = [self._output(gives[name], name, arrays[name], place, failed, asked) for name, place in places]
         return InferResponse(request.model, str(used), request.id, made, told)
 
-    def _inputs(self, held: Held, given: list[Input]) -> tuple[dict[str, Rows], int]:
+    def _inputs(self, held: Held, specs: Mapping[str, TensorSpec], given: list[Input]) -> tuple[dict[str, Rows], int]:
         """Rows by name, n each."""
-        specs = held.spec.inputs
         arrays: dict[str, Rows] = {}
         n = 0
         for tensor in given:
             spec = specs.get(tensor.name)
             if spec is None or tensor.name in arrays:
                 what = "came twice" if spec else "is not the model's"
-                raise SpecMismatch(f"input {tensor.name!r} {what}; model {held.spec.name!r} takes {', '.join(specs)}")
+                raise SpecMismatch(
+                    f"input {tensor.name!r} {what}; model {held.spec.name!r} takes {', '.join(specs) or 'none'}"
+                )
             arrays[tensor.name] = array = self._input(tensor, spec)
             if n and len(array) != n:
                 raise SpecMismatch(f"input {tensor.name!r} has {len(array)} rows, an earlier one {n}: expected as many")
@@ -242,15 +248,14 @@ class Inference:
             source = Raw(tensor.name, tensor.data) if tensor.raw else Values(tensor.name, tensor.data)
         return rows_of(tensor.name, tensor.datatype, tensor.shape, spec, extents, source)
 
-    def _wanted(self, held: Held, wanted: list[Wanted], n: int) -> list[tuple[str, Place | None]]:
+    def _wanted(self, specs: Mapping[str, TensorSpec], wanted: list[Wanted], n: int) -> list[tuple[str, Place | None]]:
         """The outputs to give, each with the shared memory it goes to; refused before anything is computed."""
-        specs = held.spec.outputs
         if not wanted:
             return [(name, None) for name in specs]
         places: dict[str, Place | None] = {}
         for output in wanted:
             if output.name not in specs:
-                raise SpecMismatch(f"output {output.name!r} is not the model's; there are {', '.join(specs)}")
+                raise SpecMismatch(f"output {output.name!r} is not the model's; there are {', '.join(specs) or 'none'}")
             if output.name in places:
                 raise SpecMismatch(f"output {output.name!r} was asked for twice: name each once")
             place, extents = of_tensor(output.name, output.parameters) if output.parameters else (None, None)
@@ -263,9 +268,8 @@ class Inference:
         return list(places.items())
 
     def _output(
-        self, held: Held, name: str, rows: Rows, place: Place | None, failed: Mapping[int, str], asked: Asked
+        self, spec: TensorSpec, name: str, rows: Rows, place: Place | None, failed: Mapping[int, str], asked: Asked
     ) -> Output:
-        spec = held.spec.outputs[name]
         output = _output(name, spec, rows, failed, extents=asked.extents)
         if place is None:
             return output
@@ -292,6 +296,13 @@ class _Nothing(Source):
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
         """Raises ProtocolMismatch."""
         raise malformed(f"input {self._name!r} came without data")
+
+
+def _specs(model: ModelSpec, asked: Asked) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
+    """What goes in and what comes out: inputs and outputs, or the state of sequences in place of one of them."""
+    if asked.state == GET:
+        return {}, model.state
+    return (model.state, {}) if asked.state == SET else (model.inputs, model.outputs)
 
 
 def _require_sequence(held: Held, turn: Turn | None) -> None:

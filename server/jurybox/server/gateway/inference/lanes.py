@@ -157,6 +157,20 @@ class Lanes:
             held.in_use -= 1
             self.let_go(held)
 
+    async def exchange_state(
+        self, held: Held, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
+    ) -> Arrays:
+        """The state of some sessions, by name; or write it, where one is given. Raises as `ask_sessions`."""
+        assert held.sessions is not None
+        if held.retired:
+            raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
+        held.in_use += 1
+        try:
+            return await held.sessions.exchange_state_async(sessions, begin, state, seconds)
+        finally:
+            held.in_use -= 1
+            self.let_go(held)
+
     async def probe(self, held: Held, seconds: float, version: int) -> None:
         """Ask one row of zeros, small where rows differ in size. Raises as `ask`."""
         row = {name: _zero(spec) for name, spec in held.spec.inputs.items()}

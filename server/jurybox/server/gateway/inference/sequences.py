@@ -33,7 +33,7 @@ from jurybox.protocol.errors import (
 )
 from jurybox.server.gateway.inference.coalescer import Arrays
 from jurybox.server.gateway.inference.lanes import Held, Lanes
-from jurybox.server.gateway.inference.tensors import Steps
+from jurybox.server.gateway.inference.tensors import SET, Steps
 
 Key = tuple[Any, ...]  # model, and the sequence's name
 
@@ -105,9 +105,12 @@ class Turn:
         return not any(self.steps)
 
     async def infer(
-        self, lanes: Lanes, held: Held, inputs: Arrays, n: int, until: float, version: int
+        self, lanes: Lanes, held: Held, inputs: Arrays, n: int, until: float, version: int, state: str = ""
     ) -> tuple[Arrays, int]:
         """Compute a row of each sequence when it is its turn.
+
+        Args:
+            state: GET, to be given their state and nothing computed; SET, where the inputs are what it shall be.
 
         Raises:
             SessionLost: `sessions` of it are the rows whose sequences have lost their state; nothing was computed.
@@ -125,7 +128,11 @@ class Turn:
         for sequence in self._of:
             sequence.next = None  # until it is known what became of this step
         try:
-            answer = await lanes.ask_sessions(held, inputs, slots, begin, until - time.monotonic(), version)
+            left = until - time.monotonic()
+            if state:
+                answer = await lanes.exchange_state(held, slots, begin, inputs if state == SET else None, left), 0
+            else:
+                answer = await lanes.ask_sessions(held, inputs, slots, begin, left, version)
         except RowFailed as error:
             self._stepped([row for row in range(n) if row not in error.errors])
             self._still(list(error.errors), before)

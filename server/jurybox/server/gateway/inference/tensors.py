@@ -233,7 +233,8 @@ _FINAL = "triton_enable_empty_final_response"
 _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _EXTENTS = "extents"
 _CLIENT = re.compile(r"[0-9a-f]{32}")
-_KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, row_errors, extents"
+_KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, session_state, row_errors, extents"
+GET, SET = "get", "set"  # of session_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,7 @@ class Asked:
         extents: whether outputs may come flat, with the sizes of their rows in a parameter, where those differ.
         steps: of sequences; None: it is of none.
         over: the client of ours whose sessions are over.
+        state: GET where the answer is the sequences' state, SET where the inputs are; nothing is computed then.
     """
 
     seconds: float | None = None
@@ -272,6 +274,7 @@ class Asked:
     extents: bool = False
     steps: Steps | None = None
     over: str = ""
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +291,7 @@ NOTHING = Asked()
 
 def of_request(parameters: Parameters) -> Asked:
     """Read the parameters of a request. Raises Refused (code UNSUPPORTED) naming what is not done here."""
-    seconds, client = None, ""
+    seconds, client, state = None, "", ""
     flags = dict.fromkeys((_FINAL, "row_errors", _EXTENTS, "sequence_start", "sequence_end"), False)
     sequence: int | str = 0
     sessions: str | None = None
@@ -307,6 +310,10 @@ def of_request(parameters: Parameters) -> Asked:
             if not isinstance(value, str) or not _CLIENT.fullmatch(value):
                 raise malformed(f"parameter {name}={shown(value)}: expected 32 hexadecimal digits")
             client = value
+        elif name == "session_state":
+            if value not in (GET, SET):
+                raise malformed(f"parameter {name}={shown(value)}: expected {GET!r} or {SET!r}")
+            state = str(value)
         elif name == "sessions":
             if not isinstance(value, str):
                 raise malformed(f"parameter {name}={shown(value)}: expected text")
@@ -325,7 +332,9 @@ def of_request(parameters: Parameters) -> Asked:
         steps = _steps_of(client, sessions)
     elif client:
         over = client
-    return Asked(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over)
+    if state and steps is None:
+        raise malformed("session_state came without the sequence whose state is meant: expected a sequence_id")
+    return Asked(seconds, flags[_FINAL], flags["row_errors"], flags[_EXTENTS], steps, over, state)
 
 
 def _sequence_id(value: object) -> int | str:
