@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, Timeout
+from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, SessionLost, Timeout
 from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
@@ -223,3 +223,45 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
     await asyncio.sleep(0.01)
     assert not held.together.busy
     assert let_go == [held]
+
+
+class Summing:
+    """Sessions of a model that adds up what each is given; a negative number breaks it, what is in `lost` is lost."""
+
+    version = 7
+
+    def __init__(self):
+        self.totals, self.lost, self.tickets = {}, set(), []
+
+    async def infer_async(self, inputs, session, reset, *, timeout, version):
+        assert len(set(session)) == len(session)
+        self.tickets.append(list(session))
+        await asyncio.sleep(0.001)
+        if gone := [number for number in session if number in self.lost]:
+            raise SessionLost("lost", sessions=gone)
+        if (inputs["x"] < 0).any():
+            raise ModelFailed("negative")
+        for number, begins, row in zip(session, reset, inputs["x"], strict=True):
+            self.totals[number] = row + (0 if begins else self.totals[number])
+        return np.stack([self.totals[number] for number in session])
+
+
+async def test_rows_of_many_sessions_share_tickets_and_each_is_told_its_own():
+    sessions = Summing()
+    together = RequestCoalescer(Lane(), 8, sessions=sessions)
+
+    def ask(value, *numbers, begins=False):
+        rows = {"x": np.full((len(numbers), 2), value, np.float32)}
+        return together.ask(rows, len(numbers), 20.0, 0, dict.fromkeys(numbers, begins))
+
+    await asyncio.gather(*(ask(n, n, begins=True) for n in range(8)))
+    assert sessions.tickets == [list(range(8))]
+    sessions.lost = {1, 6}
+    asked = [ask(10, 0), ask(10, 1), ask(-1, 2), ask(10, 3), ask(10, 5, 6), ask(10, 7)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [float(answers[i][0]["y"][0, 0]) for i in (0, 3, 5)] == [10, 13, 17]
+    assert (answers[1].sessions, answers[4].sessions) == ([1], [6])
+    assert isinstance(answers[2], ModelFailed) and sessions.totals[5][0] == 5
+    sessions.lost.clear()
+    again = await asyncio.gather(*(ask(100, 3) for _ in range(3)))  # the second needs the first one's answer
+    assert [float(outputs["y"][0, 0]) for outputs, _ in again] == [113, 213, 313]

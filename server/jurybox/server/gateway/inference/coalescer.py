@@ -2,7 +2,7 @@
 
 A ticket costs the gateway, the engine and the kernel the same however many rows it has. So rows of different requests
 share tickets, two in flight at most: one computes, one waits, and what comes meanwhile makes up the next. A lone
-request waits for nobody.
+request waits for nobody. Rows of different sessions of a model with state share tickets in the same way.
 
 Nothing that goes wrong on the lane may leave a caller without an answer: whatever it raises is told to those whose
 ticket it was, and the lane, whose rows may be lost with it, is given up.
@@ -22,7 +22,8 @@ import numpy as np
 from jurybox.client import Model, Timeout
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
-from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, said
+from jurybox.client.sessions import Sessions
+from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes where rows differ in size
 
@@ -34,13 +35,17 @@ _DOUBT = 1.0  # seconds a ticket still has whose answer may have been lost on th
 
 @dataclass(slots=True)
 class _Asked:
-    """Rows of one request; `until` is in seconds of the monotonic clock."""
+    """Rows of one request; `until` is in seconds of the monotonic clock.
+
+    `sessions` are those that the rows are of, each with whether it begins; None: the model keeps no state.
+    """
 
     inputs: Arrays
     n: int
     version: int
     until: float
     answer: asyncio.Future[tuple[Arrays, int]]
+    sessions: Mapping[int, bool] | None
 
 
 class RequestCoalescer:
@@ -51,6 +56,7 @@ class RequestCoalescer:
         most: rows of a ticket.
         broken: called when the lane cannot be trusted with rows any more.
         idle: called when nothing is in flight and nobody waits.
+        sessions: of a model with state.
     """
 
     def __init__(
@@ -59,8 +65,10 @@ class RequestCoalescer:
         most: int,
         broken: Callable[[], None] = lambda: None,
         idle: Callable[[], None] = lambda: None,
+        sessions: Sessions | None = None,
     ) -> None:
         self._model = model
+        self._sessions = sessions
         self._most = most
         self._broken = broken
         self._idle = idle
@@ -75,15 +83,21 @@ class RequestCoalescer:
         """Whether something waits or is in flight."""
         return bool(self._in_flight or self._waiting)
 
-    async def ask(self, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
+    async def ask(
+        self, inputs: Arrays, n: int, seconds: float, version: int, sessions: Mapping[int, bool] | None = None
+    ) -> tuple[Arrays, int]:
         """Compute n rows, at most `most`; gives outputs by name, views of their ticket's, and the weights' version.
 
+        Args:
+            sessions: of a model with state those that the rows are of, in their order, and whether each begins.
+
         Raises:
+            SessionLost: `sessions` of it have lost their state; nothing was computed.
             Timeout, Busy, ModelFailed, Refused, ServerGone.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Arrays, int]] = loop.create_future()
-        self._waiting.append(_Asked(inputs, n, version, time.monotonic() + seconds, answer))
+        self._waiting.append(_Asked(inputs, n, version, time.monotonic() + seconds, answer, sessions))
         if not self._called and len(self._in_flight) < _IN_FLIGHT:
             # Not at once: requests that came in the same turn of the loop come along.
             self._called = True
@@ -157,7 +171,7 @@ class RequestCoalescer:
         most = self._most if len(self._waiting) < 2 else min(self._most, self._model.room())
         while self._waiting:
             asked = self._waiting[0]
-            if taken and (rows + asked.n > most or asked.version != taken[0].version):
+            if taken and (rows + asked.n > most or asked.version != taken[0].version or _meet(asked, taken)):
                 break
             self._waiting.popleft()
             if not asked.answer.done():  # its caller has given up
@@ -178,6 +192,9 @@ class RequestCoalescer:
         try:
             await self._compute(taken)
         except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
+            if isinstance(error, SessionLost) and len(taken) > 1 and error.sessions:
+                await self._answer_others(taken, error)
+                return
             # What the lane should not raise may have cost it rows.
             ours = isinstance(error, Error)
             failure = error if isinstance(error, Error) else ModelFailed(f"{self._unread}: {said(error)}")
@@ -189,6 +206,20 @@ class RequestCoalescer:
             if not ours or failure.code in _OVER:
                 self._broken()
 
+    async def _answer_others(self, taken: list[_Asked], lost: SessionLost) -> None:
+        """Some have lost their sessions, so that nothing was computed: tell them, and ask for the others alone."""
+        rest = []
+        for asked in taken:
+            if not (mine := [number for number in asked.sessions or () if number in lost.sessions]):
+                rest.append(asked)
+            elif not asked.answer.done():
+                asked.answer.set_exception(SessionLost(str(lost), sessions=mine))
+        if len(rest) < len(taken):
+            if rest := [asked for asked in rest if not asked.answer.done()]:
+                await self._answer(rest)
+        else:
+            self._fail(taken, lost)
+
     async def _compute(self, taken: list[_Asked]) -> None:
         """Ask for these rows as one ticket, and hand out the answers."""
         first = taken[0]
@@ -199,8 +230,15 @@ class RequestCoalescer:
         seconds = max(asked.until for asked in taken) - time.monotonic()
         failed: Mapping[int, str] = {}
         try:
-            reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
-            came, version = reply.outputs, reply.version
+            if self._sessions is None:
+                reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
+                came, version = reply.outputs, reply.version
+            else:
+                begins = {number: begin for asked in taken for number, begin in (asked.sessions or {}).items()}
+                came = await self._sessions.infer_async(
+                    inputs, list(begins), list(begins.values()), timeout=seconds, version=first.version
+                )
+                version = self._sessions.version  # nothing else runs between its last line and here
         except RowFailed as error:
             if len(taken) == 1 or not error.errors:
                 raise
@@ -222,6 +260,13 @@ class RequestCoalescer:
         for asked in taken:
             if not asked.answer.done():
                 asked.answer.set_exception(error)
+
+
+def _meet(asked: _Asked, taken: list[_Asked]) -> bool:
+    """Whether a session of this request is in one of those: it needs the answer to that first."""
+    if asked.sessions is None:
+        return False
+    return any(other.sessions is not None and asked.sessions.keys() & other.sessions.keys() for other in taken)
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -59,7 +59,9 @@ class Held:
         if model.spec.state:
             self.sessions = Sessions(model, rows)
             self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are several
-        self.together = RequestCoalescer(model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self))
+        self.together = RequestCoalescer(
+            model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self), self.sessions
+        )
         self.in_use = 0  # callers that are waited for
         self.retired = self.closed = False
 
@@ -67,10 +69,6 @@ class Held:
     def has_sequence(self) -> bool:
         """Whether some sequence's state would be lost with the lane."""
         return self.sessions is not None and len(self.free) < max(1, self.rows - 1)
-
-    def named(self, outputs: Any) -> Arrays:
-        """Outputs by name, of those that a model's client gives."""
-        return outputs if len(self.spec.outputs) > 1 else {next(iter(self.spec.outputs)): outputs}
 
 
 class Lanes:
@@ -150,9 +148,9 @@ class Lanes:
             raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
         held.in_use += 1
         try:
-            outputs = await held.sessions.infer_async(inputs, sessions, begin, timeout=seconds, version=version)
-            # Nothing else runs between its last line and here.
-            return held.named(outputs), held.sessions.version
+            return await held.together.ask(
+                inputs, len(sessions), seconds, version, dict(zip(sessions, begin, strict=True))
+            )
         finally:
             held.in_use -= 1
             self.let_go(held)
