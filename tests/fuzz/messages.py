@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from random import Random
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import wire
+
+
+def sending(examples: int, *, same: bool) -> settings:
+    """Settings of a test that sends generated messages to a server.
+
+    Args:
+        same: every run sends the same messages, as the suite does; the long runs look further.
+    """
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],  # a batch that does harm is shown as it is: making it smaller takes minutes
+        suppress_health_check=list(HealthCheck),
+        derandomize=same,
+    )
+
 
 # Models whose rows differ in size, fail alone or have state (tests/open_models.py), with their input.
 OPEN = {"text": "text", "image": "image", "mask": "image", "picky": "x", "sum": "x"}

@@ -4,9 +4,9 @@ from random import Random
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.fuzz.messages import CLIENTS, EXTENTS, NAMES, OPEN, SEQUENCES, STEPS, STRINGS, U64, bent, mutated
+from tests.fuzz.messages import CLIENTS, EXTENTS, NAMES, OPEN, SEQUENCES, STEPS, STRINGS, U64, bent, mutated, sending
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.spec import OIP_NAMES
@@ -169,14 +169,7 @@ def test_any_bytes_in_any_call(server, nothing_leaks, count):
     again = AGAIN if count >= 10_000 else 0
     random = Random(count)
 
-    @settings(
-        max_examples=-(-count // AT_ONCE // (again + 1)),
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],  # a batch that does harm is shown as it is: making it smaller takes minutes
-        suppress_health_check=list(HealthCheck),
-        derandomize=count < 10_000,
-    )
+    @sending(-(-count // AT_ONCE // (again + 1)), same=count < 10_000)
     @given(
         st.lists(CALLS, min_size=AT_ONCE, max_size=AT_ONCE),
         st.sampled_from(PACKED),
@@ -209,14 +202,7 @@ def test_any_bytes_in_any_call(server, nothing_leaks, count):
     "count", [pytest.param(20, id="short"), pytest.param(10_000, id="long", marks=[pytest.mark.slow])]
 )
 def test_any_bytes_in_a_stream(server, nothing_leaks, count):
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=count < 1000,
-    )
+    @sending(count, same=count < 1000)
     @given(st.lists(st.one_of(INFER, mutated(INFER), OPEN_INFER, BOMBS), min_size=1, max_size=20), st.integers(0, 20))
     def fuzz(batch, given_up):
         stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(iter(batch), timeout=30)

@@ -14,7 +14,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.fuzz.messages import CLIENTS, EXTENTS, OPEN, SEQUENCES, STEPS, STRINGS, bent
+from tests.fuzz.messages import CLIENTS, EXTENTS, OPEN, SEQUENCES, STEPS, STRINGS, bent, sending
 
 _CHANGES_MODELS = ("/load", "/unload")  # of which the models that are served shall remain
 
@@ -125,14 +125,7 @@ def test_any_body_to_infer(server, nothing_leaks, count):
     again = AGAIN if count >= 10_000 else 0
     random = Random(count)
 
-    @settings(
-        max_examples=-(-count // (again + 1)),
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=count < 1000,
-    )
+    @sending(-(-count // (again + 1)), same=count < 1000)
     @given(
         st.one_of(
             st.binary(max_size=300),
@@ -204,14 +197,7 @@ NAMED = st.one_of(
     ],
 )
 def test_any_sizes_strings_and_sequences_to_infer(server, nothing_leaks, count):
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=count < 1000,
-    )
+    @sending(count, same=count < 1000)
     @given(
         st.sampled_from(list(OPEN)),
         st.sampled_from([[1], [2], [0], [-1], [2**40], [1, 1], [1, 2, 2, 3], [2, 0, 5, 3], [1, 2**40, 0, 3], [12]]),

@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 import zmq
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.fuzz import messages
 
@@ -95,14 +95,7 @@ def bombard(stranger, message, count, watched):
     again = AGAIN if count >= 10_000 else 0
     random = Random(count)
 
-    @settings(
-        max_examples=-(-count // AT_ONCE // (again + 1)),
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],  # a batch that does harm is shown as it is: making it smaller takes minutes
-        suppress_health_check=list(HealthCheck),
-        derandomize=count < 10_000,  # the suite sends the same every time; the long run looks further
-    )
+    @messages.sending(-(-count // AT_ONCE // (again + 1)), same=count < 10_000)
     @given(st.lists(message, min_size=AT_ONCE, max_size=AT_ONCE))
     def fuzz(batch):
         for turn in range(again + 1):
@@ -160,14 +153,7 @@ def test_any_bytes_on_a_bare_connection(server, nothing_leaks, transport, count)
     host, port = server.told[transport].rsplit(":", 1)
     commands = st.lists(st.one_of(st.sampled_from(COMMANDS), st.binary(max_size=20)), max_size=40).map(b"".join)
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=count < 1000,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @messages.sending(count, same=count < 1000)
     @given(
         st.one_of(st.binary(max_size=300), st.sampled_from(OPENINGS), commands.map(lambda sent: ZMTP + sent)),
         st.booleans(),

@@ -18,9 +18,12 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -140,7 +143,48 @@ def attach(fd: int) -> ControlPipe:
 
 
 # ----
-# How a process with an event loop shows the supervisor that the loop turns.
+# What a child with an event loop does with its control pipe.
+
+
+def configuration(control_pipe: ControlPipe) -> dict[str, Any] | None:
+    """Wait for the first message, which may be long in coming to a process on standby; None where the parent ended.
+
+    Raises:
+        ValueError: the first message is not "configure".
+    """
+    try:
+        while (orders := control_pipe.receive(30.0)) is None:
+            continue
+    except EOFError:
+        return None
+    if orders["kind"] != "configure":
+        raise ValueError(f"expected the order to configure, got {orders['kind']!r}")
+    return orders
+
+
+def stop_event(control_pipe: ControlPipe, unknown: Callable[[str], None]) -> asyncio.Event:
+    """An event that is set when the control pipe says stop, or ends; call it in a running event loop.
+
+    Args:
+        unknown: is called with the kind of any other message.
+    """
+    import asyncio  # engines have no event loop
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def heard() -> None:
+        try:
+            while (message := control_pipe.receive(0)) is not None:
+                if message["kind"] == "stop":
+                    stop.set()
+                else:
+                    unknown(message["kind"])
+        except (EOFError, OSError):
+            loop.remove_reader(control_pipe.fileno())
+            stop.set()
+
+    loop.add_reader(control_pipe.fileno(), heard)
+    return stop
 
 
 _EVERY = 1.0  # seconds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -129,15 +130,23 @@ def _gateway(server: dict[str, Any]) -> str:
 
 def _ask(address: str | None) -> dict[str, Any]:
     """The status document of the server there; ends the process with a message when there is none."""
+    from jurybox.client import connect
+
+    with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
+        return server.status()
+
+
+@contextlib.contextmanager
+def reaching(address: str | None) -> Iterator[str]:
+    """The address of a server; errors of the block end the process with a message."""
     from zmq import ZMQError
 
-    from jurybox.client import Error, connect
+    from jurybox.client import Error
     from jurybox.protocol.address import default_address
 
     where = address or default_address()
     try:
-        with connect(where, timeout=_TIMEOUT) as server:
-            return server.status()
+        yield where
     except Error as error:
         typer.echo(f"jurybox: {error}", err=True)
         raise typer.Exit(_FAILED) from error

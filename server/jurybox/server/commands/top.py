@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from jurybox.server.commands.show import Address, Phrases, Table, batch, duration, errors
+from jurybox.server.commands.show import Address, Phrases, Table, batch, duration, errors, reaching
 
 _FAILED, _USAGE = 1, 2
 _TIMEOUT = 2.0  # seconds
@@ -40,16 +40,14 @@ def top(
     address: Address = None,
 ) -> None:
     """Watch a server: rates, latencies, batches, models, engines, events; q or Ctrl-C ends it."""
-    from zmq import ZMQError
-
-    from jurybox.client import Error
-    from jurybox.protocol.address import default_address
-
-    where = address or default_address()
     console = Console(highlight=False)
     if once and not console.is_terminal:
         console = Console(highlight=False, width=200)
-    looker = _Looker(where, window=max(2.0, interval))
+    with reaching(address) as where:
+        _look(_Looker(where, window=max(2.0, interval)), console, once, interval)
+
+
+def _look(looker: _Looker, console: Console, once: bool, interval: float) -> None:
     try:
         if once:
             looker.look()
@@ -57,12 +55,6 @@ def top(
             console.print(screen(looker.look()))
         else:
             _watch(looker, console, interval)
-    except Error as error:
-        typer.echo(f"jurybox: {error}", err=True)
-        raise typer.Exit(_FAILED) from error
-    except (ZMQError, ValueError) as error:
-        typer.echo(f"jurybox: {where!r} is no address ({error}): expected such as ipc:///run/jurybox/engine", err=True)
-        raise typer.Exit(_USAGE) from error
     except KeyboardInterrupt:
         return
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jurybox.processes import ControlPipe, signs_of_life
+from jurybox.processes import ControlPipe, configuration, signs_of_life, stop_event
 from jurybox.protocol.errors import said
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
@@ -58,8 +58,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     except (OSError, ValueError, ImportError) as error:
         control_pipe.send("failed", reason=str(error))
         return COULD_NOT_START
-    stop = asyncio.Event()
-    _obey(control_pipe, stop, log)
+    stop = stop_event(control_pipe, lambda kind: log.warning("unknown order", order=kind))
     asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, oip, log))
     if rpc is not None:
         await rpc.start()
@@ -102,24 +101,6 @@ def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotSer
     return {name: RobotServer(name, settings, orders["address"], access) for name, settings in robots.items()}
 
 
-def _obey(control_pipe: ControlPipe, stop: asyncio.Event, log: Log) -> None:
-    """Set `stop` when the control pipe says so, or ends."""
-    loop = asyncio.get_running_loop()
-
-    def heard() -> None:
-        try:
-            while (message := control_pipe.receive(0)) is not None:
-                if message["kind"] == "stop":
-                    stop.set()
-                else:
-                    log.warning("unknown order", order=message["kind"])
-        except (EOFError, OSError):
-            loop.remove_reader(control_pipe.fileno())
-            stop.set()
-
-    loop.add_reader(control_pipe.fileno(), heard)
-
-
 async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable[[], None]) -> bool:
     """Serve until `stop`, or until HTTP ends by itself; gives whether all was well.
 
@@ -158,20 +139,16 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def run(control_pipe: ControlPipe, ahead: Sequence[str] = ()) -> int:
-    """The gateway's main: the first message configures it, and may be long in coming to one on standby.
+    """The gateway's main: the first message configures it.
 
     Args:
-        ahead: names of modules to import while it waits.
+        ahead: names of modules to import before it waits for that message.
     """
-    try:
-        for module in ahead:
-            import_module(module)
-        while (orders := control_pipe.receive(30.0)) is None:
-            continue
-    except EOFError:
+    for module in ahead:
+        import_module(module)
+    orders = configuration(control_pipe)
+    if orders is None:
         return STOPPED
-    if orders["kind"] != "configure":
-        return COULD_NOT_START
     sys.setswitchinterval(_SWITCH)
     os.environ.setdefault("JURYBOX_SPIN_US", "0")  # a thread that spins for answers takes a core from the calls
     log = configure("gateway", orders["log_level"], orders["log_format"])

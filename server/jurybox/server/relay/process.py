@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from jurybox.client.local_link import LocalLink
-from jurybox.processes import ControlPipe, signs_of_life
+from jurybox.processes import ControlPipe, configuration, signs_of_life, stop_event
 from jurybox.protocol.errors import ServerGone
 from jurybox.server.logs import Log, configure
 from jurybox.server.relay.relay import Relay
@@ -38,7 +38,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning)
-    stop = _stop_event(control_pipe, log)
+    stop = stop_event(control_pipe, lambda kind: log.warning("unknown order", order=kind))
     control_pipe.send("ready", tcp=front.bound)
     log.debug("listening", tcp=front.bound)
     try:
@@ -67,34 +67,11 @@ async def _until(stop: asyncio.Event, relay: Relay) -> None:
             reclaim_at = loop.time() + _RECLAIM
 
 
-def _stop_event(control_pipe: ControlPipe, log: Log) -> asyncio.Event:
-    """Set when the control pipe says so, or ends."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def heard() -> None:
-        try:
-            while (message := control_pipe.receive(0)) is not None:
-                if message["kind"] == "stop":
-                    stop.set()
-                else:
-                    log.warning("unknown order", order=message["kind"])
-        except (EOFError, OSError):
-            loop.remove_reader(control_pipe.fileno())
-            stop.set()
-
-    loop.add_reader(control_pipe.fileno(), heard)
-    return stop
-
-
 def run(control_pipe: ControlPipe) -> int:
-    """The relay's main: the first message configures it, and may be long in coming to one on standby."""
-    try:
-        while (orders := control_pipe.receive(30.0)) is None:
-            continue
-    except EOFError:
+    """The relay's main: the first message configures it."""
+    orders = configuration(control_pipe)
+    if orders is None:
         return STOPPED
-    if orders["kind"] != "configure":
-        return COULD_NOT_START
     log = configure("relay", orders["log_level"], orders["log_format"])
     with contextlib.suppress(OSError):  # some containers forbid it; then the kernel chooses as it likes
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE))

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.cluster.endpoints import BOOK, Serves
 from jurybox.training.environments.hockey.original import make_game
-from jurybox.training.interrupts import Signals
 from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.hockey_actor import fields
 from jurybox.training.recipes.hockey_report import report
 from jurybox.training.recipes.hockey_served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
 from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
 from jurybox.training.recipes.launchers import check_gpus
-from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.recorded_run import RecordingOptions, recorded_run
 from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.replay import Episodes, Field
-from jurybox.training.run_folder import Tracker
-from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -187,13 +182,8 @@ def train(
     settings: HockeyTraining,
     folder: Path,
     *,
-    serial: bool = False,
-    resume: bool = False,
-    console: Console | None = None,
-    signals: Signals | None = None,
     command: str = "",
-    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
-    launcher: Launcher | None = None,
+    **options: Unpack[RecordingOptions],
 ) -> Outcome:
     """Train; leaves metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif in `folder`.
 
@@ -204,6 +194,7 @@ def train(
         ServerNotStarted: the policy was to be served, and its server did not come up.
     """
     gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
+    launcher = options.get("launcher")
     check_gpus(launcher, gpus)
     with ExitStack() as resources:
         # Networks this small are slower on two threads, and sums in another order would not be the same sums.
@@ -212,7 +203,7 @@ def train(
         if settings.policy == "served":
             folder.mkdir(parents=True, exist_ok=True)
             serving: object = launcher
-            if isinstance(serving, Serves) and not serial and settings.server is None:
+            if isinstance(serving, Serves) and not options.get("serial") and settings.server is None:
                 if settings.on_failure == "serial":
                     raise ConfigError(
                         "on_failure='serial' does not go with a policy that an engine in a cluster serves, since that "
@@ -229,12 +220,7 @@ def train(
             columns(settings),
             settings,
             lambda outcome, rows: report(settings, outcome, rows, folder, command),
-            serial=serial,
-            resume=resume,
-            console=console,
-            signals=signals,
-            trackers=trackers,
-            launcher=launcher,
+            **options,
         )
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
-from rich.console import Console
-
-from jurybox.training.interrupts import Signals
 from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.marl import MarlTraining, plan
-from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.recorded_run import RecordingOptions, recorded_run
 from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.report import page
 from jurybox.training.report.page import Part, Section, Table
-from jurybox.training.run_folder import Tracker
-from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Kind, Outcome, Plan
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.serving import served_models
@@ -27,13 +23,8 @@ from jurybox.training.runtime.serving import served_models
 def train(
     settings: MarlTraining,
     *,
-    serial: bool = False,
-    resume: bool = False,
-    console: Console | None = None,
-    signals: Signals | None = None,
     command: str = "",
-    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
-    launcher: Launcher | None = None,
+    **options: Unpack[RecordingOptions],
 ) -> Outcome:
     """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `settings.log_dir`.
 
@@ -42,7 +33,7 @@ def train(
         RunLogError: the folder holds another run, and `resume` is not set.
         CheckpointError: no run was begun there.
     """
-    check_gpus(launcher, {"learner_gpus": settings.learner_gpus})
+    check_gpus(options.get("launcher"), {"learner_gpus": settings.learner_gpus})
     folder = settings.log_dir
     with ExitStack() as resources:
         serve = None
@@ -56,12 +47,7 @@ def train(
             _columns(planned),
             settings,
             lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
-            serial=serial,
-            resume=resume,
-            console=console,
-            signals=signals,
-            trackers=trackers,
-            launcher=launcher,
+            **options,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from rich.console import Console
 
@@ -134,6 +134,22 @@ def check_same(folder: Path, settings: Settings) -> None:
 Metrics = Sequence[Mapping[str, float]]
 
 
+class RunOptions(TypedDict, total=False):
+    """Options of `runtime.run.run` that `recorded_run` passes on; see there."""
+
+    serial: bool
+    resume: bool
+    console: Console | None
+    signals: Signals | None
+    launcher: Launcher | None
+
+
+class RecordingOptions(RunOptions, total=False):
+    """Options of `recorded_run` that a training passes on."""
+
+    trackers: Callable[[], Sequence[Tracker]]
+
+
 def recorded_run(
     planned: Plan,
     folder: Path,
@@ -141,12 +157,8 @@ def recorded_run(
     settings: Settings,
     report: Callable[[Outcome, Metrics], str],
     *,
-    serial: bool = False,
-    resume: bool = False,
-    console: Console | None = None,
-    signals: Signals | None = None,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
-    launcher: Launcher | None = None,
+    **options: Unpack[RunOptions],
 ) -> Outcome:
     """Carry out a plan; leaves settings.json, metrics.csv, summary.json and report.html in `folder`.
 
@@ -154,8 +166,8 @@ def recorded_run(
         columns: of metrics.csv.
         settings: of the training, for settings.json.
         report: gives the report's HTML, from the outcome and the rows of metrics.csv.
-        serial, resume, console, signals, launcher: see `run`.
-        trackers: made when the folder is known to be usable.
+        trackers: makes trackers; called when the folder is known to be usable.
+        options: serial, resume, console, signals, launcher: see `runtime.run.run`.
 
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set; or a run is going on there.
@@ -166,18 +178,18 @@ def recorded_run(
             f"a run is going on in {folder} (process {living}): wait for its end, or choose another folder"
         )
 
+    console, resume = options.get("console"), options.get("resume", False)
+
     def say(text: str) -> None:
         if console is not None:
             console.print(text, highlight=False, markup=False)
 
     found = resumed(folder, settings, say) if resume else None
-    resume = found is not None
+    options["resume"] = found is not None
     with RunLog(folder, columns, resume_at=found.env_steps if found else None) as log:
         write_settings(folder, settings)
         log.add_trackers(trackers())
-        outcome = run(
-            planned, folder, log, serial=serial, resume=resume, console=console, signals=signals, launcher=launcher
-        )
+        outcome = run(planned, folder, log, **options)
         log.summarise(
             Summary(
                 env_steps=outcome.env_steps,
