@@ -1,4 +1,4 @@
-"""Generate the protobuf code beside its sources: `make proto`. With --check, say what is stale and fail.
+"""Generate the protobuf code beside its sources: `make proto`. With --check, report stale files and fail.
 
 A generated module is the descriptor of its file; jurybox/protocol/messages.py makes the classes of it, with any
 protobuf from 4.25 on, and says why not protoc's own code. The types, for mypy and editors, are protoc's.
@@ -90,7 +90,7 @@ def _forget_json_names(message: DescriptorProto) -> None:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Split before names, so that a field more in a .proto changes the lines it is in and no others."""
+    """Split before names, so that a new field in a .proto changes few lines."""
     start = 0
     while start < len(data):
         end = data.find(b"\n", start + _WIDTH // 2)
@@ -100,7 +100,7 @@ def _pieces(data: bytes) -> Iterator[bytes]:
 
 
 def stale() -> list[str]:
-    """Names of generated files that differ from what their sources give."""
+    """Names of generated files that are out of date."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {path: (Path(folder) / path).read_text() for path in generate(Path(folder))}
     present = {path.relative_to(ROOT) for path in (ROOT / PACKAGE).glob("*_pb2*.py*")}

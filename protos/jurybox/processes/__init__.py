@@ -1,4 +1,4 @@
-"""Child processes of a supervisor or an orchestrator: a control pipe of small JSON messages, and death together.
+"""Child processes of a supervisor or an orchestrator, which end with it, and their control pipes of JSON messages.
 
 A child is started with one end of a socket pair. It reads its settings from there, reports there, and takes the
 end of file as the order to stop. Because a loop inside a long kernel cannot read a pipe, the kernel is also asked
@@ -47,7 +47,7 @@ _THREADS = (
 
 
 def thread_limits(threads: int) -> dict[str, str]:
-    """Variables for a child whose numerical libraries may use so many threads."""
+    """Environment variables that limit the threads of numerical libraries in a child."""
     return dict.fromkeys(_THREADS, str(threads))
 
 
@@ -124,7 +124,7 @@ def exact_sleeps() -> None:
 
 
 def attach(fd: int) -> ControlPipe:
-    """In the child: take up the control pipe, and die when the parent does.
+    """In the child: open the control pipe, and end with the parent.
 
     Terminal signals are the parent's to handle: it decides about draining and tells through the pipe. What the child
     has imported by now stays for its life: no later garbage collection looks at it.
@@ -192,7 +192,7 @@ _EVERY = 1.0  # seconds
 
 @contextlib.asynccontextmanager
 async def signs_of_life(control_pipe: ControlPipe) -> AsyncIterator[None]:
-    """Tell the parent every second, inside the ``with``, that this process lives."""
+    """Send the parent a sign of life every second, inside the ``with``."""
     import asyncio  # engines have no event loop
 
     async def tell() -> None:

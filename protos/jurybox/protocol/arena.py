@@ -4,8 +4,8 @@ All rows of one tensor lie one after another, so that neighbouring rows reach th
 begins on a page, which page-locking needs.
 
 A tensor whose rows differ in size has two columns: one of slots of its capacity, and one of extents, which say what of
-a slot is the row. Behind them lie a column for the reasons why single rows failed and, for a model with state, one that
-says to which session a row belongs, and the state's own, for those who read or write it.
+a slot is the row. They are followed by a column for the reasons of failed rows and, for a model with state, by one with
+each row's session and those of the state, for clients that read or write it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _pages(size: int) -> int:
 
 @dataclass(slots=True)
 class Columns:
-    """Rows of one model, whoever's memory they are in: arrays whose first dimension is the row.
+    """Rows of one model: arrays whose first dimension is the row.
 
     Attributes:
         inputs, outputs: (rows, *TensorSpec.stored_shape) by name.
@@ -58,16 +58,16 @@ class Columns:
 
     @classmethod
     def here(cls, spec: ModelSpec, rows: int) -> Columns:
-        """In this process's own memory."""
+        """Columns in this process's own memory."""
         made = {key: np.zeros((rows, *shape), dtype) for key, dtype, shape in _columns(spec)}
         return _collected(spec, made)
 
     def nothing(self) -> Columns:
-        """In place of these, whose memory is gone."""
+        """Columns without memory, after the lane was lost."""
         return Columns(self.spec, {}, {}, {}, {}, np.zeros((0, REASON_BYTES), np.uint8))
 
     def fail(self, row: int, reason: str) -> None:
-        """Say why a row failed."""
+        """Set the reason why a row failed."""
         text = np.frombuffer(cut(reason or "it failed", REASON_BYTES), np.uint8)
         self.reasons[row, : len(text)] = text
         self.reasons[row, len(text) :] = 0
@@ -79,7 +79,7 @@ class Columns:
             self.fail(first + row, reason)
 
     def failures(self, first: int, rows: int) -> dict[int, str]:
-        """Why rows failed, by their number counted from `first`."""
+        """Reasons why rows failed, by row number from `first`."""
         there = self.reasons[first : first + rows]
         return {int(i): there[i].tobytes().rstrip(b"\0").decode(errors="replace") for i in np.flatnonzero(there[:, 0])}
 
@@ -120,7 +120,7 @@ def _collected(spec: ModelSpec, made: Mapping[tuple[str, str], NDArray[Any]]) ->
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where every tensor's rows begin, and how large the segment is."""
+    """The offsets of the columns, and the size of the segment."""
 
     spec: ModelSpec
     rows: int
@@ -162,7 +162,7 @@ class Arena:
 
     @classmethod
     def create(cls, name: str, layout: ArenaLayout, make: Maker = Segment.create) -> Arena:
-        """Make the segment. Raises SharedMemoryError where there is no room."""
+        """Create the segment. Raises SharedMemoryError if there is no room."""
         return cls(make(name, layout.size), layout)
 
     @classmethod
@@ -175,7 +175,7 @@ class Arena:
         return self.layout.rows
 
     def close(self) -> None:
-        """Let go of the segment; the owner also removes it."""
+        """Close the segment; the owner also removes it."""
         self.inputs, self.outputs = {}, {}
         self.columns = self.columns.nothing()
         self.segment.close()

@@ -1,4 +1,4 @@
-"""File descriptors: whether enough are left, what to say where they are not, and receiving some from a server."""
+"""File descriptors: limits, error messages, and receiving descriptors from a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORTEST = 0.005  # seconds to wait for a reply, even where no time is left
 
 
 def exhausted(error: OSError) -> bool:
-    """Whether this is the kernel's word for too many open files, of the process or of the whole machine."""
+    """Whether an error is EMFILE or ENFILE: too many open files in the process or on the machine."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -36,7 +36,7 @@ def remedy() -> str:
 
 
 def require(count: int, purpose: str) -> None:
-    """See that so many descriptors can be had; where they run out in its midst, libzmq ends the whole process.
+    """Check that so many descriptors are free: libzmq aborts the process if they run out.
 
     Raises:
         TooManyFiles: fewer are left.
@@ -73,7 +73,7 @@ def peer_user(connection: socket.socket) -> int:
 
 
 class SocketPath:
-    """A path for bind and connect: as it is, or through /proc where a socket's name has no room for it."""
+    """A path for bind and connect: the path itself, or one through /proc if it is too long for a socket."""
 
     def __init__(self, path: Path) -> None:
         self._folder = -1

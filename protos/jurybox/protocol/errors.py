@@ -1,10 +1,10 @@
-"""One table of errors: what travels as a code, what is raised, what HTTP and gRPC say.
+"""The table of errors: codes of the protocol, exceptions, HTTP and gRPC statuses.
 
-Every error a caller can see is a row of `TABLE`; transports send the code and a message, the client raises the
-exception, the gateway answers with the status.
+Every error that a caller can get is a row of `TABLE`: transports send the code and a message, the client raises the
+exception, the gateway returns the status.
 
-Text of a model, a file or a client passes `plain` or `said` before it goes into a message, a log or a document: it may
-hold half a surrogate pair, which no codec takes, be megabytes long, or fail when it is made.
+Pass text of a model, a file or a client through `plain` or `said` before it goes into a message, a log or a document:
+it may have lone surrogates, which cannot be encoded, be megabytes long, or raise when it is formatted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Code(IntEnum):
 
 
 class Error(Exception):
-    """Base of everything Jurybox raises on purpose. `code` says which row of the table it is."""
+    """Base class of all errors of Jurybox; `code` is its row of the table."""
 
     code: Code = Code.REFUSED
 
@@ -65,7 +65,7 @@ class Busy(Error):
 
 
 class ModelNotFound(Error, LookupError):
-    """The server holds no model of that name; the message lists those it holds."""
+    """The server has no model of that name; the message lists its models."""
 
     code = Code.MODEL_NOT_FOUND
 
@@ -77,31 +77,31 @@ class SpecMismatch(Error, ValueError):
 
 
 class ServerGone(Error, ConnectionError):
-    """The server is not there (any more). The next call connects anew if one has come back."""
+    """The server is gone. The next call connects to its successor, if there is one."""
 
     code = Code.SERVER_GONE
 
 
 class ProtocolMismatch(Error):
-    """The two ends speak different protocol versions, or bytes came that are no message of the protocol."""
+    """The two ends have different protocol versions, or the bytes are not a message of the protocol."""
 
     code = Code.PROTOCOL_MISMATCH
 
 
 class Refused(Error):
-    """The server understood and says no: it drains, the request is not allowed, or a bound is exceeded."""
+    """The server refuses the request: it drains, the request is not allowed, or a limit is exceeded."""
 
     code = Code.REFUSED
 
 
 class VersionNotHeld(Refused):
-    """The weights version asked for is not held (any more); the message names those that are."""
+    """The server does not have the requested weights version; the message names those it has."""
 
     code = Code.VERSION_NOT_HELD
 
 
 class ModelFailed(Error):
-    """The model raised, or gave something other than its spec promises; the engine goes on."""
+    """The model raised, or its outputs do not fit its spec; the engine keeps running."""
 
     code = Code.MODEL_FAILED
 
@@ -155,7 +155,7 @@ class SharedMemoryError(Error, OSError):
 
 
 class TooManyFiles(Error, OSError):
-    """This process has as many files open as it may; the message says how many that are and what to do."""
+    """This process has reached its limit of open files; the message names the limit and a remedy."""
 
     code = Code.REFUSED
 
@@ -205,7 +205,7 @@ def error_for(code: int, message: str) -> Error:
 
 
 def plain(value: object, most: int = MOST_TEXT) -> str:
-    """`value` as text that every codec takes: no lone surrogates, at most `most` characters. Never raises.
+    """`value` as text that can be encoded: no lone surrogates, at most `most` characters. Never raises.
 
     >>> plain("half \\ud800 a pair")
     'half ? a pair'
@@ -220,7 +220,7 @@ def plain(value: object, most: int = MOST_TEXT) -> str:
 
 
 def said(error: BaseException, most: int = MOST_TEXT) -> str:
-    """What an exception says, as `plain`: its message where it is one of ours, else its type before it."""
+    """An exception as `plain` text: its message; of other libraries' exceptions preceded by the type."""
     if isinstance(error, Error):
         return plain(error, most)
     return plain(f"{type(error).__name__}: {plain(error, most)}", most)

@@ -1,8 +1,7 @@
-"""What a fork leaves to a child: objects that hold descriptors, locks or places in shared memory are told of it.
+"""Fork handlers for objects that hold descriptors, locks or rows in shared memory.
 
-A child shares its parent's sockets, file locks and rows; using them would give it the parent's answers, and the parent
-the child's. So whoever holds such things registers here, and lets go of them in the child before any of its code runs.
-It costs nothing until a fork happens.
+A forked child shares its parent's sockets, file locks and rows; if it used them, the two would take each other's
+answers. So such objects register here, and release what they hold in the child before any of its code runs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """Who is told."""
+    """An object with a fork handler."""
 
     def _after_fork_in_child(self) -> None:
         """Called in the child, in its only thread, before `os.fork` returns there.

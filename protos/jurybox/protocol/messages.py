@@ -1,4 +1,4 @@
-"""Message classes and gRPC calls of the .proto files, made when they are imported.
+"""Message classes and gRPC calls of the .proto files, created at import.
 
 The generated modules (`control_pb2` and the others) hold the descriptor of a file and little else. The classes are made
 of it by protobuf's public functions, which are the same in every version from 4.25 on. What protoc writes for Python
@@ -23,7 +23,7 @@ _POOL = DescriptorPool()
 
 
 def define(module: dict[str, Any], serialized: bytes) -> FileDescriptor:
-    """Make the classes of a file, as protoc's own code would.
+    """Create the classes of a file, as protoc's generated code would.
 
     Args:
         module: names of the module that is to hold them; messages, enums and the enums' values are added to it.
@@ -50,7 +50,7 @@ def stub(channel: Any, service: ServiceDescriptor) -> Any:
 
 
 def add_servicer(service: ServiceDescriptor, servicer: Any, server: Any) -> None:
-    """Let the methods of `servicer` answer for the service's on a grpc.Server or a grpc.aio.Server.
+    """Add `servicer` to a grpc.Server or a grpc.aio.Server.
 
     Raises:
         AttributeError: it lacks one.

@@ -1,4 +1,4 @@
-"""Which source this build was made from, where that can be known."""
+"""The source revision of this build."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows in messages: what of a model's columns crosses a network, a frame each, without the room they do not use.
+"""Rows in messages: one frame for each column of a model, without unused capacity.
 
-Tensors of the Open Inference Protocol have one shape for all their rows. Byte strings are its exception: each has its
-length before it. What else differs in size goes flat, one row after another, with its sizes as text beside it.
+Tensors of the Open Inference Protocol have one shape for all their rows. Byte strings are an exception: each is
+preceded by its length. Other rows of different sizes are sent flat, one after another, with their sizes as text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _DIGITS = 10  # of a size, as text
 
 
 def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool = False) -> list[Any]:
-    """The frames of n rows: each tensor's bytes, before those of variable size their extents; copies, but of arrays
-    that lie in one piece.
+    """The frames of n rows: each tensor's bytes, those of variable size preceded by their extents; contiguous
+    arrays are not copied.
 
     Inputs of a model with state have a frame of arena.SESSION behind them, and the state that some of them load. Behind
     outputs is the state that is left for its client; behind those of a request with failed rows the reasons.
@@ -52,12 +52,12 @@ def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool 
 
 
 def reasons(columns: Columns, first: int, rows: int) -> NDArray[np.uint8]:
-    """The frame that says which of n rows failed; alone where nothing was computed (SESSION_LOST)."""
+    """The frame with the reasons of failed rows; the only frame if nothing was computed (SESSION_LOST)."""
     return np.ascontiguousarray(columns.reasons[first : first + rows])
 
 
 def size(columns: Columns, kind: Kind, first: int, rows: int) -> int:
-    """Bytes that `packed` would give, reasons and state not counted."""
+    """The size of `packed` in bytes, without reasons and state."""
     total = 0
     for name, spec, slots, extents in _tensors(columns, kind):
         if extents is None:
@@ -71,7 +71,7 @@ def size(columns: Columns, kind: Kind, first: int, rows: int) -> int:
 def unpack(
     columns: Columns, kind: Kind, first: int, rows: int, frames: Sequence[memoryview], *, failed: bool = False
 ) -> None:
-    """Write frames of `packed` to n rows; nothing is written where one does not fit.
+    """Write frames of `packed` to n rows; all of them are checked before.
 
     Raises:
         Error: (SPEC_MISMATCH) what was expected and what came.
@@ -131,7 +131,7 @@ def _tensors(columns: Columns, kind: Kind) -> Iterator[tuple[str, TensorSpec, ND
 
 
 def _counts(columns: Columns, kind: Kind, name: str, sizes: NDArray[Any]) -> list[int]:
-    """Elements of each row. Raises Error (SPEC_MISMATCH) where a size is none, or beyond the capacity."""
+    """Elements of each row. Raises Error (SPEC_MISMATCH) if a size is invalid or exceeds the capacity."""
     spec = (columns.spec.inputs if kind == "inputs" else columns.spec.outputs)[name]
     counts = elements(spec, sizes)
     if (wrong := np.flatnonzero(counts < 0)).size:
@@ -170,7 +170,7 @@ def joined_strings(rows: Sequence[bytes]) -> bytes:
 
 
 def split_strings(what: str, data: Any, n: int, most: int) -> list[bytes]:
-    """What `joined_strings` was given.
+    """The inverse of `joined_strings`.
 
     Args:
         what: whose they are, for the message.
@@ -211,7 +211,7 @@ def extents_text(sizes: Sequence[Sequence[int]]) -> str:
 
 
 def extents_of_text(what: str, text: str, spec: TensorSpec) -> tuple[list[tuple[int, ...]], list[int]]:
-    """What `extents_text` was given, with the elements of each row. Raises Error (SPEC_MISMATCH)."""
+    """The inverse of `extents_text`, with the elements of each row. Raises Error (SPEC_MISMATCH)."""
     if len(text) > MOST_ROWS * spec.extents * (_DIGITS + 1) or (rows := text.count(";") + 1) > MOST_ROWS:
         raise _mismatch(f"{what}: extents of more than {MOST_ROWS} rows came: send fewer rows in a request")
     sizes = np.empty((rows, spec.extents), np.int64)

@@ -1,13 +1,13 @@
-"""The scoreboard: one shared page set on which a server shows itself.
+"""The scoreboard: shared pages with the state of a server.
 
-Engines write how they are (heartbeat, load, counters), the supervisor writes who holds which lane, everybody
-reads. Reading it costs the engine nothing, so status, metrics and the choice of an engine all come from here.
+Engines write their state (heartbeat, load, counters), the supervisor writes the leases of lanes, everybody reads.
+Reading costs the engine nothing, so status, metrics and the choice of an engine use it.
 
 Each record has one writer. Values are aligned words, so that a reader sees an old or a new one, never a mixture;
 a lane's lease is written last when granted and first when taken back.
 
-Any process of the user can write to these pages. So writers go by their own copies and write them anew several times a
-second, and readers take no value for granted: a state by `state_of`, an index within its bounds.
+Any process of the user can write to these pages. So writers keep their own copies and rewrite them several times a
+second, and readers check every value: a state with `state_of`, an index against its bounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIME_BUCKETS = 40  # nanoseconds, up to 9 minutes
 
 
 class EngineState(IntEnum):
-    """Where an engine is in its life."""
+    """The state of an engine."""
 
     ABSENT = 0
     LOADING = 1
@@ -45,7 +45,7 @@ class EngineState(IntEnum):
 
 
 def state_of(value: Any) -> EngineState:
-    """A record's state as a state; one that is none counts as absent."""
+    """The state in a record; an invalid one counts as absent."""
     number = int(value)
     return EngineState(number) if number <= EngineState.STOPPED else EngineState.ABSENT
 
@@ -147,7 +147,7 @@ class Scoreboard:
 
     @classmethod
     def create(cls, name: str, engines: int, started: float, make: Maker = Segment.create) -> Scoreboard:
-        """Make the scoreboard for a number of engines; `started` is in seconds since 1970."""
+        """Create the scoreboard for a number of engines; `started` is in seconds since 1970."""
         scoreboard = cls(make(name, _size(engines)), engines)
         scoreboard.header[0] = (_MAGIC, PROTOCOL_VERSION, engines, started)
         scoreboard._header, scoreboard.own_lanes, scoreboard._engines = (
@@ -166,19 +166,19 @@ class Scoreboard:
         return float(self._header["started"][0])
 
     def begin_life(self, engine: int, rings: int) -> None:
-        """An engine is started; from now on it writes its record, all but `restarts` and `rings`."""
+        """Begin an incarnation of an engine, which then writes its record except `restarts` and `rings`."""
         self._living[engine] = True
         self._engines["rings"][engine] = rings
         self.engines["rings"][engine] = rings
 
     def end_life(self, engine: int) -> None:
-        """Count a death; the engine's record is this process's alone until its next life."""
+        """End an incarnation: count a death, and take over the engine's record until the next one."""
         self._living[engine] = False
         self._engines["restarts"][engine] += 1
         self.engines["restarts"][engine] = self._engines["restarts"][engine]
 
     def restore(self) -> bool:
-        """Write the supervisor's part anew where somebody else has overwritten it; returns whether it was."""
+        """Rewrite the supervisor's part if another process has overwritten it; returns whether it was."""
         damaged = self.header.tobytes() != self._header.tobytes()
         if damaged:
             self.header[:] = self._header
@@ -200,13 +200,13 @@ class Scoreboard:
     # ---- an engine's part
 
     def engine_words(self, engine: int) -> memoryview:
-        """An engine's record as its eight words, to be written with little ado."""
+        """An engine's record as eight words, for fast writes."""
         at = _ENGINES_AT + engine * ENGINE.itemsize
         return self.segment.buffer[at : at + ENGINE.itemsize].cast("Q")
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = True) -> Scoreboard:
-        """Map the scoreboard of a running server; who only watches maps it with `writable` False."""
+        """Map the scoreboard of a running server; observers map it with `writable` False."""
         segment = Segment.attach(name, writable=writable)
         if segment.size >= _size(1):
             header = segment.array(_HEADER, (1,))[0].copy()
@@ -225,7 +225,7 @@ class Scoreboard:
         return self.segment.owner_lives()
 
     def close(self) -> None:
-        """Let go of the segment; the owner also removes it."""
+        """Close the segment; the owner also removes it."""
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()

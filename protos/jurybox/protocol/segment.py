@@ -107,7 +107,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, size: int, *, allocate: bool = True) -> Segment:
-        """Make a segment of `size` zeroed bytes, every page of them really there.
+        """Create a segment of `size` zeroed bytes, with all pages allocated.
 
         Args:
             name: see `segment_name`.
@@ -168,7 +168,7 @@ class Segment:
     def attach_with(
         cls, name: str, *, keep_alive: bool = False, writable: bool = True
     ) -> tuple[Segment, tuple[int, ...]]:
-        """As `attach`, and the further descriptors that a server hands over with it: they are the caller's."""
+        """As `attach`; also returns further descriptors from the server, which the caller owns."""
         if (handed := _handed(name, writable=writable)) is not None:
             fd, *more = handed
             removed = False
@@ -218,7 +218,7 @@ class Segment:
             raise
 
     def populate(self, offset: int = 0, size: int | None = None) -> None:
-        """Map the pages of bytes [offset, offset + size) now: dearer at once, and no page fault later.
+        """Map the pages of bytes [offset, offset + size) now: slower now, but without page faults later.
 
         madvise(2), MADV_POPULATE_WRITE, Linux 5.14; an older kernel is made to by reading a byte of every page.
         """
@@ -234,11 +234,11 @@ class Segment:
             self.array(np.uint8, (last - first,), first)[:: mmap.PAGESIZE].sum()
 
     def owner_lives(self) -> bool:
-        """Whether anybody holds the segment (this object's own hold not counted)."""
+        """Whether another open file holds the segment."""
         return is_locked(self._fd, OWNER_LOCK)
 
     def separate(self, *, hold: bool) -> None:
-        """In a forked child: take the file anew, so that no lock here is the parent's, nor outlives it; own nothing.
+        """In a forked child: reopen the file, so that it shares no lock with the parent; the child owns nothing.
 
         Args:
             hold: hold the segment as the parent does: it is not swept while this object is open.
@@ -258,14 +258,14 @@ class Segment:
             try_lock(self._fd, OWNER_LOCK, shared=True)
 
     def close(self) -> None:
-        """Let go of the file and its locks. The mapping goes when the last array over it does."""
+        """Close the file and release its locks. The mapping goes when the last array over it does."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self._map = None
 
     def unlink(self) -> None:
-        """Remove the name; memory is freed when the last mapping goes. Harmless when already removed."""
+        """Remove the name; memory is freed when the last mapping goes. May be called again."""
         if self._withdraw is not None:
             self._withdraw(self.name)
         else:
@@ -290,7 +290,7 @@ def sweep(owner_id: str | None = None) -> list[str]:
 
 
 def dead(path: Path) -> bool:
-    """Whether nobody lives who owns a segment's file or a server's socket; False where that cannot be told."""
+    """Whether the owner of a segment's file or a server's socket is dead; False if unknown."""
     try:
         found = path.lstat()
         if stat.S_ISSOCK(found.st_mode):
@@ -332,7 +332,7 @@ def _remove_if_dead(path: Path) -> bool:
 
 
 def socket_of(name: str) -> Path:
-    """The socket over which a server hands out the segment `name`."""
+    """The socket over which a server passes the segment `name`."""
     return directory() / f"{name.rsplit('-', 2)[0]}{SOCKET}"
 
 
@@ -343,7 +343,7 @@ def _user_of(name: str) -> int | None:
 
 
 def _handed(name: str, *, writable: bool) -> list[int] | None:
-    """Ask the server that owns `name`; None where there is no such server (any more).
+    """Get the segment from the server that owns `name`; None if there is no such server.
 
     The descriptors are of open files of their own: locks on one are this process's alone.
 
@@ -410,7 +410,7 @@ def _listens(path: Path) -> bool:
 
 
 def _link(fd: int, path: Path) -> None:
-    """Give the nameless file its name; a dead owner's leftover of that name makes way."""
+    """Link the unnamed file; a dead owner's file of that name is removed."""
     # Naming a directory makes os.link call linkat(2) with AT_SYMLINK_FOLLOW; plain link(2) would not follow /proc.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -452,7 +452,7 @@ def _not_opened(name: str, error: OSError | ValueError) -> Error:
 
 
 def _too_much(folder: Path, size: int) -> bool:
-    """Whether so much cannot be had: to find out by allocating would take from others what there is meanwhile."""
+    """Whether so much is not available; checked without allocating, which would take memory from others."""
     try:
         found = os.statvfs(folder)
     except OSError:

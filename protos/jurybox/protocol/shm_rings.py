@@ -23,7 +23,7 @@ class ShmRings:
 
     @classmethod
     def attach(cls, name: str) -> ShmRings:
-        """Map the segment and take the pipe.
+        """Map the segment and receive the pipe.
 
         Raises:
             SharedMemoryError: they are not there (any more); TooManyFiles: this process may open no more.
@@ -35,7 +35,7 @@ class ShmRings:
         return cls(segment, pipes[0])
 
     def close(self) -> None:
-        """Let go; the owner also removes both."""
+        """Close both; the owner also removes them."""
         if self.pipe >= 0:
             os.close(self.pipe)
             self.pipe = -1

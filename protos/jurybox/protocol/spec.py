@@ -1,4 +1,4 @@
-"""What a model takes and gives: names, dtypes and the shape of one row."""
+"""Specs of models: names, dtypes and the shapes of one row of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TensorSpec:
 
     @property
     def extents(self) -> int:
-        """How many numbers say a row's size: one for each -1, one for a byte string's length, 0 of a fixed shape."""
+        """The number of extents of a row: one for each -1, one for a byte string's length, 0 for a fixed shape."""
         return 1 if self.dtype == BYTES else self.shape.count(VARIABLE)
 
     @property
@@ -113,17 +113,17 @@ class TensorSpec:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Of the elements as they lie in memory; bytes are uint8."""
+        """The dtype of the elements in memory; uint8 for bytes."""
         return np.dtype(np.uint8 if self.dtype == BYTES else self.dtype)
 
     @property
     def elements(self) -> int:
-        """Number of elements of one row, the most where rows differ."""
+        """The (largest) number of elements of one row."""
         return self.capacity if self.variable else math.prod(self.shape)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of one row as it lies in an arena: flat, `capacity` long, where rows differ in size."""
+        """The shape of one row in an arena: flat, `capacity` long, if rows differ in size."""
         return (self.capacity,) if self.variable else self.shape
 
     @property
@@ -139,7 +139,7 @@ class TensorSpec:
         return tuple(int(next(sizes)) if size == VARIABLE else size for size in self.shape)
 
     def extents_of(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The variable sizes of a row of this shape; None where the shape does not fit, or holds too much."""
+        """The variable sizes of a row of this shape; None if the shape does not fit, or exceeds the capacity."""
         if self.dtype == BYTES:
             return (shape[0],) if len(shape) == 1 and shape[0] <= self.capacity else None
         if len(shape) != len(self.shape) or any(
@@ -158,7 +158,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The contract of a served model: its name, inputs and outputs, each by name and in order.
+    """The spec of a served model: its name, inputs and outputs by name, in order.
 
     `state` is what the model keeps for each session between requests, by name; it never leaves the server by itself.
     """
@@ -185,7 +185,7 @@ class ModelSpec:
 
     @property
     def open(self) -> bool:
-        """Whether rows are more than fixed shapes: their sizes differ, or state belongs to them."""
+        """Whether rows differ in size, or have state."""
         return bool(self.state) or any(t.variable for t in (*self.inputs.values(), *self.outputs.values()))
 
     @property
@@ -196,10 +196,10 @@ class ModelSpec:
 
 
 def plain_specs(specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
-    """The same in plain lists, [name, dtype, shape, capacity, finite] each, for JSON."""
+    """Specs as lists [name, dtype, shape, capacity, finite], for JSON."""
     return [[name, spec.dtype, list(spec.shape), spec.capacity, spec.finite] for name, spec in specs.items()]
 
 
 def specs_from_plain(plain: list[list[Any]]) -> dict[str, TensorSpec]:
-    """What `plain_specs` was given."""
+    """The inverse of `plain_specs`."""
     return {name: TensorSpec(dtype, tuple(shape), *rest) for name, dtype, shape, *rest in plain}

@@ -1,7 +1,7 @@
-"""What engines tell of a ticket beside its answer: when its batch began and ended, and with whom it was computed.
+"""Timings of tickets for traces: when a batch began and ended, and its size.
 
-A ticket's record has no room for it, and answers stay as they are. So this is a page set of its own, which exists only
-where a server was told to help with traces: engines write it, and a client that traces reads it once it has its answer.
+The record of a ticket has no room for them. So they have their own pages, which exist only if a server is configured
+for traces: engines write them, and a client that traces reads them after its answer.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Timings:
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = False) -> Timings:
-        """Map a server's; raises SharedMemoryError where it has none."""
+        """Map the timings of a server; raises SharedMemoryError if it has none."""
         return cls(Segment.attach(name, writable=writable))
 
     def write(
         self, tickets: NDArray[Any], *, began: int, ended: int, engine: int, batch_rows: int, batch_tickets: int
     ) -> None:
-        """Remember some tickets of one batch: records of wire.TICKET, of lanes that have been checked."""
+        """Record the tickets of one batch (wire.TICKET), of checked lanes."""
         where = tickets["lane"], tickets["sequence"] % PLACES
         records = np.zeros(len(tickets), TIMING)
         records["began"], records["ended"], records["engine"] = began, ended, engine
@@ -59,12 +59,12 @@ class Timings:
         self.records["sequence"][where] = tickets["sequence"]
 
     def read(self, lane: int, sequence: int) -> Any:
-        """A ticket's record; None when it is not (or no longer) remembered."""
+        """The record of a ticket; None if it is not, or no longer, there."""
         record = self.records[lane, sequence % PLACES].copy()
         return record if int(record["sequence"]) == sequence else None
 
     def close(self) -> None:
-        """Let go of the segment; the owner also removes it."""
+        """Close the segment; the owner also removes it."""
         self.segment.close()
         if self.segment.owned:
             self.segment.unlink()

@@ -1,7 +1,7 @@
-"""What crosses an engine's ZeroMQ transport: the prefix that begins every message, and the records behind it.
+"""Messages of an engine's ZeroMQ transport: a prefix, and the records after it.
 
-The prefix is two bytes: "J" and the protocol's version. A peer of another version is told so by name instead of
-having its bytes misread. Behind it comes one record, little-endian and without padding: TICKET to an engine, and from
+The prefix is two bytes: "J" and the protocol's version. A peer of another version gets an error that names both
+versions. It is followed by one record, little-endian and without padding: TICKET to an engine, and from
 it PACK_REPLY with the message, UTF-8, of a failure. docs/protocol.md has both as tables.
 """
 
@@ -20,7 +20,7 @@ MAX_NAME = 128  # characters of a model's name
 
 
 def require_name(name: str) -> None:
-    """Refuse what cannot be a model's name before it is sent, looked up or told. Every transport asks this first.
+    """Raise for an invalid model name. Every transport checks names with it.
 
     Raises:
         ModelNotFound: it is longer than MAX_NAME, or holds what UTF-8 cannot carry.
@@ -50,7 +50,7 @@ def build_version() -> str:
 
 
 def prefix_error(frame: bytes) -> str | None:
-    """What is wrong with a message's first bytes; None when they are this protocol's."""
+    """The problem with a message's prefix; None if it is valid."""
     if frame[:2] == PREFIX:
         return None
     if frame[:1] == b"J" and len(frame) > 1:

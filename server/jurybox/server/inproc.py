@@ -1,7 +1,6 @@
-"""The whole path in one process: the client's model, the engine's core, and no socket between them.
+"""Client and engine in one process, without sockets: for tests, debugging, and as the upper bound in benchmarks.
 
-For tests, for debugging a training step by step, and as the limit that benchmarks compare with. A request runs the
-engine's loop in the caller's thread.
+A request runs the engine's loop in the caller's thread.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _INCARNATION = 1
 
 
 class InprocTransport:
-    """Both sides of a transport: the client's calls put tickets where the engine's core collects them."""
+    """Both sides of a transport: the client's calls queue tickets that the engine's core collects."""
 
     number = 0
 
@@ -77,10 +76,10 @@ class InprocTransport:
         return next(iter(self.receive(timeout)), None)
 
     def caller(self, place: RowPlace) -> None:
-        """As the client's Transport.caller: `exchange` will do."""
+        """As the client's Transport.caller; `exchange` is used."""
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        """As the client's Transport.receive; runs the engine until an answer is there."""
+        """As the client's Transport.receive; runs the engine until there is an answer."""
         until = time.monotonic() + timeout
         while not self._answers and (self._turn() or time.monotonic() < until):
             pass
@@ -93,7 +92,7 @@ class InprocTransport:
         return ticket.sequence in self._unanswered
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As the client's Transport.watch; there is nothing to watch: `receive` computes."""
+        """As the client's Transport.watch; does nothing."""
 
     def close(self) -> None:
         """As the client's Transport.close."""
@@ -103,7 +102,7 @@ class InprocTransport:
 
 
 class InprocServer:
-    """Models served to the caller's own thread.
+    """A server for the caller's own thread.
 
     Args:
         models: by name.

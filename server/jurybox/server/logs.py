@@ -1,8 +1,8 @@
-"""Logs: one line an event on standard error, as text or JSON, with the process that wrote it.
+"""Logging: one line for each event on standard error, as text or JSON, with the process that wrote it.
 
     2026-03-01T12:00:00.123456Z info engine-0 model ready model=photo
 
-Values that came from elsewhere are escaped: no client can make a line of its own by a newline in a name.
+Values are escaped, so that a newline in a name cannot start a new line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def configure(
     stream: TextIO | None = None,
     keep: Callable[[EventDict], None] | None = None,
 ) -> Log:
-    """Set up logging of this process and give its logger.
+    """Set up logging in this process and return its logger.
 
     Args:
         role: of the process: "supervisor", "engine-0", "gateway"; the field "process" of every line.
@@ -95,7 +95,7 @@ def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
 
 
 def _word(value: Any) -> str:
-    """A value as one word: quoted where it would not be one."""
+    """Format a value as one word, quoted if needed."""
     text = plain(value, _LONGEST)
     word = bool(text) and text.isprintable() and not any(mark in text for mark in ' "=')
     return text if word else json.dumps(text, ensure_ascii=not text.isprintable())
@@ -106,7 +106,7 @@ def _escaped(text: str) -> str:
 
 
 class Seldom:
-    """Logs what may come often: an event of a model once in `every` seconds, with how often it came since.
+    """Limits frequent log events: one for each model and event in `every` seconds, with a count.
 
     Args:
         report: called with (event, fields), and "times" where it came more than once.
@@ -133,7 +133,7 @@ class Seldom:
         self._say(event, times + 1, fields)
 
     def flush(self) -> None:
-        """Say what waits and is due: to be called now and then."""
+        """Log the counts that are due; call it periodically."""
         if not self._kinds:
             return
         now = self._clock()
@@ -148,7 +148,7 @@ class Seldom:
 
 
 def traced(error: BaseException) -> str:
-    """An exception's traceback as text that every codec takes, its end where it is long. Never raises."""
+    """Format an exception's traceback as ASCII text; of a long one the end. Never raises."""
     try:
         return plain("".join(traceback.format_exception(error))[-_TRACEBACK:], _TRACEBACK)
     except BaseException:  # noqa: BLE001  a model's exception may raise anything when it is asked for its text
@@ -156,7 +156,7 @@ def traced(error: BaseException) -> str:
 
 
 class _Unfailing:
-    """A stream for lines: one that nobody can write to any more (a full disk, a closed pipe) ends no process."""
+    """A stream for lines that ignores write errors (a full disk, a closed pipe)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -172,7 +172,7 @@ class _Unfailing:
 
 
 class _Adopted(logging.Handler):
-    """Hands what libraries log the standard way to our logger."""
+    """Forwards records of the standard logging module to our logger."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _Adopted(logging.Handler):
 
 
 def _adopt_foreign(log: Log, level: int) -> None:
-    """Libraries say what is wrong; what they merely report shows with level debug."""
+    """Forward the logs of libraries: warnings and errors; all of them with level debug."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _Adopted)]:
         root.removeHandler(handler)

@@ -17,7 +17,7 @@ Collate = Literal["list", "pad"] | Callable[[list[dict[str, Any]]], Mapping[str,
 
 @dataclass(slots=True)
 class ServedModel:
-    """A module and the contract it keeps.
+    """A module with its inputs and outputs.
 
     The module is called with one argument for each input, then one for each part of the state: by name where its
     `forward` has parameters of those names, else by position, in this order. It gives the outputs and then the next
@@ -62,13 +62,13 @@ class ServedModel:
     max_elements: int = 0
 
     def spec(self, name: str) -> ModelSpec:
-        """The contract, of a model served by this name."""
+        """The spec of a model of this name."""
         return ModelSpec(name, dict(self.inputs), dict(self.outputs), dict(self.state))
 
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
-    """What a module gives where single rows failed: why, by row, and the outputs of all others.
+    """The return value of a module where single rows failed: reasons by row, and the outputs of all rows.
 
     The sender of a row that failed gets RowFailed with the reason, its neighbours their answers.
 

@@ -1,4 +1,4 @@
-"""safetensors files of weights, straight from and to the bytes of a channel's slot, without torch.
+"""safetensors files of weights, written from and read to the bytes of a channel's slot, without torch.
 
 The format (github.com/huggingface/safetensors, "Format"): eight bytes that give the header's length, the header as JSON
 (name, dtype, shape and place of every tensor, and strings under ``__metadata__``), then the tensors without gaps.
@@ -35,11 +35,11 @@ _METADATA = "__metadata__"
 
 
 class DamagedFile(Error):
-    """These bytes are no whole safetensors file, or not the one that was meant."""
+    """Not a whole safetensors file, or one with another checksum."""
 
 
 def unsaveable(layout: WeightsLayout) -> str:
-    """The name of a tensor that the format cannot hold; empty where it can hold all."""
+    """The name of a tensor that the format cannot store; empty if there is none."""
     return next((name for name, place in layout.places.items() if place.dtype not in _NAMES), "")
 
 

@@ -1,4 +1,4 @@
-"""The status document: what `jurybox status`, the gateway and reports read, made from the scoreboard's arrays.
+"""The status document, made from the scoreboard: for `jurybox status`, the gateway and reports.
 
 Durations and ages are in seconds, sizes in bytes. Histograms are the scoreboard's counts summed over engines: bucket 0
 counts zeros, bucket i counts values in [2^(i-1), 2^i), rows or nanoseconds as the name says.
@@ -51,7 +51,7 @@ def status_document(
     now: float | None = None,
     monotonic_ns: int | None = None,
 ) -> dict[str, Any]:
-    """How a server is, in values that JSON can hold.
+    """The status of a server, as JSON values.
 
     Args:
         models: those it holds.
@@ -100,7 +100,7 @@ def status_document(
 
 
 def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
-    """The value below which that share of what a histogram counted lies, in its unit; None when it is empty.
+    """A percentile of a histogram, in its unit; None if it is empty.
 
     Within a bucket values are taken as spread evenly on the logarithmic scale, so the answer is off by less than
     the bucket's factor of two.
@@ -142,7 +142,7 @@ def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, mono
 
 
 def _state(engines: Sequence[dict[str, Any]]) -> str:
-    """Of the server: serving when an engine is, down when one was and none is being started, else starting."""
+    """The server's state: serving if an engine is, down if one was and none is being started, else starting."""
     if any(engine["state"] == "serving" and not engine["hung"] for engine in engines):
         return "serving"
     absent = all(engine["state"] in ("absent", "stopped") or engine["hung"] for engine in engines)

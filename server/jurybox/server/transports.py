@@ -1,4 +1,4 @@
-"""The shm transport: tickets and answers through shared memory, on one host."""
+"""The engine's transports: shm (rings in shared memory, on one host) and ZeroMQ."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ShmTransport:
         self.renew = self._rings.renew  # incarnation
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Transport.reply. An answer to a client that never reads is dropped."""
+        """As Transport.reply. Answers to a client that never reads are dropped."""
         self._rings.reply(tickets, code, version, plain(message) if message else "")
 
     def close(self) -> None:
@@ -95,18 +95,18 @@ class ZmqTransport:
         bind_for_own_user(self._socket, address)
 
     def renew(self, incarnation: int) -> None:
-        """Begin another life: tickets for the one before are dropped."""
+        """Begin a new incarnation: tickets for the previous one are dropped."""
         self._incarnation = incarnation
 
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 
     def pending(self) -> bool:
-        """Whether messages wait. To be asked before sleeping on `fileno`, which signals changes only."""
+        """Whether messages are waiting. Check it before sleeping on `fileno`, which signals changes only."""
         return bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
 
     def collect(self, out: NDArray[Any]) -> int:
-        """As Transport.collect; what is no ticket is answered with what was expected.
+        """As Transport.collect; other messages get an error reply.
 
         A turn reads so many messages and no more, good or bad: who sends garbage without end takes its part of every
         turn, and not the whole of one.
@@ -140,7 +140,7 @@ class ZmqTransport:
         return len(tickets)
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
-        """As Transport.reply. A reply to a peer that is gone is dropped by the socket."""
+        """As Transport.reply. The socket drops replies to peers that are gone."""
         socket, send, incarnation, text = self._socket, Bare.send, self._incarnation, cut(message, MOST_TEXT)
         identity, reply = IDENTITY.pack, PACK_REPLY.pack
         for sequence, lease, lane in zip(
@@ -153,7 +153,7 @@ class ZmqTransport:
         self._socket.close()
 
     def _complain(self, identity: bytes, frame: bytes) -> None:
-        """Tell the sender of what is no ticket what was expected."""
+        """Send an error reply to a message that is not a ticket."""
         self._rest = bool(Bare.get(self._socket, _RCVMORE))
         many = self._rest
         if many:
@@ -172,7 +172,7 @@ class ZmqTransport:
             self._report("complaint not sent", error=said(error))
 
     def _drop_rest(self) -> bool:
-        """Drop what is left of a message of many frames, a turn's part of it; whether that was all."""
+        """Drop the rest of a message of many frames, some in each turn; returns whether that was all."""
         for _ in range(_FRAMES):
             if not Bare.get(self._socket, _RCVMORE):
                 self._rest = False

@@ -1,6 +1,6 @@
 """The weights channel as a shared-memory segment: a head, the layout, and one or two slots.
 
-Byte 0: the head (`_HEAD`). Byte 256: the words that processes agree by (native/serving/weights_slots.hpp). Byte 512:
+Byte 0: the head (`_HEAD`). Byte 256: the words that synchronise processes (native/serving/weights_slots.hpp). Byte 512:
 the publisher's process id, for messages only. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
 weights in the layout's order, then room for the extra.
 """
@@ -49,7 +49,7 @@ __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", 
 
 
 class WeightsChannel:
-    """A mapped weights channel. Make it with `create` (who owns it) or `attach` (everybody else).
+    """A mapped weights channel. Make it with `create` (the owner) or `attach` (all others).
 
     A forked child may go on reading from its parent's; it owns nothing of it, and does not keep its owner alive.
 
@@ -217,7 +217,7 @@ class WeightsChannel:
         return self.slots.claim()
 
     def slot(self, claim: WeightsClaim) -> npt.NDArray[np.uint8]:
-        """The claimed slot's weights, ``layout.nbytes`` bytes of shared memory: copy, check `holds`, then trust it."""
+        """The claimed slot's weights, ``layout.nbytes`` bytes of shared memory: use a copy, after checking `holds`."""
         return self._data[claim.slot]
 
     def holds(self, claim: WeightsClaim) -> bool:
@@ -225,7 +225,7 @@ class WeightsChannel:
         return self.slots.holds(claim)
 
     def writable_slot(self, number: int) -> npt.NDArray[np.uint8]:
-        """Slot `number` for the publisher that has begun it."""
+        """Slot `number`, for the publisher that is writing it."""
         return self._data[number]
 
     @property
@@ -234,12 +234,12 @@ class WeightsChannel:
         return self.segment.fd < 0
 
     def require_open(self) -> None:
-        """Raises Refused where it was closed in this process."""
+        """Raises Refused if it was closed in this process."""
         if self.closed:
             raise _closed_here(self.name)
 
     def owner_lives(self) -> bool:
-        """Whether its owner, who is this process or another, still has it; a system call.
+        """Whether its owner is alive; a system call.
 
         Raises:
             Refused: it was closed in this process.
@@ -252,7 +252,7 @@ class WeightsChannel:
         return (time.monotonic_ns() - claim.published_ns) / 1e9
 
     def close(self) -> None:
-        """Let go of the segment and of its memory; its owner also removes the name. Others may go on reading."""
+        """Close the segment; its owner also removes the name. Other processes can still read."""
         self.segment.close()
         for name in _MAPPED:
             vars(self).pop(name, None)
@@ -260,7 +260,7 @@ class WeightsChannel:
             self.segment.unlink()
 
     def __getattr__(self, name: str) -> Any:
-        """What is not there: the memory of a channel that was closed. Raises Refused."""
+        """Raises Refused: the channel was closed."""
         raise _closed_here(self.name) if name in _MAPPED else AttributeError(name)
 
     def _after_fork_in_child(self) -> None:
@@ -330,7 +330,7 @@ def encode_extra(extra: Mapping[str, Any] | None) -> bytes:
 
 
 def decode_extra(data: bytes) -> dict[str, Any]:
-    """The other way; arrays are copies, writable.
+    """Decode what `encode_extra` returned; arrays are writable copies.
 
     Raises:
         ProtocolMismatch: these bytes are no extra, whatever they are.
@@ -398,7 +398,7 @@ def _pack(value: Any, tail: bytearray, where: str, depth: int) -> Any:
 
 
 def _unpack(value: Any, tail: bytes, depth: int, used: list[int]) -> Any:
-    """`used`: one number, the byte of the tail up to which arrays have been taken: none is handed out twice."""
+    """`used`: one number, the byte of the tail up to which arrays have been taken: no byte is used twice."""
     if depth > _DEEPEST:
         raise ValueError(f"it is more than {_DEEPEST} levels deep")
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a model's weights look like in memory: names, dtypes, shapes, and where each tensor lies in a slot."""
+"""The layout of a model's weights in a slot: names, dtypes, shapes and offsets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """How a dtype is kept: the NumPy dtype that holds it, and how its NaN and infinities are told.
+    """How a dtype is stored: the NumPy dtype, and how its NaN and infinities are detected.
 
     A word of `width` bytes is not finite when every bit of `mask` is set (the exponent's bits; float8_e4m3fn has no
     infinity and one NaN per sign); width 0: every value is finite.
@@ -75,7 +75,7 @@ class TensorPlace:
 
 
 class WeightsLayout:
-    """The ordered tensors of a model, and what follows from them: offsets, size and hash.
+    """The ordered tensors of a model, with offsets, size and hash.
 
     Args:
         tensors: (name, dtype, shape) of each, in order. dtypes carry torch's names (see `DTYPES`); a shape may be ()
@@ -123,13 +123,13 @@ class WeightsLayout:
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def to_json(self) -> bytes:
-        """The layout as canonical JSON; what travels and what is hashed."""
+        """The layout as canonical JSON, which is sent and hashed."""
         rows = [[place.name, place.dtype, list(place.shape)] for place in self.places.values()]
         return json.dumps(rows, separators=(",", ":"), ensure_ascii=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> WeightsLayout:
-        """The other way.
+        """The inverse of `to_json`.
 
         Raises:
             ProtocolMismatch: these bytes are no layout.
@@ -140,7 +140,7 @@ class WeightsLayout:
             raise ProtocolMismatch(f"expected a weights layout as JSON, got {text[:80]!r}: {error}") from error
 
     def difference(self, other: WeightsLayout) -> str:
-        """What `other` has that differs, in words; empty when nothing does. Order is no difference."""
+        """The differences to `other` as text; empty without any. The order of tensors does not matter."""
         lines = [
             f"{name!r} is missing (expected {place})" for name, place in self.places.items() if name not in other.places
         ]
@@ -164,7 +164,7 @@ class WeightsLayout:
         }
 
     def parts(self) -> npt.NDArray[np.uint64]:
-        """The table that native slots copy by: (address, offset, bytes, width, mask) per tensor; addresses are 0."""
+        """The table for the native copy: (address, offset, bytes, width, mask) per tensor; addresses are 0."""
         rows = [
             (0, place.offset, place.nbytes, DTYPES[place.dtype].width, DTYPES[place.dtype].mask)
             for place in self.places.values()

@@ -85,7 +85,7 @@ class Publisher:
         check_finite: bool = False,
         version: int | None = None,
     ) -> int:
-        """Publish weights and what goes with them, at once for every reader; returns their version.
+        """Publish weights and the extra atomically; returns their version.
 
         From the CPU every tensor is copied straight into the slot. From a device the tensors are gathered into one flat
         buffer there and come over in one transfer. Never waits for readers.
@@ -188,11 +188,11 @@ class Publisher:
             raise Refused(f"this publisher of {self.channel.name} was closed; make another one")
 
     def close_stage(self) -> None:
-        """Give back the device's buffer and the page-locking; the next publication from a device makes them anew."""
+        """Free the device's buffer and undo the page-locking; the next publication from a device creates them again."""
         self._place.close_stage()
 
     def close(self) -> None:
-        """Give up the place: another publisher may take over. Harmless when done already."""
+        """Release the channel for another publisher. May be called again."""
         with self._turn:
             self._place.close()
             if self._owns:
@@ -212,7 +212,7 @@ class Publisher:
 
 
 class _Place:
-    """What of a publisher must be given back: the open file that holds the lock, and the memory that is page-locked."""
+    """The resources of a publisher: the open file with the lock, and page-locked memory."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -231,7 +231,7 @@ class _Place:
             self.fd = -1
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the lock ends with the parent alone. The stage is CUDA's, which does not live here."""
+        """In a forked child: leave lock and device buffer to the parent."""
         self.forked = True
         self.close()
 
@@ -256,7 +256,7 @@ def _on_device(tensor: Any) -> bool:
 
 
 def _locate(tensor: Any, place: TensorPlace, stored: np.dtype[Any]) -> tuple[int, Any] | None:
-    """Where a CPU tensor's bytes are, and what keeps them there; None where it does not fit its place."""
+    """The address of a CPU tensor's bytes, and the object that owns them; None if it does not fit."""
     if hasattr(tensor, "data_ptr"):
         if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, stored.name):
             return None
@@ -319,7 +319,7 @@ class DeviceStage:
             self._torch._foreach_copy_(list(self._views.values()), sources)
 
     def not_finite(self) -> str | None:
-        """The first gathered tensor that holds NaN or infinity; one synchronisation for all of them."""
+        """The first gathered tensor with NaN or infinity; synchronises once."""
         if not self._floating:
             return None
         # float8 has no isfinite of its own; float32 holds each of its values exactly.
@@ -331,7 +331,7 @@ class DeviceStage:
         return next((name for name, good in zip(self._floating, verdicts, strict=True) if not good), None)
 
     def transfer(self, slot: int) -> None:
-        """Bring the flat buffer into slot `slot` and wait until it is there."""
+        """Copy the flat buffer to slot `slot`, and wait for the copy."""
         self._targets[slot].copy_(self._flat)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ State = dict[str, npt.NDArray[Any]]
 
 
 class Weights(NamedTuple):
-    """One whole publication: arrays by name, its version, and what was published with it."""
+    """One publication: arrays by name, its version and its extra."""
 
     state: State
     version: int
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 
 class WeightsReader:
-    """Reads whole publications from a channel. Any number of readers, in any processes; none disturbs the publisher.
+    """Reads whole publications from a channel. Any number of readers, in any processes; none blocks the publisher.
 
     Threads may share a reader, and a forked child may go on with its parent's.
 
@@ -115,7 +115,7 @@ class WeightsReader:
         return max(0, self.channel.newest - version)
 
     def wait_until_fresh(self, timeout: float = 10.0, *, max_lag: int | None = None) -> bool:
-        """Hold a collector back while the engines' answers are too far behind what has been published.
+        """Wait while the engines' answers lag too far behind the publications.
 
         Costs two loads from shared memory where nothing has to be waited for.
 
@@ -188,7 +188,7 @@ class WeightsReader:
         return version, decode_extra(extra)
 
     def read_bytes(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, bytes]:
-        """As `read_flat`, with the extra as it lies there, for who hands it on: `decode_extra` may refuse it.
+        """As `read_flat`, with the extra still encoded: `decode_extra` may refuse it.
 
         Raises:
             As `read`.
@@ -207,7 +207,7 @@ class WeightsReader:
         return self._read_parts(parts, timeout)
 
     def close(self) -> None:
-        """Let go of a channel that is this reader's own; harmless for any other, and when done already."""
+        """Close the channel if this reader owns it. May be called again."""
         if self._owns:
             self.channel.close()
 
@@ -238,7 +238,7 @@ class WeightsReader:
                 raise self._timeout(timeout, copies)
 
     def require_owner(self) -> None:
-        """Raises ServerGone where nobody is left to publish, Refused where the channel was closed here."""
+        """Raises ServerGone if the owner is gone, Refused if the channel was closed in this process."""
         self.channel.require_open()
         if self._owner_lives is None:
             return
@@ -282,7 +282,7 @@ class WeightsReader:
 
 
 class _Scratch(threading.local):
-    """What a read needs beside its targets; of each thread its own, or one would read into another's arrays."""
+    """Scratch memory of a read, one for each thread."""
 
     def __init__(self, layout: WeightsLayout, extra_bytes: int) -> None:
         self.parts = layout.parts()

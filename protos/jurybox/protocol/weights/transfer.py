@@ -1,4 +1,4 @@
-"""Weights in chunks: what both ends of a gRPC stream of weights do with the bytes of a slot (remote_weights.proto)."""
+"""Weights in chunks, for gRPC streams of weights (remote_weights.proto)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flat = npt.NDArray[np.uint8]
 
 
 def transfer_layout(layout: WeightsLayout, *, bfloat16: bool) -> WeightsLayout:
-    """What travels: the layout, with every float32 as bfloat16 where that is asked for."""
+    """The layout of a transfer, with float32 as bfloat16 if requested."""
     if not bfloat16:
         return layout
     return WeightsLayout(
@@ -36,7 +36,7 @@ def narrow(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def restored(layout: WeightsLayout, travelled: WeightsLayout, flat: Flat) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of `layout` from what travelled."""
+    """The arrays of `layout` from a transfer."""
     arrays = travelled.views(flat)
     return {
         name: widen(arrays[name]) if travelled.places[name].dtype != place.dtype else arrays[name]
@@ -45,7 +45,7 @@ def restored(layout: WeightsLayout, travelled: WeightsLayout, flat: Flat) -> dic
 
 
 def chunks(flat: Flat, base: Flat | None = None, size: int = CHUNK_BYTES) -> Iterator[WeightsChunk]:
-    """The bytes of `flat`, in order; with a `base`, without the chunks that are as there."""
+    """The bytes of `flat` in chunks; with a `base`, without unchanged chunks."""
     for offset in range(0, len(flat), size):
         part = flat[offset : offset + size]
         if base is None or not np.array_equal(part, base[offset : offset + size]):
@@ -54,7 +54,7 @@ def chunks(flat: Flat, base: Flat | None = None, size: int = CHUNK_BYTES) -> Ite
 
 
 class Assembly:
-    """Puts chunks together.
+    """Assembles chunks.
 
     Args:
         flat: where; with `gaps`, what chunks leave out stays as it is there.
@@ -67,7 +67,7 @@ class Assembly:
         self._position = 0
 
     def put(self, chunk: WeightsChunk) -> None:
-        """Take one more chunk.
+        """Add a chunk.
 
         Raises:
             Error: damaged, out of order, or beyond the end (code MALFORMED or TOO_LARGE).
@@ -91,7 +91,7 @@ class Assembly:
         self.received += len(chunk.data)
 
     def finish(self, sent: int) -> None:
-        """All chunks have come, `sent` bytes in all. Raises Error where that is not so."""
+        """Check that all `sent` bytes have arrived. Raises Error."""
         if self.received != sent or (not self._gaps and self.received != len(self.flat)):
             raise Error(
                 f"{self.received} of {sent} bytes came, of {len(self.flat)} in all: send the weights again",

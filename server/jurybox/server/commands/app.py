@@ -1,4 +1,4 @@
-"""The command line put together: `jurybox serve`, `doctor`, `keys`, and the commands that other packages bring."""
+"""The command line: `jurybox serve`, `doctor`, `keys`, and the commands of other packages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PluginGroup(TyperGroup):
 
 
 def _summary(point: EntryPoint) -> str:
-    """The first line of what a command's source says of it: help=, its docstring, or its module's; not imported."""
+    """A command's one-line help, read from its source without importing it: help=, its docstring or its module's."""
     fallback = f"From {point.module}."
     try:
         spec = importlib.util.find_spec(point.module)
@@ -86,7 +86,7 @@ def _summary(point: EntryPoint) -> str:
 
 
 def _help_in(node: ast.stmt, name: str) -> str | None:
-    """What a statement says of `name`, when it is `def name` or `name = Typer(help=...)`."""
+    """The help text in a statement, when it is `def name` or `name = Typer(help=...)`."""
     match node:
         case ast.FunctionDef() if node.name == name:
             return ast.get_docstring(node)
@@ -131,7 +131,7 @@ def doctor(
         bool, typer.Option("--fix", help="Remove the shared memory and sockets that dead servers left.")
     ] = False,
 ) -> None:
-    """Say what this host lacks; exit status 1 where a server could not run."""
+    """Check this host for a server's requirements; the exit status is 1 if a server cannot run."""
     from jurybox.server.doctor.checks import examine
     from jurybox.server.doctor.host import Level
 

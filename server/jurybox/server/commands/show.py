@@ -1,4 +1,4 @@
-"""`jurybox status`, `jurybox models` and `jurybox health`: what a running server says of itself."""
+"""`jurybox status`, `jurybox models` and `jurybox health`: the status of a running server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def status(as_json: AsJson = False, address: Address = None) -> None:
-    """Show how the server is: engines, models, latencies, lanes."""
+    """Show the server's status: engines, models, latencies, lanes."""
     document = _ask(address)
     if as_json:
         typer.echo(json.dumps(document, indent=2))
@@ -80,7 +80,7 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
 
 
 def models(as_json: AsJson = False, address: Address = None) -> None:
-    """List the models: what they take and give, how they are batched, which weights they have."""
+    """List the models: inputs, outputs, batching, weights versions."""
     document = _ask(address)
     if as_json:
         typer.echo(json.dumps(document["models"], indent=2))
@@ -102,7 +102,7 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
 
 
 def health(address: Address = None) -> None:
-    """Say whether the server is ready for requests; exit status 1, with the reasons, where it is not."""
+    """Tell whether the server is ready for requests; if not, print the reasons and exit with status 1."""
     from jurybox.server.gateway.app import not_ready
 
     reasons = not_ready(_ask(address))
@@ -111,7 +111,7 @@ def health(address: Address = None) -> None:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in the unit that suits them; "-" for None."""
+    """Format seconds in a suitable unit; "-" for None."""
     if seconds is None:
         return "-"
     for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
@@ -156,7 +156,7 @@ def reaching(address: str | None) -> Iterator[str]:
 
 
 def _lag(weights: dict[str, Any]) -> str:
-    """Versions behind, beside the most there should be."""
+    """The weights lag, and the largest allowed lag."""
     return f"{weights['lag']} of {weights['max_lag']}" if weights["max_lag"] else str(weights["lag"])
 
 
@@ -180,7 +180,7 @@ class Table:
         self.rows: list[list[Text]] = []
 
     def add(self, *cells: str | Text) -> None:
-        """A row, with a cell for every head."""
+        """Add a row, with one cell for each column."""
         self.rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -230,7 +230,7 @@ def batch(mean: float | None, most: int) -> str:
 
 
 def errors(counted: Mapping[str, int]) -> str:
-    """What went wrong, by kind; empty for nothing."""
+    """Error counts by kind; empty without errors."""
     return ", ".join(f"{counted[kind]} {kind.replace('_', ' ')}" for kind in _ERRORS if counted.get(kind))
 
 

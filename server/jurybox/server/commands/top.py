@@ -62,7 +62,7 @@ def _look(looker: _Looker, console: Console, once: bool, interval: float) -> Non
 
 
 class _Looker:
-    """Asks one address for names, reads numbers from the scoreboard, and connects again where a server is gone."""
+    """Reads the scoreboard of the server at an address; reconnects when the server is gone."""
 
     def __init__(self, address: str, window: float) -> None:
         from jurybox.server.watch.history import History
@@ -86,7 +86,7 @@ class _Looker:
             raise
 
     def close(self) -> None:
-        """Let go of the server."""
+        """Close the connection."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -94,7 +94,7 @@ class _Looker:
 
 
 def _watch(looker: _Looker, console: Console, interval: float) -> None:
-    """Until q or Ctrl-C; a server that is gone is said to be, and shown again when it is back."""
+    """Refresh the screen until q or Ctrl-C; shows that a server is gone, and its successor."""
     from jurybox.client import Error
 
     last: dict[str, Any] = looker.look()
@@ -110,7 +110,7 @@ def _watch(looker: _Looker, console: Console, interval: float) -> None:
 
 
 class _Keys:
-    """The terminal's keys one by one, without a line's end; where standard input is no terminal there are none."""
+    """Reads single keys from the terminal; none if standard input is not a terminal."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
@@ -142,7 +142,7 @@ class _Keys:
 
 
 def screen(sample: dict[str, Any]) -> RenderableType:
-    """A document of jurybox.server.watch.sample as a page of text."""
+    """Render a document of jurybox.server.watch.sample."""
     server, rates, latency = sample["server"], sample["rates"], sample["latency"]
     head = Text(f"jurybox {server['build']} at {server['address']}  ")
     head.append(server["state"], _TONES.get(server["state"], "yellow"))
@@ -215,7 +215,7 @@ def _event(event: dict[str, Any]) -> Text:
 
 
 def _bars(counts: list[int]) -> str:
-    """A distribution over powers of two, from one row on."""
+    """Bars of a histogram over powers of two, beginning with one row."""
     shown = counts[1 : max(5, *(at + 1 for at, count in enumerate(counts) if count), 0)]
     most = max(shown)
     return "".join(_BLOCKS[-(-count * 8 // most)] if count else _BLOCKS[0] for count in shown) if most else "-"

@@ -1,1 +1,1 @@
-"""What `jurybox doctor` looks at."""
+"""The checks of `jurybox doctor`."""

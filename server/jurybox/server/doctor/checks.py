@@ -1,7 +1,7 @@
-"""What this host lacks for a server: a list of findings, each with what to do about it.
+"""The checks of `jurybox doctor`: a list of findings, each with a remedy.
 
-Checks are functions from what was measured to a finding, so that every verdict can be tested on any host; `examine`
-measures this one.
+A check is a function from measured values to a finding, so that each can be tested on any host; `examine` measures this
+one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "u
 
 
 def examine(*, fix: bool = False) -> list[Finding]:
-    """Look at this host. With `fix`, remove the shared memory of dead owners."""
+    """Run all checks on this host. With `fix`, remove the shared memory of dead owners."""
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_python(sys.version_info[:3], sys.platform),
         lambda: check_packages(_installed()),
@@ -103,7 +103,7 @@ def check_native() -> Finding:
 
 
 def check_memory(free: int, where: str) -> Finding:
-    """Bytes that a server's arenas and weights may take, and what bounds them."""
+    """Check the memory that a server's arenas and weights may take."""
     text = f"{free / _MIB:.0f} MiB left of {where}"
     remedy = "stop what takes memory, or give it more (docker run --memory); or set a smaller 'rows' for each model"
     if free < _ARENA:
@@ -182,7 +182,7 @@ def stale_segments() -> list[str]:
 
 
 def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Finding:
-    """Shared memory that dead owners left; removed where `remove` is given."""
+    """Check for shared memory of dead owners; `remove` removes it."""
     if not stale:
         return Finding("stale segments", Level.OK, "none")
     if remove is None:
@@ -194,7 +194,7 @@ def check_stale(stale: list[str], remove: Callable[[], list[str]] | None) -> Fin
 
 
 def check_files(limits: tuple[int, int]) -> Finding:
-    """The limit of open files (soft, hard): a server raises its own to the hard one; every client takes some."""
+    """Check the limit of open files (soft, hard): a server raises its own to the hard limit; each client needs some."""
     soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in limits)
     clients = max(0, (hard - _FILES_OF_A_SERVER) // _FILES_OF_A_CLIENT)
     text = f"a server may have {hard}, enough for {clients} clients; other processes {soft}"
@@ -209,7 +209,7 @@ def check_files(limits: tuple[int, int]) -> Finding:
 
 
 def check_cores(cores: float, environ: Mapping[str, str]) -> Finding:
-    """Cores that this process may use, and thread settings beyond them."""
+    """Check the available cores, and thread settings that exceed them."""
     text = f"{cores:g} cores"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if environ.get(name, "").isdecimal() and int(environ[name]) > cores:
@@ -248,7 +248,7 @@ def check_torch() -> Finding:
 
 
 def check_runtime_folder(address: str) -> Finding:
-    """The folder of the default address is this user's alone, or can be made."""
+    """Check that the folder of the default address belongs to this user, or can be made."""
     path = ipc_path(address)
     if path is None:
         return Finding("runtime folder", Level.OK, f"none needed for {address}")

@@ -1,4 +1,4 @@
-"""What the doctor says: of one subject, how it is and what to do."""
+"""Findings of `jurybox doctor`, and checks of the host: devices, file systems, sockets, clock, kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jurybox.protocol.address import ipc_path
 
 
 class Level(StrEnum):
-    """How bad a finding is: a server runs well, runs with limits, does not run."""
+    """The severity of a finding: a server runs, runs with limits, does not run."""
 
     OK = "ok"
     WARN = "warn"
@@ -28,7 +28,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, how it is, and what to do (empty where nothing is)."""
+    """The result of a check: its subject, its state and a remedy (empty if none is needed)."""
 
     subject: str
     level: Level
@@ -45,7 +45,7 @@ _TIMEOUT = 30.0  # seconds; a driver that has to load its modules first takes a 
 
 @functools.cache
 def visible_cuda_devices() -> int:
-    """CUDA devices that the installed torch could use; CUDA_VISIBLE_DEVICES counts. Asked once a process.
+    """The number of CUDA devices that the installed torch can use, by CUDA_VISIBLE_DEVICES; cached.
 
     The driver is asked in a process of its own: it keeps files of the device open for as long as its asker lives.
     """
@@ -96,7 +96,7 @@ _OLDEST, _FULL = (3, 17), (5, 14)  # sealed memory; MADV_POPULATE_WRITE
 
 
 def inodes(folder: Path) -> tuple[int, int]:
-    """Of the file system: how many files it can hold and how many more fit; zeros where there is no bound."""
+    """The number of files that a file system can hold, and of free ones; zeros if there is no limit."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -105,7 +105,7 @@ def inodes(folder: Path) -> tuple[int, int]:
 
 
 def check_inodes(total: int, free: int, folder: Path) -> Finding:
-    """A tmpfs holds a number of files, however small they are."""
+    """Check for free inodes: a tmpfs holds a limited number of files."""
     if total and free < _FILES:
         return Finding(
             "inodes",
@@ -117,7 +117,7 @@ def check_inodes(total: int, free: int, folder: Path) -> Finding:
 
 
 def dead_sockets(address: str) -> list[Path]:
-    """Sockets beside an ipc address that nobody listens on, where no server holds the address."""
+    """Sockets of dead servers beside an ipc address."""
     path = ipc_path(address)
     if path is None or not path.parent.is_dir() or _held(Path(f"{path}.lock")):
         return []
@@ -141,7 +141,7 @@ def check_sockets(dead: list[Path], *, fix: bool) -> Finding:
 
 
 def clock_source() -> str:
-    """What the kernel reads the time from; empty where it does not say."""
+    """The kernel's clock source; empty if unknown."""
     try:
         return _CLOCK.read_text().strip()
     except OSError:
@@ -162,7 +162,7 @@ def check_clock(source: str) -> Finding:
 
 
 def check_kernel(release: str) -> Finding:
-    """Linux 3.17 has what a server's memory needs; 5.14 maps shared memory ahead of its use."""
+    """Check the kernel: a server needs Linux 3.17; 5.14 can map shared memory in advance."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = tuple(map(int, numbers.groups())) if numbers else (0, 0)
     if version < _OLDEST:
@@ -178,7 +178,7 @@ def check_kernel(release: str) -> Finding:
 
 
 def _held(lock: Path) -> bool:
-    """Whether a server lives that holds the lock file of an address."""
+    """Whether a running server holds the lock file of an address."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

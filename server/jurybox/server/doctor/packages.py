@@ -1,4 +1,4 @@
-"""What the doctor checks of the packages: whether versions fit together, by what each says of the others."""
+"""Checks of installed packages: whether their versions satisfy each other's requirements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = 4  # conflicts that one finding names
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A package that is here: its name as its metadata spells it, its version, and what it asks for."""
+    """An installed package: its name in its metadata, its version and its requirements."""
 
     name: str
     version: str
@@ -28,7 +28,7 @@ class Installed:
 
     @classmethod
     def read(cls, name: str, version: str, requires: Iterable[str]) -> Installed:
-        """From metadata; requirements that cannot be read are left out, as pip does."""
+        """Read a package's metadata; invalid requirements are ignored, as pip does."""
         read = []
         for text in requires:
             try:
@@ -40,7 +40,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """`asker` wants versions `wanted` of `package`, and another one is here (None: it is not here at all)."""
+    """`asker` requires versions `wanted` of `package`; another one is installed (None: none)."""
 
     asker: Installed
     package: str
@@ -53,7 +53,7 @@ class Conflict:
 
 
 def installed() -> dict[str, Installed]:
-    """Every distribution that can be imported here, by its canonical name; where one is twice, the one that is used."""
+    """All importable distributions by canonical name; of two copies the one that is used."""
     found: dict[str, Installed] = {}
     for each in distributions():
         name = _name_of(each)
@@ -63,7 +63,7 @@ def installed() -> dict[str, Installed]:
 
 
 def conflicts(packages: Mapping[str, Installed], extras: Iterable[str] = ("server",)) -> list[Conflict]:
-    """Of what Jurybox needs, directly or through others: who asks for versions that are not here.
+    """Unsatisfied requirements among the packages that Jurybox needs, directly or indirectly.
 
     Args:
         packages: as from `installed`.
@@ -85,7 +85,7 @@ def conflicts(packages: Mapping[str, Installed], extras: Iterable[str] = ("serve
 
 
 def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) -> str:
-    """The pip line that makes them fit; where no version can, what else to do."""
+    """The pip command that resolves the conflicts; if no version does, another remedy."""
     lines, hopeless = [], []
     for package in dict.fromkeys(canonicalize_name(conflict.package) for conflict in conflicts):
         askers = [
@@ -111,7 +111,7 @@ def mending(conflicts: Iterable[Conflict], packages: Mapping[str, Installed]) ->
 
 
 def check_conflicts(packages: Mapping[str, Installed]) -> Finding:
-    """Whether versions fit together: what Jurybox needs, and what others ask of the same packages."""
+    """Check that the versions of Jurybox's dependencies satisfy all requirements."""
     found = conflicts(packages)
     if not found:
         return Finding("versions", Level.OK, "every package that Jurybox needs suits those that ask for it")
@@ -128,7 +128,7 @@ def _wishes(asker: Installed, extras: Iterable[str]) -> Iterator[Requirement]:
 
 
 def _closure(packages: Mapping[str, Installed], extras: Iterable[str]) -> set[str]:
-    """Names of what Jurybox needs, directly or through others; itself included."""
+    """Names of Jurybox and of its direct and indirect dependencies."""
     found: set[str] = set()
     waiting = [OURS]
     while waiting:
@@ -150,7 +150,7 @@ def _admits(wanted: SpecifierSet, version: str) -> bool:
 
 
 def _can_be(wanted: SpecifierSet) -> bool:
-    """Whether some version is in all of them: one that a bound names, or one just beside it."""
+    """Whether some version satisfies all specifiers; tries the versions that bounds name, and their neighbours."""
     candidates = [Version("0")]
     for specifier in wanted:
         try:

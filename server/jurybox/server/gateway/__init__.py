@@ -1,1 +1,1 @@
-"""The gateway: HTTP for whoever asks how the server is. To the server it is one more client."""
+"""The gateway: HTTP, gRPC and websockets. To the server it is one more client."""

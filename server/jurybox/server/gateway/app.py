@@ -1,4 +1,4 @@
-"""From a status document to health: live, ready, and if not, why."""
+"""The HTTP application: health, version, status and metrics, from the server's status document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jurybox.server.gateway.live import Document, StatusSource, Watching
 
 
 async def reasons(source: StatusSource) -> list[str]:
-    """Why the server should get no requests now, a silent one included; empty when it is ready."""
+    """Reasons why the server is not ready, models that do not answer included; empty if it is ready."""
     try:
         return not_ready(await source.status())
     except Error as error:
@@ -32,7 +32,7 @@ async def reasons(source: StatusSource) -> list[str]:
 
 
 def not_ready(document: dict[str, Any]) -> list[str]:
-    """Why the server should get no requests now; empty when it is ready.
+    """Reasons why the server is not ready; empty if it is.
 
     Ready means: it does not drain, at least one engine serves with a fresh heartbeat, every configured model is loaded,
     and none is in quarantine.
@@ -71,7 +71,7 @@ _TRIES = 3  # as a request has
 
 
 class SelfTest:
-    """Keeps when each model last answered, and asks those that have not lately.
+    """Remembers when each model last answered, and sends a request to those that have not answered lately.
 
     Args:
         lanes: those that requests are answered on.
@@ -88,7 +88,7 @@ class SelfTest:
         self._asked = 0.0
 
     def told(self, model: str, answered: bool) -> None:
-        """A real request of that model has just been answered, or has failed."""
+        """Record that a request to that model was answered, or failed."""
         if answered:
             self._answered[model] = self._clock()
         else:
@@ -119,7 +119,7 @@ class SelfTest:
         return not_ready(document) + silent if silent or broken or not asked else []
 
     async def silent(self, name: str) -> str:
-        """Why a model does not answer; empty where it does."""
+        """The reason why a model does not answer; empty if it does."""
         now = self._clock()
         if now - self._answered.get(name, -FRESH) < FRESH:
             return ""
@@ -132,7 +132,7 @@ class SelfTest:
         return await asyncio.shield(asking)
 
     async def ask(self, name: str, version: int = 0) -> str:
-        """Ask one row of zeros, of a weights version (0: the newest); gives why there was no answer."""
+        """Request one row of zeros, of a weights version (0: the newest); returns the reason for a failure."""
         tries = _TRIES
         until = self._clock() + _TIMEOUT
         while True:
@@ -160,14 +160,14 @@ _UNAVAILABLE = 503
 
 
 class Health(BaseModel):
-    """Whether the server is well; `reasons` says why it is not."""
+    """The health of the server; `reasons` if it is not healthy."""
 
     status: str  # ok, unavailable
     reasons: list[str] = []
 
 
 class ModelVersion(BaseModel):
-    """Which weights a model computes with."""
+    """The weights that a model computes with."""
 
     state: str
     version: int
@@ -177,7 +177,7 @@ class ModelVersion(BaseModel):
 
 
 class Version(BaseModel):
-    """What runs here."""
+    """The build, and the weights versions of all models."""
 
     build: str
     revision: str | None
@@ -190,14 +190,14 @@ class Version(BaseModel):
 
 
 class Failure(BaseModel):
-    """Why there is no answer; `code` is a name of jurybox.protocol.Code."""
+    """An error response; `code` is a name of jurybox.protocol.Code."""
 
     error: str
     code: str
 
 
 class AnyText(JSONResponse):
-    """JSON of whatever text a model, a file or a client came with: half a surrogate pair is said by its escape."""
+    """A JSON response for arbitrary text: lone surrogates are escaped."""
 
     def render(self, content: Any) -> bytes:
         """As Response.render."""
@@ -206,7 +206,7 @@ class AnyText(JSONResponse):
 
 
 class NeverCached:
-    """Says of every answer that it is true for this moment only."""
+    """Forbids caching of every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -225,7 +225,7 @@ class NeverCached:
 def create_app(
     source: StatusSource, readiness: Callable[[], Awaitable[list[str]]] | None = None, routers: Sequence[APIRouter] = ()
 ) -> FastAPI:
-    """The application over whatever gives the server's status.
+    """Create the application over a source of the server's status.
 
     Args:
         readiness: why the server is not ready; without it, what the status document says.
@@ -258,12 +258,12 @@ def create_app(
     @app.get("/health", responses=ill)
     @app.get("/health/ready", responses=ill)
     async def ready(response: Response) -> Health:
-        """200 when requests would be answered; 503 with the reasons when not."""
+        """200 if requests would be answered; else 503 with the reasons."""
         return _health(response, await (readiness() if readiness else reasons(source)))
 
     @app.get("/health/live", responses=ill)
     async def live(response: Response) -> Health:
-        """200 while the supervisor answers, whatever its engines do."""
+        """200 while the supervisor answers, whatever the state of its engines."""
         try:
             await source.status()
         except Error as error:

@@ -1,8 +1,8 @@
-"""What gRPC tells of the server: its health, and its status document.
+"""The gRPC server, its health service and the status service.
 
-Health is grpc.health.v1, what load balancers and orchestrators ask
-(github.com/grpc/grpc/blob/master/doc/health-checking.md). Readiness is asked for when somebody asks here, and while
-somebody watches; nobody asking, nothing runs.
+Health is grpc.health.v1, which load balancers and orchestrators use
+(github.com/grpc/grpc/blob/master/doc/health-checking.md). Readiness is determined for each check, and while a client
+watches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EVERY = 0.5  # seconds between two looks for somebody who watches
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
-    """Answers for the server ("") and for each of its services; they are ready together.
+    """Health of the server ("") and of each of its services, which are ready at the same time.
 
     Args:
         services: their full names.
@@ -45,13 +45,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-he
         self._stopped = asyncio.Event()
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """One answer; NOT_FOUND for a service that is not offered here, as the protocol wants."""
+        """Return the health once; NOT_FOUND for an unknown service, as the protocol requires."""
         if request.service not in self._known:
             await context.abort(grpc.StatusCode.NOT_FOUND, self._unknown(request.service))
         return health_pb2.HealthCheckResponse(status=await self._status())
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        """An answer now, and one at every change."""
+        """Stream the health now and at every change."""
         said = None
         while not self._stopped.is_set():
             if request.service in self._known:
@@ -68,7 +68,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-he
         yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stop(self) -> None:
-        """Tell those who watch that it ends."""
+        """Tell watching clients that the server stops."""
         self._stopped.set()
 
     async def _status(self) -> Any:
@@ -80,13 +80,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-he
 
 
 class Status:
-    """Answers with the document that ``jurybox status --json`` prints and HTTP's /status gives."""
+    """Returns the status document, as ``jurybox status --json`` and HTTP's /status do."""
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source
 
     async def Get(self, _request: StatusRequest, _context: grpc.aio.ServicerContext[Any, Any]) -> StatusMessage:
-        """The document; UNAVAILABLE or DEADLINE_EXCEEDED where the supervisor does not answer."""
+        """Return the document; UNAVAILABLE or DEADLINE_EXCEEDED if the supervisor does not answer."""
         return StatusMessage(json=json.dumps(await self._source.status()))
 
 
@@ -168,11 +168,11 @@ class GrpcServer:
         self.bound = self._bind(address, access)
 
     async def start(self) -> None:
-        """Answer calls from now on."""
+        """Start serving."""
         await self._server.start()
 
     async def stop(self) -> None:
-        """Take no more calls, and give those in progress a grace."""
+        """Refuse new calls, and wait for those in progress for the grace period."""
         self._health.stop()
         await self._server.stop(GRACE)
 
@@ -189,7 +189,7 @@ class GrpcServer:
 
 
 def _pool_of(files: Sequence[FileDescriptor]) -> DescriptorPool:
-    """One pool with these files and what they import: not every file lives in the process's default one."""
+    """A descriptor pool with these files and their imports; not all of them are in the default pool."""
     pool = DescriptorPool()
     added: set[str] = set()
 

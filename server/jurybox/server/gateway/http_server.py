@@ -1,4 +1,4 @@
-"""The sockets the gateway listens on, and why one cannot be had."""
+"""The HTTP server: uvicorn on a socket that is bound before the application starts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BACKLOG = 512
 
 
 class CannotListen(OSError):
-    """The address cannot be had; the message says why and which setting to change."""
+    """The address cannot be bound; the message says why and which setting to change."""
 
 
 def listen(address: str, setting: str = "http") -> socket.socket:
-    """A listening socket for "host:port"; port 0 takes a free one.
+    """Bind and listen on "host:port"; port 0 takes a free port.
 
     Args:
         setting: whose address it is, "http" or "grpc", for messages.
@@ -55,7 +55,7 @@ def listen(address: str, setting: str = "http") -> socket.socket:
 
 
 def bound_name(host: str, port: int) -> str:
-    """ "host:port", with the brackets that IPv6 wants."""
+    """ "host:port", with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -69,7 +69,7 @@ GRACE = 2  # seconds that requests in progress get when the gateway stops
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without a say over signals: what a terminal's Ctrl-C means is the supervisor's to decide."""
+    """uvicorn without signal handlers: the supervisor handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -77,7 +77,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Listens from its construction on: whoever connects before `run` is answered then.
+    """An HTTP server that listens from its construction; connections made before `run` are served then.
 
     Args:
         address: "host:port"; port 0 takes a free one.
@@ -113,10 +113,10 @@ class HttpServer:
         )
 
     async def run(self) -> bool:
-        """Serve until `stop`; gives whether it ever served."""
+        """Serve until `stop`; returns whether it served."""
         await self._uvicorn.serve(sockets=[self._listener])
         return self._uvicorn.started
 
     def stop(self) -> None:
-        """Let `run` end, after the requests in progress or the grace."""
+        """Make `run` return, after the requests in progress or the grace period."""
         self._uvicorn.should_exit = True

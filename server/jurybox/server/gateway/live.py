@@ -1,4 +1,4 @@
-"""Where the gateway has its knowledge from: the server's status document, asked for as any client does."""
+"""The server's status for the gateway, and the live page: snapshots once a second, streamed to browsers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MARGIN = 0.5  # seconds: the client gives up first, and knows better why
 
 
 class StatusSource(Protocol):
-    """What the application needs to know a server by."""
+    """A source of the server's status."""
 
     async def status(self, *, fresh: bool = False) -> Document:
-        """The status document of jurybox.server.status, made after this call where it is to be `fresh`.
+        """The status document of jurybox.server.status; `fresh`: made after this call.
 
         Raises Error, such as ServerGone, when there is none.
         """
@@ -36,7 +36,7 @@ class StatusSource(Protocol):
 
 
 class Connection(Protocol):
-    """What of jurybox.client.Server is used here."""
+    """The part of jurybox.client.Server that is used here."""
 
     def status(self) -> Document: ...
 
@@ -44,7 +44,7 @@ class Connection(Protocol):
 
 
 class ClientSource:
-    """Asks a server through the client, in one thread of its own, however many ask here.
+    """Gets the status through the client, in a single thread.
 
     An answer, or the lack of one, is kept for a moment, so that many probes cost the server as much as one.
 
@@ -88,7 +88,7 @@ class ClientSource:
             raise Timeout(f"the server at {self._address} did not answer within {self._timeout} s") from error
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._thread.submit(self._drop)
         self._thread.shutdown(wait=False)
 
@@ -98,7 +98,7 @@ class ClientSource:
             question.exception()  # seen, whether or not anybody still waits for it
 
     def _ask(self) -> Document:
-        """In the thread: ask; where nobody answers, the next question goes over a new connection."""
+        """In the thread: get the status; after a failure the next call uses a new connection."""
         try:
             if self._connection is None:
                 self._connection = self._open(self._address, self._timeout)
@@ -145,7 +145,7 @@ PAGE_HEADERS = {
 
 
 class Watching:
-    """The routes, and what must end with them.
+    """The routes, and what to close at the end.
 
     Attributes:
         router: to be included in an application.
@@ -161,7 +161,7 @@ class Watching:
             self._serve(path, _PAGE / file, media_type)
 
     def close(self) -> None:
-        """End every stream and let go of the scoreboard."""
+        """End all streams and close the scoreboard."""
         self._broadcast.close()
         self._watch.close()
 
@@ -202,7 +202,7 @@ _MOST_WATCHERS = 64
 
 
 class Watch:
-    """Snapshots of the server: its status once a second at most, the rest from the scoreboard."""
+    """Snapshots of the server: the status at most once a second, the rest from the scoreboard."""
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source
@@ -211,7 +211,7 @@ class Watch:
         self._asked = 0.0
 
     async def snapshot(self) -> Snapshot:
-        """The scoreboard now.
+        """Take a snapshot.
 
         Raises:
             ServerGone, Timeout: no server answers, and none lives that has lately.
@@ -232,12 +232,12 @@ class Watch:
             raise
 
     def close(self) -> None:
-        """Let go of the scoreboard."""
+        """Close the scoreboard."""
         self._reader.close()
 
 
 class Broadcast:
-    """One sampling task for all who watch; it runs while there is one, and remembers nothing when there is none.
+    """One sampling task for all watching clients; it runs while there is one.
 
     Who reads slowly misses documents, and holds nobody up.
     """
@@ -253,16 +253,16 @@ class Broadcast:
 
     @property
     def watchers(self) -> int:
-        """How many watch now."""
+        """The number of watching clients."""
         return self._watchers
 
     def require_room(self) -> None:
-        """Raises Refused when as many watch as may."""
+        """Raises Refused if the maximum number of clients watch."""
         if self._watchers >= _MOST_WATCHERS:
             raise Refused(f"{_MOST_WATCHERS} live pages are open, which is all there may be: close one", Code.BUSY)
 
     async def stream(self) -> AsyncGenerator[str]:
-        """Server-sent events (WHATWG HTML, 9.2): `sample` with a document, `gone` with the reason there is none."""
+        """Server-sent events (WHATWG HTML, 9.2): `sample` with a document, `gone` with a reason if there is none."""
         self._watchers += 1
         try:
             if self._task is None:
@@ -280,7 +280,7 @@ class Broadcast:
                 self._task = None
 
     def close(self) -> None:
-        """End every stream: an open page must not hold the gateway's end back."""
+        """End all streams, so that an open page does not delay the end of the gateway."""
         self._closed = True
         self._changed.set()
 

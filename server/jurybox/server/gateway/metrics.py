@@ -1,4 +1,4 @@
-"""What a metric is: its definition, and how its samples are read from a snapshot of the scoreboard."""
+"""The table of metrics: definitions, and how their samples are read from a snapshot of the scoreboard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "jurybox_"
 
 
 class Kind(StrEnum):
-    """As Prometheus knows them."""
+    """The metric types of Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -46,7 +46,7 @@ Samples = Iterable[tuple[Labels, float | Distribution]]
 
 @dataclass(frozen=True)
 class Buckets:
-    """Which of the scoreboard's powers of two are told: upper bounds 2^first to 2^last, divided by `scale`.
+    """The buckets of a histogram: upper bounds 2^first to 2^last, divided by `scale`.
 
     A bucket of the scoreboard counts whole numbers below 2^i, so that of `exact` ones (rows) the bound is 2^i - 1.
     """
@@ -57,7 +57,7 @@ class Buckets:
     exact: bool = False
 
     def cumulated(self, value: Distribution) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), the last bound +Inf, as Prometheus wants them."""
+        """(upper bound, cumulative count) pairs, the last bound +Inf."""
         upto = np.cumsum(value.counts)
         told = [(str((2**i - self.exact) / self.scale), float(upto[i])) for i in range(self.first, self.last + 1)]
         return [*told, ("+Inf", float(upto[-1]))]
@@ -65,7 +65,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
         name: without prefix; a counter's without `_total`.
@@ -90,12 +90,12 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As it is queried; a histogram's with _bucket, _sum or _count behind it."""
+        """The name in queries; histograms add _bucket, _sum or _count."""
         return f"{PREFIX}{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
 
 
 def by_model(read: Callable[[Snapshot, int], float | Distribution | None]) -> Callable[[Snapshot], Samples]:
-    """One sample a model, read by (snapshot, its place in the document); none where that is None."""
+    """One sample for each model, read from (snapshot, model index); None is left out."""
 
     def samples(snapshot: Snapshot) -> Samples:
         for at, model in enumerate(snapshot.models):
@@ -106,7 +106,7 @@ def by_model(read: Callable[[Snapshot, int], float | Distribution | None]) -> Ca
 
 
 def by_engine(read: Callable[[NDArray[Any], Snapshot, int], float | None]) -> Callable[[Snapshot], Samples]:
-    """One sample an engine, read from (its record on the scoreboard, snapshot, its number); none where that is None."""
+    """One sample for each engine, read from (record, snapshot, engine index); None is left out."""
 
     def samples(snapshot: Snapshot) -> Samples:
         for index, record in enumerate(snapshot.engines):
@@ -117,12 +117,12 @@ def by_engine(read: Callable[[NDArray[Any], Snapshot, int], float | None]) -> Ca
 
 
 def counted(field: str) -> Callable[[Snapshot], Samples]:
-    """A counter of the scoreboard summed over engines, one sample a model."""
+    """A counter of the scoreboard summed over engines, one sample for each model."""
     return by_model(lambda snapshot, at: float(snapshot.counters[field][:, at].sum()))
 
 
 def distributed(field: str, total: str, scale: float) -> Callable[[Snapshot], Samples]:
-    """A histogram of the scoreboard summed over engines, one sample a model; `total` names the counter of its sum."""
+    """A histogram of the scoreboard summed over engines, by model; `total` names the counter of the sum."""
 
     def read(snapshot: Snapshot, at: int) -> Distribution:
         counters = snapshot.counters[:, at]
@@ -132,7 +132,7 @@ def distributed(field: str, total: str, scale: float) -> Callable[[Snapshot], Sa
 
 
 def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapshot], Samples]:
-    """Samples with one label, from a mapping of its values."""
+    """Samples with one label, from a mapping of label values."""
     return lambda snapshot: [((label,), value) for label, value in values(snapshot).items()]
 
 
@@ -224,7 +224,7 @@ TABLE = (
     ),
     Metric(
         "batch_rows", _HISTOGRAM, _MODEL, "Rows of a batch.",
-        "All at `max_batch` with a long queue: raise `max_batch`. All at 1: the crowd is small, or asks in turns.",
+        "All at `max_batch` with a long queue: raise `max_batch`. All at 1: few clients, or they ask in turns.",
         distributed("batch_rows", "rows", 1.0), "rows", buckets=_ROWS,
     ),
     Metric(
@@ -351,18 +351,18 @@ TABLE = (
 
 
 class SnapshotCollector(Collector):
-    """Prometheus's view of one snapshot. It keeps nothing: what counts is on the scoreboard."""
+    """A Prometheus collector over one snapshot, without state of its own."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Family]:
-        """As prometheus_client asks."""
+        """The interface of prometheus_client."""
         return [_family(metric, self._snapshot) for metric in TABLE]
 
 
 def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
-    """The body of an answer to a scrape and its content type, in the format that the Accept header asks for."""
+    """The body and the content type of a scrape, in the format of the Accept header."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(snapshot))
     encode, content_type = choose_encoder(accept)

@@ -30,7 +30,7 @@ STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the control pipe says stop, or ends; gives the exit status."""
+    """Serve until the control pipe says stop, or ends; returns the exit status."""
     source = ClientSource(orders["address"])
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
@@ -102,7 +102,7 @@ def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotSer
 
 
 async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable[[], None]) -> bool:
-    """Serve until `stop`, or until HTTP ends by itself; gives whether all was well.
+    """Serve until `stop`, or until HTTP ends by itself; returns whether it ended as expected.
 
     Args:
         hang_up: ends the answers that go on for as long as somebody watches.
@@ -120,7 +120,7 @@ async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable
 
 
 def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
-    """What was raised in the event loop and nobody awaited: told, and looked into where it may have cost an answer."""
+    """Handle an exception in the event loop that was not awaited: log it, and check for lost answers."""
     error = context.get("exception")
     if isinstance(error, (ConnectionError, BlockingIOError)):  # a peer left; gRPC's poller was woken for nothing
         return
@@ -130,7 +130,7 @@ def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, which takes a tenth off a gRPC call's cost; asyncio's own where there is none for the platform."""
+    """A loop of uvloop, which makes a gRPC call a tenth cheaper; of asyncio where uvloop is not available."""
     try:
         import uvloop
     except ImportError:
@@ -160,5 +160,5 @@ def run(control_pipe: ControlPipe, ahead: Sequence[str] = ()) -> int:
 
 
 def leave(status: int) -> None:
-    """End now: a thread that still waits for a server's answer must not hold the process back."""
+    """End the process now, without waiting for threads that wait for a server."""
     os._exit(status)

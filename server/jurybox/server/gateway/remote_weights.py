@@ -1,8 +1,8 @@
 """The gRPC service by which learners and actors on other machines reach the weights channels of this host.
 
-A stream is a publisher, or a reader, of a model, and goes through the ordinary client: whoever publishes from elsewhere
-has the place of a local publisher, with the same rules. The readers of one model share a connection and the
-publications that are on their way to them, so hundreds of them cost the memory of a few. Work that copies or waits runs
+A stream is a publisher or a reader of a model. It uses the ordinary client, so a remote publisher follows the rules of
+a local one. The readers of one model share a connection and the publications in transit, so hundreds of readers need
+little memory. Work that copies or waits runs
 in threads; the gateway's event loop carries messages only.
 """
 
@@ -97,7 +97,7 @@ class RemoteWeights:
         self._sources: dict[str, _Shared] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Offer the service on a server, before it starts."""
+        """Add the service to a server, before it starts."""
         handlers = {
             PUBLISH.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(
                 self.publish, PublishRequest.FromString, PublishReply.SerializeToString
@@ -109,7 +109,7 @@ class RemoteWeights:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, handlers),))
 
     async def publish(self, requests: AsyncIterator[PublishRequest], context: Any) -> AsyncIterator[PublishReply]:
-        """One publisher, for as long as the stream lasts."""
+        """Serve one publisher."""
         publisher: _Publisher | None = None
         await self._come("publishers", context)
         try:
@@ -133,7 +133,7 @@ class RemoteWeights:
                 self._threads.submit(publisher.close)  # not awaited: a stream that is cancelled must not wait
 
     async def read(self, requests: AsyncIterator[ReadRequest], context: Any) -> AsyncIterator[ReadReply | bytes]:
-        """One reader, for as long as the stream lasts."""
+        """Serve one reader."""
         shared: _Shared | None = None
         source: _Source | None = None
         told = False
@@ -169,7 +169,7 @@ class RemoteWeights:
     # ---- streams
 
     async def _come(self, kind: str, context: Any) -> None:
-        """Count a stream in, or end it where there are as many as there may be."""
+        """Count a stream, or end it if there are too many."""
         if self._streams[kind] >= self._most_streams:
             await abort(
                 context,
@@ -183,7 +183,7 @@ class RemoteWeights:
     async def _next(
         self, requests: AsyncIterator[PublishRequest], publisher: _Publisher | None
     ) -> PublishRequest | None:
-        """The next message; None at the end, and where a publication stops in the middle.
+        """The next message; None at the end, and if a publication is incomplete.
 
         Between publications a learner may take as long as it likes; HTTP/2's pings tell whether it is still there.
         """
@@ -198,7 +198,7 @@ class RemoteWeights:
 
     @contextlib.contextmanager
     def _stalling(self) -> Iterator[None]:
-        """Around a message that goes out: its stream is cancelled where nobody takes it."""
+        """Cancel the stream if a message is not taken in time."""
         task = asyncio.current_task()
         assert task is not None
         handle = asyncio.get_running_loop().call_later(self._stall, task.cancel)
@@ -213,7 +213,7 @@ class RemoteWeights:
     # ---- what the readers of a model share
 
     def _join(self, model: str) -> _Shared:
-        """The model's source; it is being opened where this is the first reader."""
+        """Get the model's source; the first reader opens it."""
         require_name(model)
         shared = self._sources.get(model)
         if shared is None:
@@ -223,12 +223,12 @@ class RemoteWeights:
         return shared
 
     def _forget(self, shared: _Shared | None) -> None:
-        """The next reader opens the source anew."""
+        """Forget the source; the next reader opens a new one."""
         if shared is not None and self._sources.get(shared.model) is shared:
             del self._sources[shared.model]
 
     def _leave(self, shared: _Shared | None) -> None:
-        """One reader less; the last one closes the source."""
+        """Release the source; the last reader closes it."""
         if shared is None:
             return
         shared.readers -= 1
@@ -246,7 +246,7 @@ def _serialized(reply: ReadReply | bytes) -> bytes:
 
 
 def _refusal(error: Error) -> WeightsRefusal:
-    """An error as it travels; its text may be anybody's."""
+    """An error as a message; its text is escaped."""
     message = str(error)[:_MOST_SAID].encode("utf-8", "replace").decode()
     return WeightsRefusal(code=error.code, message=message)
 
@@ -295,7 +295,7 @@ class _Publisher:
         )
 
     def take(self, request: PublishRequest) -> PublishReply | None:
-        """One message of a publication; the reply where it was the last. Raises Error."""
+        """Take one message of a publication; returns the reply after the last. Raises Error."""
         kind = request.WhichOneof("part")
         try:
             if kind == "begin" and not self.receiving:
@@ -352,7 +352,7 @@ class _Publisher:
 
 
 class _Shared:
-    """A source, which may still be opening, and how many readers have it."""
+    """A source, which may still be opening, and its number of readers."""
 
     def __init__(self, model: str, opening: asyncio.Future[_Source]) -> None:
         self.model = model
@@ -361,7 +361,7 @@ class _Shared:
 
 
 class _Kept:
-    """One publication, as the messages that bring it to any number of readers."""
+    """One publication as messages, shared by all readers."""
 
     def __init__(self, version: int, extra: bytes, published: float, flat: np.ndarray[Any, Any]) -> None:
         self.version, self.extra, self.published = version, extra, published
@@ -369,7 +369,7 @@ class _Kept:
 
 
 class _Source:
-    """A local reader of one model's weights, and what of them is on its way to readers elsewhere."""
+    """A local reader of one model's weights, shared by remote readers."""
 
     def __init__(self, address: str, model: str) -> None:
         self._server = connect(address, timeout=_CONNECT)
@@ -387,7 +387,7 @@ class _Source:
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def answer(self, request: ReadRequest) -> tuple[WeightsHead, _Kept | None]:
-        """What to answer, and the publication that follows. Raises Timeout, ServerGone."""
+        """The answer, and the publication that follows it. Raises Timeout, ServerGone."""
         reader = self._reader
         reader.require_owner()
         newer = reader.newer_than(request.newer_than)
@@ -402,7 +402,7 @@ class _Source:
         return head, kept
 
     def _publication(self) -> _Kept:
-        """The newest; one a little older where slow readers hold as many as there may be."""
+        """The newest publication, or a slightly older one if slow readers hold the maximum number."""
         with self._turn:
             newest = self._newest
             if newest is None or (self._reader.newer_than(newest.version) and len(self._alive) < _MOST_KEPT):

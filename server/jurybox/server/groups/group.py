@@ -1,7 +1,7 @@
-"""The weights of several modules of one architecture as one tensor per name, and one forward over all of them.
+"""Stacked weights of several modules of one architecture, and one forward over all of them.
 
 `torch.func.functional_call` under `torch.vmap` (pytorch.org, "Model ensembling") turns the modules' products into
-batched ones. On the CPU matrices are kept as they are multiplied, inputs first, and shown to the module transposed.
+batched ones. On the CPU matrices are stored inputs first, as they are multiplied, and passed to the module transposed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Part(NamedTuple):
 
 
 class Stacks:
-    """Two stacks of the same modules: one computes, the other is written."""
+    """Two stacks of the same modules: one is used for forwards, the other is written."""
 
     def __init__(self, module: torch.nn.Module, members: int) -> None:
         self._pair = [Stack(module, members), Stack(module, members)]
@@ -144,12 +144,12 @@ class Stacks:
         return self._pair[1]
 
     def switch(self) -> None:
-        """Between two batches: compute with the other one."""
+        """Use the other stack; call it between two batches."""
         self._pair.reverse()
 
 
 class Grouped:
-    """What a group's slot serves: as `Served`, of tickets of all members.
+    """The `Served` of a group, for tickets of all members.
 
     Args:
         name: of the group.
@@ -175,7 +175,7 @@ class Grouped:
         self._split: tuple[NDArray[Any], list[Part]] | None = None
 
     def rebind(self, members: Sequence[Member], stacks: Stacks) -> None:
-        """Between two batches: these are the members from now on, in the order of the stacks."""
+        """Set the members, in the order of the stacks; call it between two batches."""
         self.members, self.stacks = list(members), stacks
         self._forward = StackedForward(members[0].module)
         for place, member in enumerate(members):
@@ -188,7 +188,7 @@ class Grouped:
         return sum(member.served.max_batch for member in self.members)
 
     def split(self, tickets: NDArray[Any]) -> list[Part]:
-        """The tickets by member, in the stacks' order; what was split last is remembered."""
+        """Split the tickets by member, in the stacks' order; the last result is cached."""
         if self._split is not None and self._split[0] is tickets:
             return self._split[1]
         places = self._place[tickets["model"]]
@@ -205,12 +205,12 @@ class Grouped:
         return parts
 
     def versions(self, tickets: NDArray[Any]) -> NDArray[np.int64]:
-        """Of the weights that each ticket is answered with."""
+        """The weights versions that the tickets are answered with."""
         held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
         return held
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> None:
-        """As `Served.run`. One member's fault is everybody's: the engine then asks again, part by part."""
+        """As `Served.run`. An error of one member fails the whole batch; the engine then runs the parts one by one."""
         parts = self.split(tickets)
         versions = self.stacks.active.versions
         if version and len(parts) > 1 and any(versions[part.place] != version for part in parts):
@@ -226,7 +226,7 @@ class Grouped:
                     self._run_together(chosen)
 
     def _within_max_batch(self, parts: list[Part]) -> tuple[list[Part], list[Part]]:
-        """The parts cut to their members' max_batch, and what is left for another forward."""
+        """Limit the parts to their members' max_batch; also returns the rest for another forward."""
         first, later = [], []
         for part in parts:
             if part.rows <= self.members[part.place].served.max_batch:
@@ -260,7 +260,7 @@ class Grouped:
                 native.scatter(self.members[part.place].outputs[key], part.tickets, values[part.place - begin])
 
     def _room(self, key: str, members: int, rows: int) -> NDArray[Any]:
-        """Memory for one input of a batch, (members, rows, *shape); kept, and what is in it is arbitrary."""
+        """Uninitialised memory for one input of a batch, (members, rows, *shape); reused."""
         spec = self.spec.inputs[key]
         needed = members * rows
         kept = self._staging.get(key)
@@ -269,7 +269,7 @@ class Grouped:
         return kept[:needed].reshape(members, rows, *spec.shape)
 
     def _checked(self, results: Any, members: int, rows: int) -> dict[str, NDArray[Any]]:
-        """Outputs by name, (members, rows, *shape), in host memory. A member alone was checked when it was loaded."""
+        """Outputs by name, (members, rows, *shape), in host memory; single members were checked when loaded."""
         if not isinstance(results, Mapping):
             results = (results,) if isinstance(results, torch.Tensor) else results
             results = dict(zip(self.spec.outputs, results, strict=False))
@@ -291,7 +291,7 @@ class Grouped:
 
 
 class MemberWeights:
-    """As `WeightsUpdater`, for a member that is computed by itself: its module looks at its row of the active stack."""
+    """The `WeightsUpdater` of a member that is computed alone: its module uses its row of the active stack."""
 
     def __init__(self, grouped: Grouped, place: int) -> None:
         self._grouped = grouped
@@ -317,14 +317,14 @@ class MemberWeights:
             self._seen = stack
 
     def stop(self) -> None:
-        """The group follows, not the member."""
+        """Does nothing: the group has the updater."""
 
     def join(self) -> None:
         """As `stop`."""
 
 
 def plan(parts: Sequence[tuple[int, int]], hole: int, fewest: int) -> list[slice]:
-    """Which parts to compute together: runs of neighbours in the stacks, as slices of `parts`.
+    """Group the parts to compute together: runs of neighbours in the stacks, as slices of `parts`.
 
     Args:
         parts: (place, rows) of each, by place.

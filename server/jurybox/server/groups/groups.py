@@ -1,4 +1,4 @@
-"""Whether a module can be one of a group, found out when it is loaded rather than when it is asked."""
+"""The groups of an engine, and the check at load time whether a module can be a member."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_groupable(
     compute: torch.dtype | None = None,
     example: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Compute two copies of a module as one and compare with the module itself.
+    """Compute two stacked copies of a module and compare them with the module itself.
 
     Args:
         module: on the device where it will be served.
@@ -114,7 +114,7 @@ def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.n
 
 
 def _questions(spec: TensorSpec, members: int, example: Any) -> torch.Tensor:
-    """(members, _ROWS, *shape) of values that differ: an example's, noise, or zeros where numbers mean something."""
+    """Test inputs, (members, _ROWS, *shape): of the example, noise, or zeros for integers."""
     shape = (members, _ROWS, *spec.shape)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if example is not None:
@@ -160,7 +160,7 @@ class GroupSlot(Slot):
         super().__init__(grouped, queue, GroupCounters(grouped, queue))
 
     def answers(self, tickets: NDArray[Any], version: int) -> Iterator[tuple[NDArray[Any], int]]:
-        """The tickets by the version that computed them, which is each member's own."""
+        """Split the tickets by weights version, which each member has of its own."""
         used = self.grouped.versions(tickets)
         first = int(used[0])
         if (used == first).all():
@@ -170,20 +170,20 @@ class GroupSlot(Slot):
             yield tickets[used == one], int(one)
 
     def parts(self, tickets: NDArray[Any]) -> list[NDArray[Any]]:
-        """The tickets by member: one that fails shall not fail the others."""
+        """Split the tickets by member, so that one that fails does not fail the others."""
         return [part.tickets for part in self.grouped.split(tickets)]
 
     def name(self, tickets: NDArray[Any]) -> str:
-        """Of the member whose tickets these are."""
+        """The name of the member of these tickets."""
         names = [self.grouped.members[part.place].served.spec.name for part in self.grouped.split(tickets)]
         return names[0] if len(names) == 1 else self.grouped.spec.name
 
     def release(self) -> None:
-        """A member leaves; the group goes on."""
+        """Remove a member."""
 
 
 class GroupCounters(Counters):
-    """Counts for every member by itself."""
+    """Counts for each member separately."""
 
     def __init__(self, grouped: Grouped, queue: Queue) -> None:
         self._grouped = grouped
@@ -211,7 +211,7 @@ class GroupCounters(Counters):
             self._grouped.members[part.place].counters.expired(part.tickets)
 
     def waiting(self, rows: int) -> None:
-        """As Counters.waiting: of each member, those of its rows that did not go into the batch."""
+        """As Counters.waiting, for each member: rows that did not fit into the batch."""
         if not rows and not self._anybody_waits:
             return
         self._anybody_waits = rows > 0
@@ -225,7 +225,7 @@ class GroupCounters(Counters):
 
 
 class Groups:
-    """Belongs to the workshop's thread.
+    """All groups of an engine. Belongs to the model loader's thread.
 
     Args:
         later: runs an action in the loop's thread between two turns.
@@ -253,7 +253,7 @@ class Groups:
         installed: Callable[[], None],
         example: Callable[[int], Mapping[str, Any]] | None = None,
     ) -> None:
-        """Make a model one of a group, which begins with its first; `installed` is called in the loop's thread.
+        """Add a model to a group, which its first member creates; `installed` is called in the loop's thread.
 
         Raises:
             CannotGroup: it cannot be computed with others, or is not like them.
@@ -275,7 +275,7 @@ class Groups:
         self._set_members(slot, [*others, member], member.model, installed)
 
     def leave(self, model: int) -> None:
-        """A model was unloaded, or is served by itself from now on. Harmless where it was in no group."""
+        """Remove a model that was unloaded, or is served alone. Ignored if it is in no group."""
         for group, slot in list(self._slots.items()):
             members = list(slot.grouped.members)
             rest = [member for member in members if member.model != model]

@@ -1,4 +1,4 @@
-"""How published weights reach a group: a thread writes into the spare stack, the loop switches between two batches."""
+"""The weights updater of a group: a thread writes the spare stack, the loop switches stacks between two batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOINING = 5.0  # seconds a member's first weights may take, and a loop in a lon
 
 
 class GroupWeightsUpdater:
-    """Keeps the members of a group at the newest versions of their channels, and lets members come and go.
+    """Keeps the members of a group at the newest versions of their channels; members can be added and removed.
 
     Args:
         later: runs an action between two batches of the engine's loop.
@@ -42,7 +42,7 @@ class GroupWeightsUpdater:
         self._thread = threading.Thread(target=self._follow, name=f"group {grouped.spec.name}", daemon=True)
 
     def set_members(self, members: Sequence[Member], install: Callable[[], None]) -> None:
-        """Make new stacks of these members, those that stay with the weights they have; then, in the loop, `install`.
+        """Make new stacks of these members, which keep their weights; then call `install` in the loop.
 
         Raises:
             Timeout: the publisher of a new member did not let its weights be read.
@@ -73,19 +73,19 @@ class GroupWeightsUpdater:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Follow no longer."""
+        """Stop the threads."""
         self._stopped.set()
         self._news.set()
 
     def join(self) -> None:
-        """Wait for the end of the threads that were told to stop."""
+        """Wait for the end of the threads."""
         for reader in self._readers.values():
             reader.join()
         if self._thread.is_alive():
             self._thread.join(4 * _SLICE)
 
     def _begin(self, stacks: Stacks, place: int, member: Member, was: int | None, reader: _Reader | None) -> None:
-        """The first contents of both stacks: what a member has, or what was published for it, or what it came with."""
+        """Fill both stacks: with a member's current, published or initial weights."""
         for stack in (stacks.active, stacks.spare):
             if was is not None:
                 old = self._grouped.stacks.active
@@ -114,7 +114,7 @@ class GroupWeightsUpdater:
                 self._stopped.wait(_SLICE)
 
     def _adopt(self) -> None:
-        """Bring the spare stack to the newest of every channel, and switch if that is more than the active one has."""
+        """Fill the spare stack with the newest versions, and switch if any is newer than in the active one."""
         stacks, members = self._grouped.stacks, self._grouped.members
         spare, ages = stacks.spare, {}
         for place, member in enumerate(members):
@@ -141,7 +141,7 @@ class GroupWeightsUpdater:
         self._in_loop(switch)
 
     def _in_loop(self, action: Callable[[], None]) -> None:
-        """Run an action between two batches and wait for it; a loop that has ended runs nothing more."""
+        """Run an action between two batches and wait for it; a stopped loop does not run it."""
         done = threading.Event()
         raised: list[BaseException] = []
 
@@ -161,7 +161,7 @@ class GroupWeightsUpdater:
 
 
 class _Reader:
-    """One member's channel, and a thread that says when something new is on it."""
+    """One member's channel, and a thread that waits for publications on it."""
 
     def __init__(self, channel: WeightsChannel, news: threading.Event, all_stopped: threading.Event) -> None:
         self.channel = channel
@@ -173,7 +173,7 @@ class _Reader:
         self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
 
     def start(self) -> None:
-        """Harmless when done already."""
+        """Start the thread, if it is not running."""
         if not self._thread.ident:
             self._thread.start()
 
@@ -185,7 +185,7 @@ class _Reader:
             self._thread.join(4 * _SLICE)
 
     def into(self, fill: Callable[[int, dict[str, torch.Tensor], int], None], place: int, timeout: float) -> float:
-        """Put the newest publication into a stack's row; gives its age in seconds. Raises Timeout."""
+        """Copy the newest publication into a row of a stack; returns its age in seconds. Raises Timeout."""
         flat = np.empty(self.reader.layout.nbytes, np.uint8) if self._flat is None else self._flat
         self._flat = flat
         version, _ = self.reader.read_bytes(flat, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The jurors that come with Jurybox: factories for ``[models.NAME] factory = "jurybox.server.jurors:panel"``.
+"""The jurors that ship with Jurybox: factories for ``[models.NAME] factory = "jurybox.server.jurors:panel"``.
 
 What each criterion measures, and how well, is in ``docs/jurors.md``.
 """

@@ -39,7 +39,7 @@ _HOW = (
 
 
 class AestheticHead(nn.Module):
-    """The predictor's head; parameter names as published, dropout left out because it only acts in training."""
+    """The predictor's head; parameter names as published, without dropout, which only acts in training."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def _encoder_config(path: Path) -> dict[str, Any]:
 
 
 def _read(files: list[Path]) -> dict[str, Tensor]:
-    """Encoder and head out of everything that the files hold; the text half of SigLIP is not even read."""
+    """Read encoder and head from the files; the text half of SigLIP is not read."""
     tensors: dict[str, Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""The criteria of the panel: an image in, a mark between 0 and 1 out."""
+"""The criteria of the panel: each maps an image to a mark between 0 and 1."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Criterion(nn.Module):
 
 
 def plausible(value: Tensor, low: float, high: float, *, below: float, above: float) -> Tensor:
-    """How far ``value`` lies outside ``[low, high]``, as a mark in (0, 1].
+    """A mark in (0, 1] that falls with the distance of ``value`` from ``[low, high]``.
 
     1 inside the range and ``1 / (1 + d ** 2)`` outside, d being the distance to the range in units of ``below``
     or ``above``: half marks at one unit, and, unlike a ring segment curve, a gradient that still leads back from far
@@ -103,7 +103,7 @@ def plausible(value: Tensor, low: float, high: float, *, below: float, above: fl
 
 
 def joint(*marks: Tensor) -> Tensor:
-    """Geometric mean of marks in (0, 1]: one fault cannot be bought off by the absence of others."""
+    """Geometric mean of marks in (0, 1]: a single low mark lowers the whole."""
     return torch.stack(marks).log().mean(dim=0).exp()
 
 

@@ -1,4 +1,4 @@
-"""What a configuration names: the panel and its criteria one by one, ready to serve."""
+"""Model factories for configurations: the panel, and each of its criteria."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Panel(nn.Module):
 
 
 # ----
-# What a configuration names: the panel and its criteria one by one, ready to serve.
+# Model factories.
 
 
 # Sharpness compares octaves up to the fourth, BRISQUE wants 16 pixels at half resolution.
@@ -110,7 +110,7 @@ def panel(
     colour: float = 1.0,
     sharpness: float = 1.0,
 ) -> ServedModel:
-    """The whole panel, ready to serve.
+    """The panel.
 
     Args:
         size: height and width of an image in pixels, at least 32.

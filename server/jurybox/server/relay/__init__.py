@@ -1,5 +1,5 @@
-"""The relay: lets clients of other hosts in through ZeroMQ. To the server it is one more client.
+"""The relay: serves clients of other hosts over ZeroMQ. To the server it is one more client.
 
-Control messages are passed on to the supervisor. A lane is leased in the client's stead; tickets come with their rows
-behind them, which are copied to the lane's, and go on as any local client's do.
+Control messages are forwarded to the supervisor. The relay leases a lane for each client; tickets arrive with their
+rows, which are copied to the lane, and are then sent as those of a local client.
 """

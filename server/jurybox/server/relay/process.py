@@ -25,7 +25,7 @@ STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
-    """Serve until the control pipe says stop, or ends; gives the exit status."""
+    """Serve until the control pipe says stop, or ends; returns the exit status."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         front = Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])

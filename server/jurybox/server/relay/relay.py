@@ -1,4 +1,4 @@
-"""What the relay does with a message: pass a control call on, lease a lane, send a ticket on, answer."""
+"""The relay's messages: it forwards control calls, leases lanes, sends tickets and returns answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Answer = Callable[[ControlReply], ControlReply]
 
 
 class Relay:
-    """Belongs to one thread, the event loop's.
+    """The relay. Belongs to the event loop's thread.
 
     Args:
         front: to the clients.
@@ -71,7 +71,7 @@ class Relay:
         self._loop.add_reader(int(back.getsockopt(zmq.FD)), self.pump)
 
     def pump(self) -> None:
-        """Handle what has come on both sides. A ZeroMQ descriptor tells of changes only, so ask until nothing is."""
+        """Handle all waiting messages of both sides: a ZeroMQ descriptor signals changes only."""
         self._pumping = False
         if self._closed:
             return
@@ -80,7 +80,7 @@ class Relay:
             self._again()
 
     def look_after(self) -> None:
-        """Send again what went down with an engine. Raises ServerGone when the server has."""
+        """Send again the tickets of an engine that ended. Raises ServerGone if the server is gone."""
         for held in self._lanes.values():
             if held.waits:
                 held.look_after()
@@ -88,7 +88,7 @@ class Relay:
         self._again()
 
     def reclaim(self) -> None:
-        """Take back the lanes of clients that are gone, and forget calls that nobody answered."""
+        """Release the lanes of clients that are gone, and forget unanswered calls."""
         owners = {held.owner for held in self._lanes.values()}
         self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
         for number, held in list(self._lanes.items()):
@@ -102,7 +102,7 @@ class Relay:
         self._again()
 
     def close(self) -> None:
-        """Give every lane back; nothing is handled any more."""
+        """Release all lanes."""
         self._closed = True
         for socket in (self._front.socket, self._back):
             self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
@@ -112,13 +112,13 @@ class Relay:
     # ---- both sides
 
     def _again(self) -> None:
-        """Sending takes the socket's signal, and with it perhaps the news of a message."""
+        """Schedule another look: sending consumes the socket's signal."""
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self.pump)
 
     def _handle_all(self, socket: zmq.Socket[bytes], handle: Callable[[list[zmq.Frame]], None]) -> bool:
-        """Handle at most a turn's messages; gives whether more may be there."""
+        """Handle a limited number of messages; returns whether there may be more."""
         for _ in range(_TURN):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -146,14 +146,14 @@ class Relay:
             self._send([sender, head(InlineTicket(sender, 0, 0, 0, 0, 0, 0), code, why)])
 
     def _complain(self, why: str) -> None:
-        """Log what came, once a second at most: nobody fills the disk from outside."""
+        """Log a bad message, at most once a second."""
         self._bad_messages += 1
         if (now := time.monotonic()) - self._complained_at >= 1.0:
             self._report("bad messages", count=self._bad_messages, last=why)
             self._bad_messages, self._complained_at = 0, now
 
     def _send(self, frames: list[bytes]) -> bool:
-        """False when the client is gone."""
+        """Send a message; False if the client is gone."""
         self._again()
         return self._front.send(frames)
 
@@ -179,7 +179,7 @@ class Relay:
             self._loop.call_later(_SOON, self._pay)
 
     def _pay(self) -> None:
-        """Send what clients that read slowly had left no room for, as far as they have now."""
+        """Send answers that slow clients had no room for."""
         self._owing = False
         if not self._closed:
             for held in list(self._lanes.values()):
@@ -256,7 +256,7 @@ class Relay:
         return self._send([sender, PREFIX, number, reply.SerializeToString()])
 
     def _lease(self, sender: bytes, number: bytes, request: ControlRequest) -> None:
-        """Lease a lane; one only for a call that comes again, since its answer went down with a connection."""
+        """Lease a lane; a repeated call whose answer was lost with a connection gets the same one."""
         for held in self._lanes.values():
             if (held.owner, held.call) == (sender, number) and held.granted.model.name == request.lease.model:
                 self._reply(sender, number, ControlReply(lease=held.granted))
@@ -268,7 +268,7 @@ class Relay:
         self._pass_on(sender, number, request, lambda reply: self._leased(sender, number, reply))
 
     def _leased(self, sender: bytes, call: bytes, reply: ControlReply) -> ControlReply:
-        """Take up the lane in the client's stead, and tell it what it needs of it."""
+        """Hold the lane for the client, and tell the client about it."""
         if not reply.HasField("lease"):
             return reply
         lease = reply.lease
@@ -296,7 +296,7 @@ def _failed(error: Error) -> ControlReply:
 
 
 def _without_places(reply: ControlReply) -> ControlReply:
-    """The server's greeting without the names of what only its own host can reach."""
+    """The server's hello without addresses that only its own host can reach."""
     if reply.HasField("server"):
         server = reply.server
         return ControlReply(server=ServerMessage(server_id=server.server_id, build=server.build, models=server.models))

@@ -1,4 +1,4 @@
-"""The relay's socket to the network: who may connect, and how much may come."""
+"""The relay's socket to the network, and the lanes that it holds for remote clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobo
 
 
 class Front:
-    """A ROUTER socket on TCP, behind CURVE where there are keys.
+    """A ROUTER socket on TCP, with CURVE if there are keys.
 
     Args:
         where: "host:port"; port 0 takes a free one.
@@ -85,7 +85,7 @@ class Front:
         self.bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
 
     def has_room(self, client: bytes, size: int) -> bool:
-        """Whether a message of so many bytes may be sent to a client now.
+        """Whether a message of so many bytes can be sent to a client now.
 
         ZeroMQ bounds the messages that a client leaves unread, not their bytes. One message may always be on its way.
         """
@@ -102,7 +102,7 @@ class Front:
         return unsent <= self._most_unsent and self._unsent_bytes + size <= _CLIENTS * self._most_unsent
 
     def send(self, frames: Sequence[Any]) -> bool:
-        """Send to the client that the first frame names; False when it is gone. One that does not read loses it."""
+        """Send to the client that the first frame names; False if it is gone. A client that does not read loses it."""
         size = sum(map(len, frames))
         try:
             if size < _TRACKED:
@@ -122,12 +122,12 @@ class Front:
         return True
 
     def forget_sent(self) -> None:
-        """Stop following what has left."""
+        """Forget messages that were sent."""
         for client in list(self._unsent):
             self.has_room(client, 0)
 
     def is_there(self, client: bytes) -> bool:
-        """Whether a client's connection stands."""
+        """Whether a client is connected."""
         return self.send((client, *_PROBE))
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ _LONGEST_NS = 3_600_000_000_000  # an hour: no ticket waits longer
 
 
 class InlineTicket(NamedTuple):
-    """A ticket as it came: from which connection, and what of its record counts here."""
+    """A received ticket: its connection, and the relevant fields of its record."""
 
     sender: bytes
     sequence: int
@@ -176,7 +176,7 @@ class InlineTicket(NamedTuple):
 
 
 class HeldLane:
-    """Carries tickets of one client to the engines.
+    """Sends the tickets of one client to the engines.
 
     Args:
         lane: leased by the relay.
@@ -200,7 +200,7 @@ class HeldLane:
         return bool(self._in_flight)
 
     def submit(self, ticket: InlineTicket, frames: Sequence[zmq.Frame]) -> None:
-        """Copy a ticket's rows to the lane's and send it on.
+        """Copy a ticket's rows to the lane and send it.
 
         Raises:
             Error: it does not fit the lane or the model.
@@ -230,7 +230,7 @@ class HeldLane:
         )
 
     def answers(self, has_room: Callable[[bytes, int], bool] = lambda *_: True) -> Iterator[list[Any]]:
-        """What has been answered since, as frames to send.
+        """New answers, as frames to send.
 
         An answer for which its client has left no room stays in its rows, which are the client's own, until it has.
         """
@@ -242,15 +242,15 @@ class HeldLane:
 
     @property
     def owes(self) -> bool:
-        """Whether an answer is there that has not been sent."""
+        """Whether an answer has not been sent yet."""
         return any(sent.answer is not None for _, sent in self._in_flight.values())
 
     def look_after(self) -> None:
-        """See whether engines and server live; raises ServerGone. What has been answered is in `answers` then."""
+        """Check engines and server; raises ServerGone. New answers are in `answers` afterwards."""
         self.lane.receive(0)
 
     def close(self) -> None:
-        """Give the lane back."""
+        """Release the lane."""
         self._in_flight.clear()
         self.lane.close()
 

@@ -1,1 +1,1 @@
-"""The walls between a server and whoever reaches its ports: tokens, TLS, CURVE keys, limits. See docs/security.md."""
+"""Access to a server's ports: tokens, TLS, CURVE keys, limits. See docs/security.md."""

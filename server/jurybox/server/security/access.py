@@ -1,4 +1,4 @@
-"""Files that hold secrets: read only where nobody else can read them, written so that nobody else ever could."""
+"""Security settings, and files of secrets, which are read only if nobody else can read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 20
 
 
 def too_open(path: Path) -> str | None:
-    """Why a file is no place for a secret; None where it is one, or where there is no such file."""
+    """The reason why a file is too open for a secret; None if it is not, or does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -57,7 +57,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def write_new(path: Path, content: str, mode: int) -> None:
-    """Write a file that does not exist yet, with that mode from its first moment. Raises FileExistsError."""
+    """Create a file with that mode. Raises FileExistsError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(content)
@@ -72,7 +72,7 @@ CHALLENGES = ("Bearer", 'Basic realm="jurybox", charset="UTF-8"')  # the second 
 
 
 class Token:
-    """What is compared with what callers show, in a time that tells nothing about it.
+    """A token, compared in constant time.
 
     Kept and compared as a digest: `compare_digest` alone would tell the token's length.
     """
@@ -84,7 +84,7 @@ class Token:
         return "Token(...)"
 
     def is_shown_by(self, authorization: str | None) -> bool:
-        """Whether an Authorization header is right: ``Bearer TOKEN``, or ``Basic`` with the token as password."""
+        """Whether an Authorization header has the token: ``Bearer TOKEN``, or ``Basic`` with the token as password."""
         scheme, _, given = (authorization or "").partition(" ")
         shown = given.strip() if scheme.lower() == "bearer" else _password(given) if scheme.lower() == "basic" else ""
         return hmac.compare_digest(_digest(shown), self._digest)
@@ -120,7 +120,7 @@ def _check_prefix(text: str) -> str:
 
 
 class SecuritySettings(BaseModel):
-    """Part of [server]; what each setting means stands in docs/security.md."""
+    """Part of [server]; docs/security.md describes each setting."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -145,11 +145,11 @@ class SecuritySettings(BaseModel):
 
     @property
     def max_message(self) -> int:
-        """Bytes of the largest message, request body or ZeroMQ frame that is taken."""
+        """The maximum size of a message, request body or ZeroMQ frame in bytes."""
         return self.max_message_mib << 20
 
     def secret_token(self) -> str | None:
-        """The token callers must show, if there is one. Raises ValueError, which never names it."""
+        """The required token, if there is one. Raises ValueError, without the token in its text."""
         if self.token is not None:
             token = self.token.get_secret_value()
         elif self.token_file is not None:
@@ -167,7 +167,7 @@ class SecuritySettings(BaseModel):
         return token
 
     def broken_secrets(self) -> list[str]:
-        """What is wrong with the files that these settings name, a line each."""
+        """Problems with the files of these settings, one line each."""
         found = []
         try:
             self.secret_token()
@@ -186,14 +186,14 @@ class SecuritySettings(BaseModel):
         return found
 
     def open_to_all(self, http: str, grpc: str, tcp: str) -> list[str]:
-        """Transports that other hosts reach and that do not ask who they are, a line each."""
+        """Transports that other hosts can reach without authentication, one line each."""
         found = self.lacking({"server.http": http, "server.grpc": grpc})
         if tcp and not is_loopback(split_host(tcp)[0]) and self.curve_clients is None:
             found.append(f'server.tcp = "{tcp}" needs server.curve_key and server.curve_clients')
         return found
 
     def lacking(self, listening: Mapping[str, str]) -> list[str]:
-        """As `open_to_all`, of ports that ask for a token; their addresses by their settings."""
+        """As `open_to_all`, for ports with a token; addresses by setting."""
         shown = self.token is not None or self.token_file is not None
         lacks = [f"server.{what}" for what, there in (("token_file", shown), ("tls_cert", self.tls_cert)) if not there]
         return [
@@ -216,7 +216,7 @@ _PAIR = 'metadata\ncurve\n    public-key = "{public}"\n'
 
 
 def make_pair(name: Path) -> tuple[Path, Path, str]:
-    """Make NAME.key (to give away) and NAME.key_secret (to keep, mode 0600); gives both and the public key.
+    """Create NAME.key (public) and NAME.key_secret (mode 0600); returns both paths and the public key.
 
     Raises:
         FileExistsError: one of them is there already: a key that is in use is never replaced.
@@ -250,7 +250,7 @@ def read_pair(file: Path) -> tuple[bytes, bytes]:
 
 
 def public_keys(folder: Path) -> list[Path]:
-    """The .key files of a folder: of the clients that may come in."""
+    """Read the .key files of a folder: the keys of admitted clients."""
     return sorted(folder.glob(f"*{PUBLIC}"))
 
 
@@ -262,7 +262,7 @@ _AT_ONCE = 8  # messages of the largest size that may be in a process at once
 
 
 class Room:
-    """Bounds the bytes of all requests that a process holds at once; for one event loop.
+    """Limits the bytes of all requests that a process holds at once. Belongs to one event loop.
 
     Args:
         most: bytes.
@@ -273,7 +273,7 @@ class Room:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Raises Refused (code BUSY) where there is no room for so many bytes now."""
+        """Reserve bytes. Raises Refused (code BUSY) if there is no room now."""
         if self._held + size > self._most:
             raise Refused(
                 f"requests of {self._held} bytes are being answered, and at most {self._most} are held at once: ask "
@@ -283,7 +283,7 @@ class Room:
         self._held += size
 
     def give(self, size: int) -> None:
-        """Those bytes are held no longer."""
+        """Release bytes."""
         self._held -= size
 
 
@@ -302,7 +302,7 @@ class Access:
 
     @classmethod
     def of(cls, settings: SecuritySettings) -> Access:
-        """Raises ValueError where a secret cannot be read."""
+        """The access of these settings. Raises ValueError if a secret cannot be read."""
         return cls(
             settings.secret_token(),
             settings.tls_cert,
@@ -313,15 +313,15 @@ class Access:
 
     @classmethod
     def from_order(cls, orders: dict[str, Any]) -> Access:
-        """What `order` gave; no walls but the limits where the order says nothing."""
+        """The inverse of `order`; without settings only the limits apply."""
         return cls(**orders.get("access", {}))
 
     def order(self) -> dict[str, Any]:
-        """For the control pipe, a socket that only the two processes hold."""
+        """The settings for the control pipe, a private socket of two processes."""
         return {"access": asdict(self)}
 
     def room(self) -> Room:
-        """For the requests of one transport."""
+        """The limit for the requests of one transport."""
         return Room(_AT_ONCE * self.max_message)
 
     @property

@@ -1,4 +1,4 @@
-"""The walls before the gRPC services: token, TLS, sizes, and what a method raises that it should not."""
+"""Access control of the gRPC services: token, TLS, size limits, and unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("jurybox.gateway.grpc")
 
 
 class TokenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Takes only calls that show the token as ``authorization: Bearer TOKEN`` in their metadata."""
+    """Accepts only calls with the token as ``authorization: Bearer TOKEN`` in their metadata."""
 
     def __init__(self, token: Token) -> None:
         self._token = token
@@ -62,7 +62,7 @@ _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 async def abort(context: Any, error: Error) -> NoReturn:
-    """End a call with what the table says of an error."""
+    """Abort a call with the status of an error."""
     row = TABLE.get(error.code)
     context.set_trailing_metadata(((CODE, str(int(error.code))),))
     await context.abort(_STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN, said(error, _MOST_DETAILS))
@@ -70,7 +70,7 @@ async def abort(context: Any, error: Error) -> NoReturn:
 
 
 class _Came(NamedTuple):
-    """A message as it came, or why it is none."""
+    """A message, or the reason why it is refused."""
 
     message: Any
     size: int
@@ -78,7 +78,7 @@ class _Came(NamedTuple):
 
 
 class Guarding:
-    """Stands in for a server while services are added to it, and goes before each of their methods.
+    """A server proxy that wraps each method of added services.
 
     A message that cannot be read, or of too many parts, is refused as such. So is one for which there is no room now.
     An `Error` that a method raises ends the call as the table says; anything else is logged and ends it as INTERNAL.
@@ -153,7 +153,7 @@ class Guarding:
 
 
 class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    """A handler of several methods, each guarded once."""
+    """A handler of several methods, each wrapped once."""
 
     def __init__(self, handler: Any, guard: Callable[[Any], Any]) -> None:
         self._handler = handler
@@ -169,7 +169,7 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 
 
 def _taken(came: _Came, room: Room) -> Any:
-    """The message, accounted for. Raises Error."""
+    """Check the message and reserve its bytes. Raises Error."""
     if came.error is not None:
         raise came.error
     room.take(came.size)
@@ -184,7 +184,7 @@ async def _messages(requests: AsyncIterator[_Came]) -> AsyncIterator[Any]:
 
 
 async def _end(context: Any, error: Exception) -> NoReturn:
-    """End a call after an exception: as the table says, or as what it is, a defect."""
+    """Abort a call after an exception: with the status of the error, or INTERNAL."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, Error):
@@ -209,7 +209,7 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Came]:
 
 
 def _has_many_parts(data: bytes, kind: Descriptor) -> bool:
-    """Whether a message has more parts than anybody needs: two bytes of it may become a hundred in memory."""
+    """Whether a message has too many parts: two bytes of it may need a hundred in memory."""
     parts = 0
     inside = [(0, len(data), kind)]
     try:
@@ -241,7 +241,7 @@ def _has_many_parts(data: bytes, kind: Descriptor) -> bool:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and where the next begins (protobuf.dev/programming-guides/encoding)."""
+    """Decode a varint; returns it and the next position (protobuf.dev/programming-guides/encoding)."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -268,7 +268,7 @@ def limits(access: Access) -> list[tuple[str, int]]:
 
 
 def open_port(server: grpc.aio.Server, where: str, access: Access) -> int:
-    """Listen at "host:port", with TLS where the settings have it; gives the port."""
+    """Listen on "host:port", with TLS if configured; returns the port."""
     tls = access.tls()
     if tls is None:
         return int(server.add_insecure_port(where))

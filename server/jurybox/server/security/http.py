@@ -1,4 +1,4 @@
-"""The walls before the HTTP application, each an ASGI middleware: headers, Host, Origin, token, size of a body."""
+"""Access control of the HTTP application, as ASGI middlewares: headers, Host, Origin, token, size of a body."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TAKEN = "jurybox.taken"  # in a request's scope
 
 
 class Taken:
-    """What one request holds of a room."""
+    """The bytes that one request has reserved."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -42,13 +42,13 @@ class Taken:
         self._size += size
 
     def give(self) -> None:
-        """Give all of it back."""
+        """Release all of it."""
         self._room.give(self._size)
         self._size = 0
 
 
 def guarded(app: ASGIApp, access: Access, *, loopback: bool) -> ASGIApp:
-    """The application behind all walls.
+    """Wrap the application in all middlewares.
 
     Args:
         loopback: it listens for this host alone, so that requests which name another host come from a web page that
@@ -64,7 +64,7 @@ def guarded(app: ASGIApp, access: Access, *, loopback: bool) -> ASGIApp:
 
 
 class SecurityHeaders:
-    """Says to browsers what they must not do with an answer. A page that needs more says so itself."""
+    """Adds security headers. A page that needs others sets them itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -83,7 +83,7 @@ class SecurityHeaders:
 
 
 class LoopbackHost:
-    """Takes only requests whose Host is this host by a name that no name server can give away.
+    """Accepts only requests whose Host is a loopback name or address, against DNS rebinding.
 
     Starlette's TrustedHostMiddleware takes a list of names: it would refuse 127.9.9.9 (loopback is all of 127.0.0.0/8)
     and answers 400 in plain text, where clients of this server expect 421 and JSON with a code.
@@ -104,7 +104,7 @@ class LoopbackHost:
 
 
 class SameOrigin:
-    """Refuses what a page of another site makes a browser send, with the user's own rights (request forgery)."""
+    """Refuses requests from pages of other sites (cross-site request forgery)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -120,7 +120,7 @@ class SameOrigin:
 
 
 class TokenAsked:
-    """Takes only requests that show the token; the open paths answer everybody, in fewer words."""
+    """Accepts only requests with the token; open paths answer without it, in less detail."""
 
     def __init__(self, app: ASGIApp, token: Token) -> None:
         self._app = app
@@ -143,7 +143,7 @@ class TokenAsked:
 
 
 class BodyLimit:
-    """Takes bodies of at most so many bytes, whatever their length claims to be, and so many of all requests together.
+    """Limits the size of a body, whatever its declared length, and of all bodies together.
 
     The application finds a `Taken` in the scope, under TAKEN, to account there for what it makes of a body.
     """
@@ -199,7 +199,7 @@ class BodyLimit:
 
 
 def _without_reasons(send: Send) -> Send:
-    """Lets a good answer through, and of any other the status alone."""
+    """Forward a successful response; of others the status alone."""
     status = 0
 
     async def trimmed(message: Message) -> None:
@@ -237,7 +237,7 @@ def _header(scope: Scope, name: str) -> str:
 
 
 def _host_of(given: str) -> str:
-    """The host in a Host header: "name", "name:port" or "[ipv6]:port"; empty where it is none of them."""
+    """The host in a Host header: "name", "name:port" or "[ipv6]:port"; empty if it is malformed."""
     with contextlib.suppress(ValueError):
         return urlsplit(f"//{given}").hostname or ""
     return ""

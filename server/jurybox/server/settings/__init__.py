@@ -1,1 +1,1 @@
-"""The server's settings: the model of a configuration, where it is read from, what may be listened on."""
+"""The server's settings: their model, their sources, checks of addresses."""

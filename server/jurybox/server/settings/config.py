@@ -1,4 +1,4 @@
-"""The server's configuration: every setting with its default and its bounds, and the layers it is read from."""
+"""The server's configuration: all settings with defaults and bounds, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ factory = "jurybox.server.jurors:panel"\
 
 
 def _check_devices(value: object) -> list[str] | Literal["auto"]:
-    """A plain check rather than a union, whose branches would show up in the places of errors."""
+    """Check `devices`; a union type would show its branches in error locations."""
     if value == "auto":
         return "auto"
     devices = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -106,7 +106,7 @@ Listen = Annotated[str, AfterValidator(check_listen)]
 
 
 class ServerSettings(SecuritySettings):
-    """[server]: one server and its engines. What each setting means stands in docs/operations.md."""
+    """[server]: one server and its engines. docs/operations.md describes each setting."""
 
     address: Annotated[str, AfterValidator(check_address)] = Field(default_factory=default_address)
     tcp: Listen = ""
@@ -154,7 +154,7 @@ class ServerSettings(SecuritySettings):
         return self
 
     def engine_devices(self) -> list[str]:
-        """The device of every engine, each device `replicas` times; "auto" is every CUDA device, else the CPU.
+        """The device of every engine, each device `replicas` times; "auto" is all CUDA devices, or the CPU.
 
         Raises:
             Refused: that would be more engines than a server has.
@@ -171,7 +171,7 @@ class ServerSettings(SecuritySettings):
         return engines
 
     def missing_devices(self) -> str:
-        """What is wrong with the devices that are named, by what there is here; empty where they are there."""
+        """Problems with the configured devices; empty if all exist."""
         named = [] if self.devices == "auto" else [device for device in self.devices if device != "cpu"]
         if not named:
             return ""
@@ -189,7 +189,7 @@ class ServerSettings(SecuritySettings):
         return f"server.devices = {self.devices}: {', '.join(absent)} is not here, {found}; {expected} or some of those"
 
     def engine_threads(self) -> int:
-        """Threads that torch may use in each engine. Unset, engines share half the cores; clients have the others."""
+        """Threads that torch may use in each engine. By default engines share half of the cores."""
         cores = len(os.sched_getaffinity(0))
         return self.threads or max(1, cores // 2 // len(self.engine_devices()))
 
@@ -265,7 +265,7 @@ class ModelSettings(_Strict):
         return self
 
     def _only_alone(self) -> str:
-        """The setting that does not go with a group, if there is one."""
+        """A setting that cannot be combined with a group, if there is one."""
         given = {
             "exported": self.exported is not None,
             "compile": self.compile,
@@ -276,17 +276,17 @@ class ModelSettings(_Strict):
         return next((name for name, there in given.items() if there), "")
 
     def resolve_rows(self, row_bytes: int) -> int:
-        """Rows of the arena for a model of `row_bytes` a row (ModelSpec.row_bytes)."""
+        """The number of rows of the arena, for rows of `row_bytes` bytes (ModelSpec.row_bytes)."""
         fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
         return self.rows or max(fitting, 2 * self.max_batch, self.lane_rows)
 
     def resolve_lane_rows(self, row_bytes: int) -> int:
-        """Rows of a lane whose client asks for no number: few enough that a hundred clients and more find room."""
+        """The default number of rows of a lane: small enough for more than a hundred clients."""
         return self.lane_rows or max(1, min(self.resolve_rows(row_bytes) // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
 
 
 class RobotSettings(_Strict):
-    """[robots.NAME]: a port at which robots ask one model, by websocket; documented in docs/robots.md."""
+    """[robots.NAME]: a websocket port for robots, bound to a model; documented in docs/robots.md."""
 
     model: str
     listen: Annotated[str, AfterValidator(check_host_port)]
@@ -355,7 +355,7 @@ def _check_dialect_name(name: str) -> str:
 
 
 class Settings(_Strict):
-    """Everything a server is told."""
+    """All settings of a server."""
 
     server: ServerSettings = Field(default_factory=ServerSettings)
     models: Annotated[
@@ -406,7 +406,7 @@ class Settings(_Strict):
 
 
 def named_factories(settings: Settings) -> list[str]:
-    """The factories that the configuration names one by one, of whatever module they really come."""
+    """The factories that the configuration names explicitly."""
     named = [model.factory for model in settings.models.values() if model.factory]
     listed = (*settings.server.factories, *settings.server.remote_factories)
     return [*dict.fromkeys((*named, *(name for name in listed if not name.endswith(":*"))))]
@@ -437,7 +437,7 @@ def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelS
 
 
 def require_loadable(settings: Settings, name: str, model: ModelSettings) -> None:
-    """Refuse code that a client names and the configuration does not allow. Whoever named it, it runs as this user.
+    """Refuse code that a client names unless the configuration allows it: it runs as this user.
 
     Raises:
         Refused: the message says which setting to add.
@@ -502,7 +502,7 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
 
 
 def require_servable(settings: Settings, *, insecure: bool) -> None:
-    """Refuse to serve nothing, and to serve whoever comes by.
+    """Refuse to serve no model, and to be open to all hosts without authentication.
 
     Raises:
         ConfigError: no model is configured, a device is not there, or the server would be reachable by others without

@@ -1,4 +1,4 @@
-"""What a server listens on: checks of "host:port" and ZeroMQ addresses, and sockets for its own user alone."""
+"""Addresses that a server listens on: checks of "host:port" and ZeroMQ addresses, and sockets for its own user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split_host(text: str) -> tuple[str, int]:
 
 
 def check_host_port(text: str) -> str:
-    """Pass a "host:port". Raises ValueError."""
+    """Validate a "host:port". Raises ValueError."""
     split_host(text)
     return text
 
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_listen(text: str) -> str:
-    """Pass a "host:port", or "" for off. Raises ValueError."""
+    """Validate a "host:port", or "" for off. Raises ValueError."""
     if text:
         try:
             split_host(text)
@@ -49,7 +49,7 @@ def check_listen(text: str) -> str:
 
 
 def check_address(text: str) -> str:
-    """Pass an address that a server can bind. Raises ValueError."""
+    """Validate an address that a server can bind. Raises ValueError."""
     if (path := ipc_path(text)) is not None:
         if not path.is_absolute() or path.name in ("", ".."):
             raise ValueError('expected an absolute path, such as "ipc:///run/jurybox/engine"')
@@ -68,7 +68,7 @@ def check_address(text: str) -> str:
 
 
 def bind_for_own_user(socket: zmq.Socket[bytes], address: str) -> None:
-    """Bind a ZeroMQ socket; one of an ipc address has mode 0600 from the beginning, and hears this user and root alone.
+    """Bind a ZeroMQ socket; an ipc socket has mode 0600 from its creation, and accepts this user and root only.
 
     Raises:
         zmq.ZMQError: as bind.

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with the settings, said as: place, key, value, what was expected, what may be meant."""
+"""Sources of the settings (files, environment, command line), and error messages that name the source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WORDS = {
 
 
 def problems(error: ValidationError, model: type[BaseModel], place: Callable[[Key], str]) -> list[str]:
-    """One line for every wrong setting.
+    """One line for each validation error.
 
     Args:
         model: what was validated.
@@ -70,7 +70,7 @@ def _line(key: Key, kind: str, message: str, value: object, model: type[BaseMode
 
 
 def _expected(message: str) -> str:
-    """pydantic's message in our words."""
+    """The expectation of a pydantic error as text."""
     message = message.removeprefix("Value error, ")
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
@@ -78,7 +78,7 @@ def _expected(message: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    """The settings of the table at that key; none where there is no such table."""
+    """The fields of the table at that key; empty if there is none."""
     found: type[BaseModel] = model
     parts = list(table)
     while parts:
@@ -134,11 +134,11 @@ _MODELS = "JURYBOX_MODELS__"
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the message names every wrong place and what was expected there."""
+    """The configuration is invalid; the message names each wrong setting and what was expected."""
 
 
 def did_you_mean(given: str, known: Collection[str]) -> str:
-    """What to append to a message about an unknown word: the nearest known ones, or all when there are few."""
+    """A suggestion for an unknown name: the nearest known ones, or all if there are few."""
     lowered = {word.lower(): word for word in known}
     if near := difflib.get_close_matches(given.lower(), list(lowered), n=3, cutoff=0.6):
         return "; did you mean " + " or ".join(repr(lowered[word]) for word in near) + "?"
@@ -146,7 +146,7 @@ def did_you_mean(given: str, known: Collection[str]) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a variable or flag: a TOML value, or the text itself where it is none."""
+    """Parse the value of a variable or flag as TOML; other text is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}\n")
     except tomllib.TOMLDecodeError:
@@ -172,7 +172,7 @@ def shown(key: Key) -> str:
 
 
 class Sources:
-    """The merged settings, `tree`, and where each of them came from."""
+    """The merged settings, `tree`, and the source of each."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class Sources:
         self._text = ""
 
     def place(self, key: Key) -> str:
-        """Where the setting of that key, or the nearest table around it, was given."""
+        """The source of a setting, or of the nearest table around it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self._places:
                 place = self._places[key[:length]]
@@ -189,7 +189,7 @@ class Sources:
         return self._file or "configuration"
 
     def put(self, key: Key, value: Any, place: str | None) -> None:
-        """Set one value over whatever an earlier source gave."""
+        """Set a value; it overrides earlier sources."""
         table = self.tree
         for length, part in enumerate(key[:-1], 1):
             table = table.setdefault(part, {})
@@ -244,7 +244,7 @@ class Sources:
         model_keys: Collection[str],
         more_models: Collection[str] = (),
     ) -> None:
-        """Take every JURYBOX_ variable: JURYBOX_KEY of [server], JURYBOX_MODELS__NAME__KEY of [models.NAME].
+        """Read all JURYBOX_ variables: JURYBOX_KEY of [server], JURYBOX_MODELS__NAME__KEY of [models.NAME].
 
         Args:
             more_models: models that a later source names.

@@ -1,4 +1,4 @@
-"""A process that has imported what it needs and waits for the moment in which it is needed."""
+"""The supervisor's children: standby processes, starts and restarts, and the watchdog."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AGAIN = 10.0  # seconds between two starts of one that does not stay
 
 
 class Standby:
-    """At most one such process, of any child that runs the same module in the same environment.
+    """At most one process that has imported what it needs, for any child of the same module and environment.
 
     Most of what a start takes is Python importing torch, or a web framework; a child that takes this one's place has
     that behind it.
@@ -36,7 +36,7 @@ class Standby:
         self._start_at = 0.0
 
     def look(self, now: float) -> None:
-        """Start one where none waits.
+        """Start one if none is waiting.
 
         Raises:
             OSError: memory or files are short. It is tried again ten seconds later.
@@ -48,7 +48,7 @@ class Standby:
             self._waiting = spawn(self._module, self._ahead, self._environment)
 
     def take(self) -> tuple[subprocess.Popen[bytes], ControlPipe] | None:
-        """The one that waits, to be configured; None where there is none, or it has died."""
+        """Take the waiting process; None if there is none, or it has died."""
         taken, self._waiting = self._waiting, None
         if taken is not None and taken[0].poll() is not None:
             taken[1].close()
@@ -79,7 +79,7 @@ _SHORT = 1.0  # seconds until the next attempt where memory or files were short
 
 
 def killed_for_memory() -> int | None:
-    """How many processes of this machine the kernel has killed for their memory; None where it does not say."""
+    """The number of processes that the kernel's out-of-memory killer has ended; None if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -88,7 +88,7 @@ def killed_for_memory() -> int | None:
 
 
 class Bystanders:
-    """Tells whether a death was somebody else's doing: a kill -9 of a process that served well until then.
+    """Tells whether a process was killed from outside: a kill -9 of one that served until then.
 
     The kernel kills so, too, where memory runs out: that is the process's own doing, as are crashes, and as is what is
     killed because it hangs.
@@ -153,7 +153,7 @@ class Child:
 
     @property
     def orders_waiting(self) -> int:
-        """Orders that it had no room for yet."""
+        """Orders that could not be sent yet."""
         return len(self._orders)
 
     def fileno(self) -> int:
@@ -176,11 +176,11 @@ class Child:
         self.send("configure", **configuration)
 
     def serves(self, now: float) -> None:
-        """It says that it does."""
+        """Record that the child serves."""
         self.serving, self.served_at = True, now
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send an order, now or when the child reads again: one that was stopped must not hold its parent.
+        """Send an order, now or when the child reads again, so that a stopped child cannot block its parent.
 
         A dead child's is dropped, since its death is noticed by `messages`.
         """
@@ -189,7 +189,7 @@ class Child:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send what the child had no room for."""
+        """Send waiting orders."""
         try:
             while self._orders and self._control_pipe is not None and self._control_pipe.writable():
                 kind, fields = self._orders.popleft()
@@ -199,13 +199,13 @@ class Child:
             self._orders.clear()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What the child said meanwhile; raises EOFError when it is dead."""
+        """Messages of the child; raises EOFError if it is dead."""
         assert self._control_pipe is not None
         while (message := self._control_pipe.receive(0)) is not None:
             yield message
 
     def bury(self, now: float, *, settled_after: float) -> int:
-        """Clean up after a dead child and plan its restart; gives its exit status.
+        """Clean up after a dead child and schedule its restart; returns its exit status.
 
         One that had served for `settled_after` seconds begins its count of failures anew.
         """
@@ -218,18 +218,18 @@ class Child:
         return status
 
     def forgive(self, now: float) -> None:
-        """The death just buried counts for nothing: start again at once."""
+        """Do not count the last death: restart at once."""
         self.failures -= 1
         self.restart_at = now
 
     def kill(self) -> None:
-        """End it at once; `messages` will then say that it is dead."""
+        """Kill it; `messages` then raises."""
         if self._process is not None:
             self.condemned = True
             self._process.kill()
 
     def stop(self, timeout: float) -> None:
-        """Ask it to stop, and end it when it has not within `timeout` seconds."""
+        """Ask it to stop, and kill it after `timeout` seconds."""
         if self._process is not None:
             self.send("stop")
             self._end(timeout)
@@ -249,7 +249,7 @@ class Child:
 
 
 # ----
-# The processes at the server's edges: the gateway for HTTP and gRPC, the relay for ZeroMQ from other hosts.
+# The gateway for HTTP and gRPC, and the relay for ZeroMQ from other hosts.
 
 
 _BOTH = {"address", "log_level", "log_format"}
@@ -265,7 +265,7 @@ def edges(
     dialects: Mapping[str, Any],
     robots: Mapping[str, RobotSettings],
 ) -> list[Child]:
-    """Those that the settings ask for.
+    """The gateway and the relay, if the settings ask for them.
 
     Args:
         dialects: that the gateway speaks, plain settings by name.
@@ -324,7 +324,7 @@ _AWAY = 2.0  # seconds between two looks from which on the supervisor was away
 
 
 class Watchdog:
-    """Looks at children several times a second.
+    """Finds children that hang; called several times a second.
 
     Args:
         scoreboard: on which engines show their heartbeats, ns of CLOCK_MONOTONIC.
@@ -342,7 +342,7 @@ class Watchdog:
         self._since = now  # when the supervisor came back last
 
     def hanging(self, engines: Sequence[Child], edges: Sequence[Child], now: float) -> Iterator[tuple[Child, str]]:
-        """Those that hang, each with what is the matter."""
+        """Children that hang, each with the reason."""
         if now - self._looked > _AWAY:
             self._since = now
         self._looked = now

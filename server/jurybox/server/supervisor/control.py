@@ -1,4 +1,4 @@
-"""The control socket: requests in protobuf frames on a ROUTER socket, one handler a kind of request."""
+"""The control socket: requests as protobuf frames on a ROUTER socket, one handler for each kind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OF_EVERY_LINE = ("timestamp", "level", "process", "event", "exception")
 
 
 class Events:
-    """A ring of the last events, as the log level lets them through.
+    """The last log events.
 
     Args:
         clock: seconds since 1970.
@@ -69,7 +69,7 @@ class Events:
         self._kept: deque[dict[str, Any]] = deque(maxlen=_KEPT)
 
     def keep(self, line: Mapping[str, Any]) -> None:
-        """Take note of a log line, given as its fields."""
+        """Add a log event, given as its fields."""
         fields = {
             plain(key, 100): value if isinstance(value, (int, float)) else plain(value, _LONGEST)
             for key, value in line.items()
@@ -79,7 +79,7 @@ class Events:
         self._kept.append({"at": self._clock(), "level": line["level"], "event": event, "fields": fields})
 
     def last(self) -> list[dict[str, Any]]:
-        """Those kept, the newest last: `at` (seconds since 1970), `level`, `event`, `fields`."""
+        """The kept events, the newest last: `at` (seconds since 1970), `level`, `event`, `fields`."""
         return list(self._kept)
 
 
@@ -110,7 +110,7 @@ class ControlSocket:
         bind_for_own_user(self.socket, address)
 
     def answer_waiting(self, limit: int = 64) -> None:
-        """Answer what has come, at most `limit` requests, so that children are heard in between."""
+        """Answer at most `limit` requests, so that the loop can also read from children."""
         for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -214,7 +214,7 @@ class ControlHandlers:
         }
 
     def forget(self, lane: LeasedLane) -> None:
-        """Ask every engine to forget a lane that is taken back."""
+        """Ask all engines to forget a lane that is taken back."""
         self._fleet.order("retire", lane=lane.lane, lease=lane.lease)
 
     def _hello(self, request: Hello) -> ServerMessage:
@@ -271,7 +271,7 @@ class ControlHandlers:
         return self._models.described(request.model).message()
 
     def _load(self, request: LoadRequest) -> ModelMessage:
-        """Load a model, or load it again; the client follows its state with model requests."""
+        """Load or reload a model; the client polls its state with model requests."""
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
             self._require_said(request)
@@ -319,7 +319,7 @@ class ControlHandlers:
         held.until = until
 
     def _require_said(self, request: LoadRequest) -> None:
-        """Refuse settings that would end a model's publications, or their saving, without a word about it."""
+        """Refuse settings that would silently end a model's publications or their saving."""
         held, given = self._models.get(request.model), None
         with contextlib.suppress(ValueError, RecursionError):  # which was told where settings are checked
             given = json.loads(request.settings_json)
@@ -335,7 +335,7 @@ class ControlHandlers:
                 )
 
     def _known_settings(self, name: str) -> ModelSettings:
-        """Of a model that is held, or else was configured at the start and has been unloaded."""
+        """Settings of a loaded model, or of a configured one that was unloaded."""
         configured = self._settings.models.get(name)
         if configured is not None and name not in {held.name for held in self._models}:
             return configured
@@ -346,7 +346,7 @@ class ControlHandlers:
             self.let_go(self._models.named(request.model))
 
     def let_go(self, held: HeldModel) -> None:
-        """Serve a model no longer, in whatever state it is."""
+        """Unload a model, in any state."""
         self._models.remove(held.name)
         for lane in self._leases.revoke(held.index, self._fleet.living()):
             self.forget(lane)

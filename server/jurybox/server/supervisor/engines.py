@@ -1,4 +1,4 @@
-"""The engines of a server: a child process and a ring segment each."""
+"""The engines of a server: a child process and a segment of rings each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODULE = "jurybox.server.engine"
 
 
 class Engines:
-    """Every engine there should be, `engines[i]` on `devices[i]`, at place i of the scoreboard.
+    """All engines: `engines[i]` on `devices[i]`, index i of the scoreboard.
 
     Args:
         factories: those that the configuration names; of other modules only what they define themselves is called.
@@ -54,7 +54,7 @@ class Engines:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the engines' ZeroMQ transports."""
+        """Addresses of the engines' ZeroMQ transports."""
         return [engine_address(self._settings.address, index) for index in range(len(self.devices))]
 
     def living(self) -> list[int]:
@@ -67,7 +67,7 @@ class Engines:
             self.engines[index].send(kind, **fields)
 
     def load(self, held: HeldModel) -> None:
-        """Have every living engine load a model as it was asked for."""
+        """Make all living engines load a model."""
         for index in self.living():
             self.engines[index].send("load", **_load_order(held, self._models.begin_load(held, index)))
 
@@ -79,7 +79,7 @@ class Engines:
         self._scoreboard.end_life(index)
 
     def close(self) -> None:
-        """Remove every rings and the timings; the children are stopped before."""
+        """Remove all segments; the children must be stopped before."""
         for rings in self._rings.values():
             rings.close()
         self._rings.clear()
@@ -114,7 +114,7 @@ class Engines:
         return Child(f"engine-{index}", _MODULE, configure, self._environment, self._standby)
 
     def _new_rings(self, index: int) -> str:
-        """A ring segment for a new life of an engine: nothing its predecessor left can be taken for the new one's."""
+        """A new segment of rings for each incarnation of an engine, without data of its predecessor."""
         if earlier := self._rings.pop(index, None):
             earlier.close()
         self._rings_made += 1

@@ -1,4 +1,4 @@
-"""Who holds which lane: granting, noticing the dead, and giving rows back only when no engine touches them.
+"""Leases of lanes: granting, detecting dead clients, and freeing rows once no engine uses them.
 
 A lane goes free -> granted -> held -> retiring -> free. It is held once its client has locked it (a kernel lock on
 the scoreboard's file that ends with the client, whatever ends the client); a grant that nobody locks within the grace
@@ -21,7 +21,7 @@ GRACE = 2.0  # seconds from the grant to the client's lock
 
 @dataclass(slots=True)
 class LeasedLane:
-    """One lane that is not free."""
+    """A lane that is not free."""
 
     lane: int
     lease: int
@@ -73,7 +73,7 @@ class Leases:
         return leased_lane
 
     def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:
-        """Take a lane back from the client that gives it up; None when it does not hold it."""
+        """Take back a lane from its client; None if the client does not hold it."""
         leased = self._lanes.get(lane)
         if leased is None or leased.lease != lease or leased.retiring is not None:
             return None
@@ -81,7 +81,7 @@ class Leases:
         return leased
 
     def reclaim(self, engines: Iterable[int]) -> list[LeasedLane]:
-        """Begin to take back the lanes of clients that died, or never came; gives them."""
+        """Begin to take back the lanes of clients that died, or never locked them; returns them."""
         now = self._clock()
         dead = []
         for leased in self._lanes.values():
@@ -96,14 +96,14 @@ class Leases:
         return dead
 
     def revoke(self, model: int, engines: Iterable[int]) -> list[LeasedLane]:
-        """Take back every lane of a model whose arena goes away; gives them."""
+        """Take back all lanes of a model whose arena is removed; returns them."""
         revoked = [leased for leased in self._lanes.values() if leased.model == model and leased.retiring is None]
         for leased in revoked:
             self._retire(leased, engines)
         return revoked
 
     def confirmed(self, lane: int, lease: int, engine: int) -> None:
-        """An engine has forgotten a retiring lane; with the last one it is free."""
+        """Record that an engine has forgotten a retiring lane; after the last one it is free."""
         leased = self._lanes.get(lane)
         if leased is None or leased.lease != lease or leased.retiring is None:
             return
@@ -112,13 +112,13 @@ class Leases:
             del self._lanes[lane]
 
     def engine_died(self, engine: int) -> None:
-        """A dead engine touches nothing any more."""
+        """Record that an engine is dead and uses no lane."""
         for leased in list(self._lanes.values()):
             if leased.retiring is not None:
                 self.confirmed(leased.lane, leased.lease, engine)
 
     def in_use(self) -> list[LeasedLane]:
-        """Every lane that is not free."""
+        """All lanes that are not free."""
         return list(self._lanes.values())
 
     def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""How often weights are published: the supervisor looks at a channel now and then and remembers what it saw."""
+"""The models of a server: their state in each engine, arenas, weights channels and publication rates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WINDOW = 10.0  # seconds the rate is taken over
 
 
 class PublicationRate:
-    """Publications a second on one channel over the last ten seconds, by the growth of its version."""
+    """Publications per second on a channel, over the last ten seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def look(self, version: int, now: float) -> None:
-        """The newest version is this one; `now` in seconds of any steady clock."""
+        """Record the newest version; `now` in seconds of a monotonic clock."""
         if self._seen and version < self._seen[-1][1]:
             self._seen.clear()  # another channel
         self._seen.append((now, version))
@@ -36,7 +36,7 @@ class PublicationRate:
 
     @property
     def per_second(self) -> float:
-        """0.0 before the second look."""
+        """The rate; 0.0 before the second call of `look`."""
         if len(self._seen) < 2:
             return 0.0
         (began, first), (ended, last) = self._seen[0], self._seen[-1]
@@ -113,11 +113,11 @@ class HeldModel:
 
     @property
     def settled(self) -> bool:
-        """Whether every engine has finished loading, well or not."""
+        """Whether all engines have finished loading, successfully or not."""
         return not set(self.engines.values()) & {"loading", "reloading"}
 
     def begin_load(self, engine: int, load: int) -> None:
-        """An engine begins to load it; one that serves it goes on serving meanwhile."""
+        """An engine begins to load it; during a reload it keeps serving."""
         self.engines[engine] = "reloading" if self.engines.get(engine) in ("ready", "reloading") else "loading"
         self.loads[engine] = load
         self.reasons.pop(engine, None)
@@ -136,7 +136,7 @@ class HeldModel:
             self.asked = self.settings  # a restarted engine shall load what is known to work
 
     def leave_quarantine(self) -> None:
-        """It is to be served again: by engines that start just now, too, so it has not settled before they have."""
+        """Serve it again, also in engines that are starting, so it is settled after them."""
         self.quarantined = ""
         self.deaths.clear()
         for engine, state in self.engines.items():
@@ -144,7 +144,7 @@ class HeldModel:
                 self.engines[engine] = "loading"
 
     def engine_died(self, engine: int) -> None:
-        """What an engine held is gone with it."""
+        """An engine died, and its copy of the model with it."""
         self.arenas.pop(engine, None)
         self.loads.pop(engine, None)
         if not self.quarantined:
@@ -155,12 +155,12 @@ class HeldModel:
         return self.quarantined or "; ".join(dict.fromkeys(self.reasons.values()))
 
     def lane_rows(self, asked: int) -> int:
-        """Rows of a lane: as asked, or the model's default."""
+        """Rows of a lane: the requested number, or the model's default."""
         assert self.spec is not None
         return asked or self.settings.resolve_lane_rows(self.spec.row_bytes)
 
     def message(self) -> ModelMessage:
-        """As clients are told."""
+        """The description for clients."""
         message = ModelMessage(
             name=self.name,
             index=self.index,
@@ -192,7 +192,7 @@ class HeldModel:
 
 
 class Models:
-    """All models of a server, by name and by their place on the scoreboard."""
+    """All models of a server, by name and by index on the scoreboard."""
 
     def __init__(self, server_id: str, scoreboard: Scoreboard, make: Maker) -> None:
         self._make = make
@@ -209,7 +209,7 @@ class Models:
         return iter(self._by_name.values())
 
     def add(self, name: str, settings: ModelSettings, *, configured: bool = True) -> HeldModel:
-        """Hold a model, or ask for one already held with new settings."""
+        """Add a model, or change the settings of one."""
         self._failed.pop(name, None)
         if held := self._by_name.get(name):
             held.asked = settings
@@ -223,37 +223,37 @@ class Models:
         return held
 
     def begin_load(self, held: HeldModel, engine: int) -> int:
-        """An engine is told to load a model; gives the number of that load."""
+        """An engine is told to load a model; returns the number of the load."""
         self._loads += 1
         held.begin_load(engine, self._loads)
         return self._loads
 
     def remove(self, name: str) -> HeldModel:
-        """Forget a model; its arena is the caller's to close."""
+        """Remove a model; the caller closes its arena."""
         held = self.named(name)
         del self._by_name[name]
         return held
 
     def forget_failed(self, name: str) -> bool:
-        """Forget why a model is not held that a client asked for; False where there is nothing to forget."""
+        """Forget the error of a model that could not be loaded; False if there is none."""
         return self._failed.pop(name, None) is not None
 
     def remember_failed(self, held: HeldModel) -> None:
-        """Keep what is to be said of a model that is held no longer because it could not be loaded."""
+        """Keep the error of a model that could not be loaded."""
         while len(self._failed) >= _FAILED:
             del self._failed[next(iter(self._failed))]
         self._failed[held.name] = held
 
     def described(self, name: str) -> HeldModel:
-        """As `named`, of a model that could not be loaded, too."""
+        """As `named`, also for a model that could not be loaded."""
         return self._failed.get(name) or self.named(name)
 
     def get(self, name: str) -> HeldModel | None:
-        """The model of that name, where it is held."""
+        """Get the model of that name, or None."""
         return self._by_name.get(name)
 
     def named(self, name: str) -> HeldModel:
-        """Raises ModelNotFound, naming those there are."""
+        """Get a model by name. Raises ModelNotFound, which lists all names."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -261,11 +261,11 @@ class Models:
             raise ModelNotFound(f"no model {name[:200]!r} is served here; there are: {there}") from None
 
     def numbered(self, index: int) -> HeldModel | None:
-        """The model at a place of the scoreboard, if there is one."""
+        """Get a model by its index on the scoreboard, or None."""
         return next((held for held in self._by_name.values() if held.index == index), None)
 
     def adopt_spec(self, held: HeldModel, spec: ModelSpec, digest: str) -> bool:
-        """Take note of what an engine loaded and make the arena for it.
+        """Record the spec that an engine loaded, and create the arena.
 
         Returns whether it replaces an arena of another spec, so that its lanes must be revoked. Raises
         SharedMemoryError when there is no room for the new one; the old one stays then.
@@ -282,7 +282,7 @@ class Models:
         return replaces
 
     def adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
-        """Make the weights channel for a model; one of the same layout stays, with what was published on it.
+        """Create the weights channel of a model; one of the same layout is kept, with its publication.
 
         Raises SharedMemoryError when there is no room.
         """
@@ -300,7 +300,7 @@ class Models:
         return [held for held in self._by_name.values() if held.until is not None and now > held.until]
 
     def look(self, now: float) -> list[str]:
-        """Notice what has been published; `now` in seconds of a steady clock.
+        """Record publications; `now` in seconds of a monotonic clock.
 
         Gives the models whose channels another process has written nonsense to; they are restored.
         """
@@ -313,20 +313,20 @@ class Models:
         return damaged
 
     def replaced(self, held: HeldModel) -> None:
-        """The model's arena is in use no longer, but for lanes that are being taken back."""
+        """Mark the model's arena as replaced: only retiring lanes still use it."""
         if held.arena is not None:
             self._replaced.append((held.index, held.arena))
             held.arena = None
 
     def close_replaced(self, retiring: Collection[int]) -> None:
-        """Remove the arenas that were replaced, but those of models with lanes still retiring."""
+        """Remove replaced arenas without retiring lanes."""
         for index, arena in self._replaced:
             if index not in retiring:
                 arena.close()
         self._replaced = [(index, arena) for index, arena in self._replaced if index in retiring]
 
     def close(self) -> None:
-        """Remove every arena."""
+        """Remove all arenas."""
         for held in self._by_name.values():
             self.replaced(held)
             self.adopt_layout(held, None)

@@ -1,4 +1,4 @@
-"""From settings to a running server: the folder, the locks, the sweep, the loop, and the way out."""
+"""Runs a server: prepares its folder, locks its address, sweeps old segments, runs the supervisor, cleans up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AddressTaken(Error):
 
 
 def run(settings: Settings, *, dry_run: bool = False) -> int:
-    """Serve until stopped by a signal; gives the process's exit status: 0, 1, 3 or 4.
+    """Serve until stopped by a signal; returns the exit status: 0, 1, 3 or 4.
 
     With `dry_run`, load and warm up every model, log what would be used, and stop.
     """
@@ -56,7 +56,7 @@ def run(settings: Settings, *, dry_run: bool = False) -> int:
 
 
 def _hold_address(address: str) -> int | None:
-    """Hold the address's lock file for as long as this server lives: a second one must not take its socket over."""
+    """Lock the address while this server lives, so that a second one cannot take over its socket."""
     path = ipc_path(address)
     if path is None:
         return None
@@ -82,7 +82,7 @@ def _hold_address(address: str) -> int | None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as bytes on a socket: a handler does nothing, so that nothing can deadlock in one."""
+    """SIGTERM and SIGINT as bytes on a socket: the handlers do nothing else, so they cannot deadlock."""
 
     def __enter__(self) -> _Signals:
         self.socket, self._theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Shared memory of a server: sealed, without a file, handed over a socket to whoever may have it.
+"""The shared memory of a server: sealed, without files, passed to clients over a Unix socket.
 
 A file in /dev/shm can be truncated by any process of its user, and the next touch of a page behind its end is a SIGBUS
 in everybody who has it mapped. Memory of memfd_create(2) with the seals F_SEAL_SHRINK and F_SEAL_GROW keeps its size,
@@ -52,7 +52,7 @@ _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 class SegmentServer:
-    """The segments of one owner, and a thread that hands them out. Thread-safe.
+    """The segments of one owner, and a thread that serves them. Thread-safe.
 
     Example:
         >>> with SegmentServer("0123abcd") as server:
@@ -87,7 +87,7 @@ class SegmentServer:
         self._thread.start()
 
     def create(self, name: str, size: int) -> Segment:
-        """Make a segment of `size` zeroed bytes, every page of them really there, whose size nobody can change.
+        """Create a sealed segment of `size` zeroed bytes, with all pages allocated.
 
         Raises:
             SharedMemoryError: there is no memory for it; the message says how much there is and what to change.
@@ -121,7 +121,7 @@ class SegmentServer:
         return segment
 
     def create_rings(self, name: str, size: int) -> ShmRings:
-        """Make a segment for an engine's shm transport, handed out with a pipe that wakes the engine.
+        """Create a segment for an engine's shm transport, passed together with a pipe that wakes the engine.
 
         Raises:
             As `create`.
@@ -147,7 +147,7 @@ class SegmentServer:
             return dict(self._sizes)
 
     def close(self) -> None:
-        """Hand nothing out any more; who has a segment mapped may go on using it."""
+        """Stop serving; existing mappings stay valid."""
         if not self._thread.is_alive() and not self._held:
             return
         self._path.unlink(missing_ok=True)
@@ -217,7 +217,7 @@ class SegmentServer:
                 time.sleep(_BREATH)
 
     def _answer(self, connection: socket.socket) -> bool:
-        """Answer what a client asks; False where it has said nothing yet."""
+        """Answer a client's request; False if it has sent none yet."""
         connection.setblocking(False)
         fds: list[int] = []
         try:
@@ -241,7 +241,7 @@ class SegmentServer:
         return True
 
     def _opened(self, name: str, *, writable: bool) -> list[int]:
-        """The segment's descriptors, each of an open file of its own."""
+        """Open new descriptors of the segment, each its own open file description."""
         fds: list[int] = []
         try:
             with self._lock:
@@ -257,7 +257,7 @@ class SegmentServer:
 
 
 def check_room(name: str, size: int) -> None:
-    """Refuse what would bring the machine, or the container, to its last page: there the kernel ends processes.
+    """Refuse a segment that would use up the memory of the machine or the container.
 
     Raises:
         SharedMemoryError: the message says how much there is and what to change.
@@ -271,7 +271,7 @@ def check_room(name: str, size: int) -> None:
 
 
 def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """Bytes that can be had without anybody being ended, and what bounds them: the machine or a control group."""
+    """The available memory in bytes, and what limits it: the machine or a control group."""
     machine = _fields(proc / "meminfo")
     found = []
     if "MemAvailable" in machine:
@@ -299,7 +299,7 @@ def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, s
 
 
 def _room_of(group: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """Bytes left of a control group's limit, what can be dropped of its page cache included; None: it has none."""
+    """Bytes left of a control group's limit, reclaimable page cache included; None without a limit."""
     with contextlib.suppress(OSError, ValueError):
         most = int((group / limit).read_text())
         used = int((group / usage).read_text())
@@ -309,7 +309,7 @@ def _room_of(group: Path, limit: str, usage: str, prefix: str) -> int | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     fields = {}
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
@@ -320,7 +320,7 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket that listens under its name from the moment it has it: one that refuses is a dead server's."""
+    """Create a socket that listens before it gets its name: one that refuses connections belongs to a dead server."""
     unborn = path.with_name(path.name.removesuffix(path.suffix) + UNBORN)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -1,4 +1,4 @@
-"""Tells systemd how the server is: starting, ready, stopping, alive (sd_notify(3), a datagram a message)."""
+"""Notifies systemd of the server's state: starting, ready, stopping, alive (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 2000  # bytes of a message
 
 
 class ServiceManager:
-    """Speaks where NOTIFY_SOCKET names somebody who listens; says nothing elsewhere.
+    """Sends notifications to NOTIFY_SOCKET; does nothing if it is not set.
 
     The manager's socket holds few datagrams, ten by default, and takes no more while the manager is busy with others.
     What must be heard is kept and said again until there is room; a sign of life that finds none is dropped.
@@ -47,23 +47,23 @@ class ServiceManager:
         self._failing = ""
 
     def starting(self, status: str) -> None:
-        """Call it often while the server starts: the manager is told how far it is, and not to lose patience."""
+        """Report progress and extend the start time-out; call it often while the server starts."""
         self._go_on(f"STATUS={status}")
 
     def ready(self, status: str) -> None:
-        """Requests are answered from now on; `status` is a line for whoever asks the manager."""
+        """The server is ready; `status` is a line for the manager's status."""
         self._must_hear(f"READY=1\nSTATUS={status}")
 
     def stopping(self) -> None:
-        """It was told to end, and does."""
+        """The server is stopping."""
         self._must_hear("STOPPING=1\nSTATUS=draining")
 
     def draining(self) -> None:
-        """Call it often while the server answers what it has accepted."""
+        """Extend the stop time-out; call it often while the server drains."""
         self._go_on("STATUS=draining")
 
     def alive(self) -> None:
-        """Call it often; it says what was not heard yet, and speaks three times within the silence that is borne."""
+        """Send unsent notifications and keep-alives, three in a watchdog period; call it often."""
         if not self._said_all():
             return
         if self._every and (now := self._clock()) >= self._next:
@@ -71,13 +71,13 @@ class ServiceManager:
             self._say("WATCHDOG=1")
 
     def close(self) -> None:
-        """The last call: what was not heard gets half a second more."""
+        """Send unsent notifications, within half a second, and close."""
         until = self._clock() + _LAST
         while not self._said_all() and self._clock() < until:
             time.sleep(0.01)
 
     def _go_on(self, status: str) -> None:
-        """Ask for more time: without it the manager ends a start, or an end, that takes longer than it was told to."""
+        """Extend the time-out: otherwise the manager ends a start or a stop that takes too long."""
         if self._said_all() and (now := self._clock()) >= self._next_word:
             self._next_word = now + _EVERY
             self._say(f"EXTEND_TIMEOUT_USEC={_MORE * 1_000_000}\n{status}")
@@ -94,7 +94,7 @@ class ServiceManager:
         return True
 
     def _say(self, message: str) -> bool:
-        """Send a message; False where there is no room for it just now."""
+        """Send a message; False if the socket is full."""
         if not self._address:
             return True
         try:
@@ -112,7 +112,7 @@ class ServiceManager:
 
 
 def _microseconds(text: str | None) -> float:
-    """Seconds of a number of microseconds; 0.0 of what is none."""
+    """Convert microseconds to seconds; 0.0 for invalid text."""
     with contextlib.suppress(ValueError):
         return max(0, int(text or 0)) / 1e6
     return 0.0

@@ -1,4 +1,4 @@
-"""The supervisor's loop: it starts the children, hears them, and ends everything in order."""
+"""The supervisor's loop: it starts the children, handles their messages, and stops everything in order."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Supervisor:
         self._manager = ServiceManager(log.warning)
         self._bystanders = Bystanders()
         self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before this life
-        self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its workshop is busy with
+        self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its model loader is busy with
         self._killed: dict[int, tuple[int, int]] = {}  # engine -> model computed at its last kills from outside
         self._exit: int | None = None
         self._drain_until: float | None = None
@@ -107,7 +107,7 @@ class Supervisor:
     # ---- the loop
 
     def run(self, *, dry_run: bool) -> int:
-        """Start the children and serve; gives the exit status."""
+        """Start the children and serve; returns the exit status."""
         self._poller.register(self._control_socket.socket, zmq.POLLIN)
         self._poller.register(self._signals, zmq.POLLIN)
         try:
@@ -141,7 +141,7 @@ class Supervisor:
         self._survive("control requests", self._control_socket.answer_waiting)
 
     def _survive(self, what: str, part: Callable[..., None], *arguments: Any) -> None:
-        """Do a part of the loop. What fails in it is logged, and the loop goes on: no input may end the server.
+        """Run a part of the loop. An exception is logged, and the loop continues.
 
         Raises:
             Error, OSError: before the server has come to serve, when it may be told to whoever starts it.
@@ -225,7 +225,7 @@ class Supervisor:
         self._log.debug("started", role=child.role, child=child.pid)
 
     def _prepare(self, now: float) -> None:
-        """Have processes on standby where that is configured; not while one starts that needs the cores more."""
+        """Start standby processes if configured, but not while other processes start."""
         if not all(child.serving for child in self._children()):
             return
         for standby in self._standbys:
@@ -314,11 +314,11 @@ class Supervisor:
         return held
 
     def _has_computed(self, index: int, model: int) -> bool:
-        """Whether an engine has answered a batch of a model since it started."""
+        """Whether an engine has computed a batch of a model since it started."""
         return bool(self._scoreboard.counters["batches"][index, model] != self._computed[index][model])
 
     def _quarantine(self, held: HeldModel) -> None:
-        """Serve a model no longer that ends engine after engine, so that the others are served."""
+        """Quarantine a model that ends engine after engine, so that the others are served."""
         deaths = sum(held.deaths.values())
         held.quarantined = (
             f"model {held.name!r} is in quarantine: {deaths} engines died in a row while they computed or loaded "
@@ -363,7 +363,7 @@ class Supervisor:
                 self._end_drained()
 
     def _told_of(self, index: int, message: dict[str, Any]) -> HeldModel | None:
-        """The model that an engine tells of; None where that load counts no longer: it was unloaded, or asked anew."""
+        """The model of an engine's message; None if that load is outdated."""
         held = self._models.numbered(message["model"])
         return held if held is not None and held.loads.get(index) == message["load"] else None
 
@@ -394,7 +394,7 @@ class Supervisor:
         )
 
     def _adopt_layout(self, held: HeldModel, layout: WeightsLayout | None) -> None:
-        """Make the model's weights channel, and fill it with what was saved last."""
+        """Create the model's weights channel, and publish the last saved weights."""
         before = held.channel
         self._models.adopt_layout(held, layout)
         try:
@@ -426,7 +426,7 @@ class Supervisor:
     # ---- start and end
 
     def _announce(self, *, dry_run: bool, late: bool) -> None:
-        """Say once that the server is ready, or that it will not be."""
+        """Announce once that the server is ready, or failed to start."""
         states = {held.name: held.state for held in self._models}
         models = ", ".join(f"{name} ({state})" for name, state in states.items())
         broken = [name for name, state in states.items() if state in ("failed", "quarantined")]

@@ -1,4 +1,4 @@
-"""Publications on disk: every Kth as a safetensors file, and the channel filled from the last one after a restart.
+"""Saved publications: every Kth as a safetensors file; after a restart the last one is published again.
 
 A folder holds ``weights-<version>.safetensors`` and ``manifest.json``, which names them with their checksums. Both are
 written aside, synced and renamed, the manifest last: what the manifest names is whole, whenever the power went. One
@@ -57,7 +57,7 @@ class SavedWeights:
 
 
 class WeightsFiles:
-    """Keeps publications of one channel in a folder; close it, so that another may.
+    """Saves publications of one channel in a folder, which it locks until it is closed.
 
     Args:
         channel: whose publications.
@@ -98,7 +98,7 @@ class WeightsFiles:
         return newest >= self.last_version + self.every or (newest > 0 and not self.saved)
 
     def save_if_due(self, timeout: float = 1.0) -> int | None:
-        """Save the newest publication if one is due; gives its version. Belongs on a thread that may wait for a disk.
+        """Save the newest publication if one is due; returns its version. May wait for the disk.
 
         Raises:
             Timeout: the publisher did not let a whole version be read in time.
@@ -107,7 +107,7 @@ class WeightsFiles:
         return self.save(timeout) if self.due() else None
 
     def save(self, timeout: float = 1.0) -> int:
-        """Save the newest publication now; gives its version."""
+        """Save the newest publication now; returns its version."""
         layout = self.channel.layout
         if self._flat is None:
             self._flat = np.empty(layout.nbytes, np.uint8)
@@ -131,7 +131,7 @@ class WeightsFiles:
         return version
 
     def restore(self, publisher: Publisher) -> int | None:
-        """Publish the last saved weights under their own version; None where nothing was saved.
+        """Publish the last saved weights with their own version; None if nothing was saved.
 
         A file that is damaged is passed over, with a warning, for the one before it. Versions go on from the restored
         one.
@@ -166,7 +166,7 @@ class WeightsFiles:
         return None
 
     def _set_aside(self, damaged: list[Path], restored: SavedWeights) -> None:
-        """Count on from what was restored: what takes a damaged file's version is saved as any other."""
+        """Forget newer files that are damaged: their versions will be saved again."""
         for path in damaged:
             with contextlib.suppress(FileNotFoundError):
                 path.replace(path.with_name(f"{path.name}.damaged"))
@@ -174,13 +174,13 @@ class WeightsFiles:
         self.last_version = restored.version
 
     def close(self) -> None:
-        """Let go of the folder. Harmless when done already."""
+        """Unlock the folder. May be called again."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def _remove_leftovers(self) -> None:
-        """What a killed writer had begun, or had not come round to removing; the lock says that nobody is at it."""
+        """Remove files that a killed writer left; the lock excludes a running one."""
         named = {saved.file for saved in self.saved}
         for path in [*self.folder.glob(f".*{_ASIDE}"), *self.folder.glob("weights-*.safetensors")]:
             if path.name not in named:
@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write_whole(path: Path, fill: Callable[[IO[bytes]], _Written]) -> _Written:
-    """Write aside, sync, rename, sync the folder: `path` is the old file or the whole new one."""
+    """Write aside, sync, rename, sync the folder: a reader finds the old or the new file, whole."""
     aside = path.with_name(f".{path.name}{_ASIDE}")
     try:
         with aside.open("wb") as file:
@@ -262,7 +262,7 @@ _LAST = 2.0  # seconds a publisher in the middle of a snapshot gets at the end
 
 
 class WeightsSaver:
-    """Saves what is published on the channels of the models whose settings ask for it.
+    """Saves publications of the models whose settings ask for it.
 
     Args:
         report: called with (event, fields) for what should be logged.
@@ -278,7 +278,7 @@ class WeightsSaver:
         self._thread: threading.Thread | None = None
 
     def keep(self, held: HeldModel) -> int | None:
-        """Keep a model's publications from now on, as its settings say; fill its channel where that is empty.
+        """Begin to save a model's publications, as its settings say; fill its channel if it is empty.
 
         Returns the version it was filled with; None where it was not.
 
@@ -314,7 +314,7 @@ class WeightsSaver:
         return restored
 
     def drop(self, held: HeldModel) -> None:
-        """Save the newest of a model that goes away, and let go of its folder. Harmless where it has none."""
+        """Save the newest publication of a model that is unloaded, and unlock its folder, if it has one."""
         with self._turn:
             self._failing.pop(held.index, None)
             files = self._files.pop(held.index, None)
@@ -322,7 +322,7 @@ class WeightsSaver:
                 self._finish(held.name, files)
 
     def close(self) -> None:
-        """Save what was published since the last save, and end."""
+        """Save new publications, and stop."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,1 +1,1 @@
-"""Watching a server: what the scoreboard shows at two moments, and what happened between them."""
+"""Observing a server: snapshots of the scoreboard, and the differences between them."""

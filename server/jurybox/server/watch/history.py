@@ -1,7 +1,7 @@
-"""What happened, for whoever watches: failed requests as events, and every event as a sentence.
+"""Events for the live page and `jurybox top`: failed requests as events, and all events as sentences.
 
-The supervisor's events are log lines, which the status document hands on as they are, for programs. Failed requests the
-supervisor does not see; the scoreboard counts them.
+The supervisor's events are log lines, which the status document contains. Failed requests are counted on the
+scoreboard, not seen by the supervisor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SENTENCES = {
 
 
 def sentence(event: Document) -> str:
-    """An event in words; of one that has none here its name, and its fields as they are."""
+    """An event as a sentence; of an unknown one the name and the fields."""
     fields = dict(event["fields"])
     if "role" in fields:
         fields["role"] = str(fields["role"]).replace("engine-", "engine ")
@@ -62,13 +62,13 @@ def _signal(number: int) -> str:
 
 
 class Failures:
-    """The last failures, those of one model and kind that come close together as one event."""
+    """The last failures; those of one model and kind within a short time are one event."""
 
     def __init__(self) -> None:
         self._events: deque[Document] = deque(maxlen=_KEPT)
 
     def between(self, earlier: Snapshot | None, later: Snapshot) -> list[Document]:
-        """Take note of what failed between two snapshots; gives all that is kept, as the status document's events."""
+        """Record failures between two snapshots; returns all kept ones, in the form of the status document's events."""
         if earlier is not None and earlier.server_id == later.server_id:
             grown = growth(earlier, later)
             for at, model in enumerate(later.models):
@@ -95,7 +95,7 @@ _SHOWN = 30  # events
 
 
 class History:
-    """Snapshots of the last `window` seconds; what is shown is what happened within them.
+    """Snapshots of the last `window` seconds, and the changes within them.
 
     Percentiles of a fraction of a second would jump about; over two they are steady and still lively.
     """
@@ -106,7 +106,7 @@ class History:
         self._failures = Failures()
 
     def add(self, snapshot: Snapshot) -> Document:
-        """Take in the newest snapshot; gives the document of jurybox.server.watch.sample."""
+        """Add the newest snapshot; returns the document of jurybox.server.watch.sample."""
         kept = self._snapshots
         if kept and kept[-1].server_id != snapshot.server_id:
             kept.clear()

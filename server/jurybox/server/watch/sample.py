@@ -1,4 +1,4 @@
-"""What a server's scoreboard showed at one moment."""
+"""Snapshots of a server's scoreboard, and the document that is derived from two of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The scoreboard at one moment, beside the status document that names what is on it.
+    """A copy of the scoreboard, with the status document that names its models.
 
     Attributes:
         taken: ns of CLOCK_MONOTONIC.
@@ -40,7 +40,7 @@ class Snapshot:
 
     @property
     def server_id(self) -> str:
-        """Of the server; a new one at every start."""
+        """The server's id, new at every start."""
         return str(self.document["server"]["id"])
 
     @property
@@ -75,8 +75,7 @@ class Snapshot:
 
 
 class ScoreboardReader:
-    """Reads a server's scoreboard, mapped for reading alone: the server does nothing for it, and nothing can go wrong
-    there.
+    """Reads a server's scoreboard through a read-only mapping, without a request to the server.
 
     The document names the scoreboard among the server's segments: its owner may be another user than this process,
     which root may look at. A new server's is mapped as soon as a document names it.
@@ -87,7 +86,7 @@ class ScoreboardReader:
         self._scoreboard: Scoreboard | None = None
 
     def read(self, document: Document) -> Snapshot:
-        """A snapshot of the server that gave the document.
+        """Take a snapshot.
 
         Raises:
             ServerGone: that server is dead.
@@ -108,7 +107,7 @@ class ScoreboardReader:
         )
 
     def close(self) -> None:
-        """Let go of the scoreboard."""
+        """Close the scoreboard."""
         if self._scoreboard is not None:
             self._scoreboard.close()
         self._server_id, self._scoreboard = "", None
@@ -138,7 +137,7 @@ _AT_WORK = ("serving", "draining")
 
 
 def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
-    """What was counted between two snapshots, (engines, models) of scoreboard.COUNTERS in the later one's order.
+    """The growth of the counters between two snapshots: (engines, models) of scoreboard.COUNTERS, as in the later one.
 
     What is no count (versions, rows waiting) is the later one's. A model that the earlier snapshot did not hold, or
     that was loaded anew since, has begun at zero; so has everything where the earlier one is another server's, or none.
@@ -161,7 +160,7 @@ def growth(earlier: Snapshot | None, later: Snapshot) -> NDArray[Any]:
 
 
 def sample(earlier: Snapshot | None, later: Snapshot, events: Sequence[Document] = ()) -> Document:
-    """What is to be shown, in values that JSON can hold; durations in seconds.
+    """The document for the live page and `jurybox top`, as JSON values; durations in seconds.
 
     Args:
         earlier: where the rates, percentiles and distributions begin; without it they are of nothing.
@@ -255,7 +254,7 @@ def _engine(later: Snapshot, at: int, grown: NDArray[Any], seconds: float) -> Do
 
 
 def _state(later: Snapshot, at: int) -> str:
-    """Of an engine, in the status document's words."""
+    """The state of an engine, as in the status document."""
     hung = later.document["engines"][at]["hung"]
     return "hung" if hung else EngineState(int(later.engines["state"][at])).name.lower()
 

@@ -1,1 +1,1 @@
-"""Protocols of other projects that the gateway speaks, each bound to a model."""
+"""Reward protocols of other projects, each bound to a model."""

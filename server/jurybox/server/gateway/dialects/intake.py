@@ -1,11 +1,11 @@
-"""What the dialects share: from fields of a request to rows of a model, and to a score or a reason for each of them.
+"""Common to all dialects: convert the fields of a request to rows of a model, and ask for their scores.
 
-Pictures are decoded in threads, beside the event loop (Pillow lets go of the interpreter's lock meanwhile). Requests
-that come at the same time go to the engine together.
+Pictures are decoded in threads (Pillow releases the interpreter's lock). Requests that arrive at the same time are
+batched by the engine.
 
-A picture is turned as its EXIF data says and made RGB; transparency is dropped. With `resize` it is brought to one size
-with Pillow's bicubic filter, which averages over what it shrinks (antialiasing). Encodings and filters change scores:
-docs/reward_hygiene.md.
+A picture is rotated by its EXIF data and converted to RGB; transparency is dropped. With `resize` it is brought to a
+size with Pillow's bicubic filter, which averages over what it shrinks (antialiasing). Encodings and filters change
+scores: docs/reward_hygiene.md.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _MOST_ROWS = 4096  # of one request
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of a whole request, every one a finite number, and the oldest weights version that computed them."""
+    """The scores of a request, all finite, and the oldest weights version that computed them."""
 
     values: list[float]
     version: int
 
 
 class Unscored(Error):
-    """At least one row has no score; the message says which and why. Nothing stands in for it."""
+    """At least one row has no score; the message says which and why."""
 
     code = Code.ROW_FAILED
 
 
 class Intake:
-    """The way from a dialect to its model.
+    """Converts and scores the requests of one dialect.
 
     Args:
         address: the server's.
@@ -72,7 +72,7 @@ class Intake:
         self._size = size
 
     async def score(self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None) -> Scores:
-        """The scores of n rows, all of them: arguments as `rows` takes them.
+        """Scores of n rows; arguments as for `rows`. Raises Unscored if a row has none.
 
         Raises:
             Unscored: a row failed, its picture is none, or its score is not finite.
@@ -91,7 +91,7 @@ class Intake:
     async def rows(
         self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None
     ) -> tuple[list[float | str], int]:
-        """For each of n rows its score, or why it has none; and the weights version.
+        """Score n rows: a score or a reason for each, and the weights version.
 
         Args:
             columns: values of each field, n of each.
@@ -119,15 +119,15 @@ class Intake:
         return found, scored.version
 
     async def off_loop(self, action: Any, *arguments: Any) -> Any:
-        """Run something that takes time in the pool."""
+        """Run a function in the thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, action, *arguments)
 
     def close(self) -> None:
-        """Give the rows back."""
+        """Release the lane."""
         self._juror.close()
 
     def _picture(self, given: Any) -> NDArray[np.uint8] | str:
-        """The picture, or why it is none."""
+        """Decode a picture; returns the reason where it cannot be decoded."""
         try:
             return decoded(encoded_bytes(given), self._size)
         except SpecMismatch as error:
@@ -201,7 +201,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any]:
-    """A field that is a list, of n values where that is known. Raises SpecMismatch."""
+    """Get a field that is a list, of n values if n is given. Raises SpecMismatch."""
     values = body.get(name)
     if type(values) is not list:
         raise SpecMismatch(f"expected a list in {name!r}, came {type(values).__name__}")

@@ -42,7 +42,7 @@ async def openrlhf(intake: Intake, body: bytes) -> Response:
 
 
 def read(body: bytes) -> dict[str, Any]:
-    """The JSON object that came. Raises ProtocolMismatch, SpecMismatch."""
+    """Parse a body that must be a JSON object. Raises ProtocolMismatch, SpecMismatch."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -53,7 +53,7 @@ def read(body: bytes) -> dict[str, Any]:
 
 
 def refusal(why: str) -> tuple[bytes, str]:
-    """A body that says why there is no score, and its media type."""
+    """The body of an error response, and its media type."""
     return json.dumps({"error": why}).encode(), MEDIA
 
 
@@ -90,7 +90,7 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
 
 
 def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
-    """What /health and /rewards say."""
+    """The responses of /health and /rewards."""
     return {
         "/health": {"status": "ok", "rewards": {intake.reward: _METRICS}},
         "/rewards": {"rewards": [intake.reward]},
@@ -141,5 +141,5 @@ def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
 
 
 def unirl_refusal(why: str) -> tuple[bytes, str]:
-    """A body that says why there is no answer, and its media type."""
+    """The body of an error response, and its media type."""
     return json.dumps({"detail": why}).encode(), MEDIA

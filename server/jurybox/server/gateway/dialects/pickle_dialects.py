@@ -31,7 +31,7 @@ async def flow_grpo(intake: Intake, body: bytes) -> Response:
 
 
 async def read(intake: Intake, body: bytes) -> dict[str, Any]:
-    """The dict that came pickled. Raises NotPlain, SpecMismatch."""
+    """Parse a body that must be a pickled dict. Raises NotPlain, SpecMismatch."""
     given = await intake.off_loop(loads, body)
     if type(given) is not dict:
         raise SpecMismatch(f"expected a pickled dict with 'images', came a {type(given).__name__}")
@@ -39,7 +39,7 @@ async def read(intake: Intake, body: bytes) -> dict[str, Any]:
 
 
 async def scored(intake: Intake, given: dict[str, Any]) -> Scores:
-    """The scores of the pictures that came, with the prompts where there are any."""
+    """Score the pictures of a request, with their prompts if it has any."""
     pictures = listed(given, "images")
     n = len(pictures)
     columns = {"prompt": listed(given, "prompts", n)} if "prompts" in given else {}
@@ -49,7 +49,7 @@ async def scored(intake: Intake, given: dict[str, Any]) -> Scores:
 
 
 def refusal(why: str) -> tuple[bytes, str]:
-    """A body that says why there is no score, and its media type."""
+    """The body of an error response, and its media type."""
     return dumps({"error": why}), MEDIA
 
 

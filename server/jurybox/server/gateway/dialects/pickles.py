@@ -1,9 +1,9 @@
-"""Pickles read without unpickling: nothing is imported, nothing is called, nothing is allocated before it is counted.
+"""Parse pickles of plain data without unpickling: imports nothing, calls nothing, and checks sizes before it allocates.
 
 An allow-list of classes in `pickle.Unpickler.find_class` is not enough. A NumPy array of dtype object takes the bytes
 of the stream for pointers; nine bytes with a large memo index make the C unpickler allocate half a gigabyte before any
-class is looked up; a few hundred bytes of shared references stand for lists of 10^9 elements. So this is a reader of
-its own, of the opcodes that plain data has (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, its
+class is looked up; a few hundred bytes of shared references stand for lists of 10^9 elements. So this is a separate
+parser, for the opcodes of plain data (https://peps.python.org/pep-3154/, pickletools). Its memo is a dict, its
 "classes" are names that are compared. Everything else is refused by its name.
 """
 
@@ -23,14 +23,14 @@ from jurybox.protocol.errors import Code, ProtocolMismatch, plain
 
 
 class NotPlain(ProtocolMismatch):
-    """A pickle that is no plain data, or more than is taken; the message names what is refused."""
+    """A pickle that is not plain data, or exceeds the limits; the message names what is refused."""
 
     code = Code.MALFORMED
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a stream may hold.
+    """Limits of a stream.
 
     Attributes:
         opcodes: of the stream.
@@ -100,7 +100,7 @@ _MARK: Final = object()
 
 
 class _Reader:
-    """One stream, read once."""
+    """Parses one stream."""
 
     def __init__(self, data: bytes | bytearray | memoryview, limits: Limits) -> None:
         self._data = memoryview(data).cast("B")
@@ -337,7 +337,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 def _filled(dtype: Any, shape: Any, data: Any, order: Any) -> NDArray[Any]:
-    """The array, over the bytes that came: nothing is allocated for it."""
+    """An array over the bytes of the stream, without a copy."""
     if type(dtype) is not _Dtype or type(data) is not bytes or type(shape) is not tuple or order not in ("C", "F"):
         _odd("an array")
     if len(shape) > _DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape):
@@ -379,7 +379,7 @@ _MADE: Final[dict[str, Callable[..., Any]]] = {
 
 
 class _Result:
-    """Copies what was read, plain values only, and counts what stands in it as often as it stands there."""
+    """Copies the parsed value, plain values only, and counts shared values as often as they occur."""
 
     def __init__(self, limits: Limits, room: int) -> None:
         self._limits = limits
@@ -470,7 +470,7 @@ _REFUSED: Final = {
 
 
 def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
-    """The plain value that a pickle of protocol 2 to 5 stands for.
+    """Parse a pickle of protocol 2 to 5.
 
     Args:
         data: the stream, from the first byte to STOP.
@@ -494,7 +494,7 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """A pickle of None, bool, int, float, str, list, tuple and dict, of protocol 2, which every Python reads.
+    """Pickle None, bool, int, float, str, list, tuple and dict with protocol 2, which every Python reads.
 
     Raises:
         TypeError: for a value of any other type, subclasses and NumPy's scalars included.

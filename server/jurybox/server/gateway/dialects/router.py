@@ -1,4 +1,4 @@
-"""The dialects' paths: each on /dialects/NAME, bound to a model by [dialects.NAME] of the configuration."""
+"""The HTTP routes of the dialects: /dialects/NAME, bound to a model by [dialects.NAME] of the configuration."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _AGAIN = "2"  # seconds
 
 
 def router(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> APIRouter:
-    """The paths of all dialects, for `create_app`.
+    """The routes of all dialects, for `create_app`.
 
     Args:
         dialects: settings by name, as [dialects.NAME] has them.

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol, whatever it travels by: requests, parameters, models, shared memory, the repository."""
+"""The Open Inference Protocol over HTTP and gRPC: requests, parameters, models, shared memory, the repository."""

@@ -1,11 +1,11 @@
-"""Requests that come while others are computed leave together, as one ticket.
+"""Coalesces requests: those that arrive while others are computed are sent as one ticket.
 
 A ticket costs the gateway, the engine and the kernel the same however many rows it has. So rows of different requests
 share tickets, two in flight at most: one computes, one waits, and what comes meanwhile makes up the next. A lone
 request waits for nobody. Rows of different sessions of a model with state share tickets in the same way.
 
-Nothing that goes wrong on the lane may leave a caller without an answer: whatever it raises is told to those whose
-ticket it was, and the lane, whose rows may be lost with it, is given up.
+Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane, whose rows
+may be lost, is given up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Asked:
 
 
 class RequestCoalescer:
-    """The requests on one lane. For one event loop.
+    """Coalesces the requests of one lane. Belongs to one event loop.
 
     Args:
         model: whose lane it is.
@@ -80,7 +80,7 @@ class RequestCoalescer:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits or is in flight."""
+        """Whether a request waits or is in flight."""
         return bool(self._in_flight or self._waiting)
 
     async def ask(
@@ -111,14 +111,14 @@ class RequestCoalescer:
             late.cancel()
 
     def give_up(self, error: Error) -> None:
-        """Tell everybody who waits here, or whose rows are in flight, that no answer will come."""
+        """Fail all requests that wait or are in flight."""
         waiting, self._waiting = list(self._waiting), deque()
         self._fail(waiting, error)
         for taken in self._in_flight.values():
             self._fail(taken, error)
 
     def doubt(self) -> None:
-        """An answer may have been lost on its way: what is in flight now has a moment left, then it is asked anew."""
+        """An answer may have been lost: requests in flight get a short time, then they are sent again."""
         for task in self._in_flight:
             asyncio.get_running_loop().call_later(_DOUBT, self._end, task)
 
@@ -131,7 +131,7 @@ class RequestCoalescer:
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        """Answers were lost: those who wait for one ask anew, on another lane."""
+        """Answers were lost: their requests are sent again on another lane."""
         self.give_up(Refused(f"{self._unread}: {said(error)}", Code.STALE_LEASE))
         self._broken()
 
@@ -144,7 +144,7 @@ class RequestCoalescer:
                 asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """End a ticket that should have ended by itself: nobody after it must wait for it."""
+        """Cancel a ticket that did not end by itself, so that nothing waits for it."""
         if task in self._in_flight:
             task.cancel()
             self._lose(TimeoutError("its ticket did not end"))
@@ -161,7 +161,7 @@ class RequestCoalescer:
             self._idle()
 
     def _take(self) -> list[_Asked]:
-        """The next ticket's requests: those that wait longest, of one weights version.
+        """The requests of the next ticket: those that wait longest, of one weights version.
 
         They fit into neighbouring rows. What goes in pieces is answered with the oldest of their versions, which is not
         to be told to a caller all of whose rows were in a later one.
@@ -221,7 +221,7 @@ class RequestCoalescer:
             self._fail(taken, lost)
 
     async def _compute(self, taken: list[_Asked]) -> None:
-        """Ask for these rows as one ticket, and hand out the answers."""
+        """Send these rows as one ticket, and distribute the answers."""
         first = taken[0]
         if len(taken) == 1:
             inputs: Arrays = first.inputs
@@ -270,7 +270,7 @@ def _meet(asked: _Asked, taken: list[_Asked]) -> bool:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """The rows of several requests as one's."""
+    """Concatenate the rows of several requests."""
     if type(parts[0]) is list:
         return [row for part in parts for row in part]
     return np.concatenate(parts)

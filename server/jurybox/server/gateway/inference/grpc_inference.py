@@ -88,7 +88,7 @@ def message_of(response: InferResponse) -> pb.ModelInferResponse:
 
 @lru_cache(maxsize=1024)
 def _head(model: str, version: str, outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> pb.ModelInferResponse:
-    """What answers to requests of the same form have in common."""
+    """The common part of responses to requests of the same form."""
     message = pb.ModelInferResponse(model_name=model, model_version=version)
     for name, datatype, shape in outputs:
         message.outputs.add(name=name, datatype=datatype, shape=shape)
@@ -118,7 +118,7 @@ def _plain(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
 
 
 def plain_value(name: str, value: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
-    """What a parameter holds. Raises ProtocolMismatch where it is empty."""
+    """The value of a parameter. Raises ProtocolMismatch if it is empty."""
     chosen = value.WhichOneof("parameter_choice")
     if chosen is None:
         raise malformed(f"parameter {name!r} holds no value")
@@ -153,7 +153,7 @@ def service(oip: OpenInference, room: Room) -> Service:
 
 
 class InferenceServicer:
-    """Every call of the service; errors are those of the table in jurybox.protocol.errors."""
+    """The inference service; errors are those of the table in jurybox.protocol.errors."""
 
     def __init__(self, oip: OpenInference, room: Room) -> None:
         self._oip = oip

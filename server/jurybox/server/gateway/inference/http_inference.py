@@ -84,7 +84,7 @@ def body_of(response: InferResponse, binary: set[str], *, all_binary: bool) -> t
 
 
 def whole(text: str, most: int) -> int:
-    """A whole number from 0 to `most` in ASCII digits; -1 where the text is none."""
+    """Parse a whole number from 0 to `most` in ASCII digits; -1 for other text."""
     if not (text.isascii() and text.isdigit()) or len(text) > 20:
         return -1
     number = int(text)
@@ -131,7 +131,7 @@ def _output(output: Output, raw: list[bytes], *, binary: bool) -> dict[str, Any]
 
 
 def _numbers(output: Output, array: NDArray[Any]) -> list[Any]:
-    """Elements as JSON says them; null in rows that failed, which hold none."""
+    """Elements as JSON values; null in failed rows."""
     data: list[Any] = array.ravel().tolist()
     if array.dtype.kind != "f":
         return data
@@ -206,7 +206,7 @@ _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
-    """The paths, for `create_app`; `most` bounds a body in bytes, compressed or not."""
+    """The routes, for `create_app`; `most` limits a body in bytes, compressed or not."""
     paths = APIRouter(tags=["Open Inference Protocol"])
     _health(paths, oip)
     _repository(paths, oip, most)
@@ -246,7 +246,7 @@ def _models(paths: APIRouter, oip: OpenInference, most: int) -> None:
 def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None:
     @paths.post(prefix + "/infer")
     async def infer(request: Request, name: str, version: str = "") -> Response:
-        """Answer rows: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
+        """Infer: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
         body = await _body(request, most)
         asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
         answer = await oip.inference.infer(asked)
@@ -273,14 +273,14 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None
 
     @paths.get(prefix)
     async def metadata(name: str, version: str = "") -> dict[str, Any]:
-        """What the model takes and gives."""
+        """The inputs and outputs of the model."""
         return models.metadata(await oip.described(name, version))
 
 
 def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.post("/v2/repository/index")
     async def index(request: Request) -> list[dict[str, Any]]:
-        """The models there are; {"ready": true} for those that are ready."""
+        """List the models; {"ready": true} for those that are ready."""
         given = await _json(request, most)
         ready = given.pop("ready", False)
         if given or type(ready) is not bool:
@@ -295,7 +295,7 @@ def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
 
     @paths.post("/v2/repository/models/{name:path}/unload")
     async def unload(request: Request, name: str) -> Response:
-        """Serve a model no longer."""
+        """Unload a model."""
         await oip.repository.unload("", name, await _repository_parameters(request, most))
         return AnyText({})
 
@@ -309,7 +309,7 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
 
     @paths.post("/v2/systemsharedmemory/region/{name}/register")
     async def register(request: Request, name: str) -> Response:
-        """Register memory that the client made: {"key": "/name", "offset": 0, "byte_size": 1024}."""
+        """Register shared memory of the client: {"key": "/name", "offset": 0, "byte_size": 1024}."""
         given = await _json(request, most)
         key, offset, size = given.pop("key", None), given.pop("offset", 0), given.pop("byte_size", None)
         if given or type(key) is not str or type(offset) is not int or type(size) is not int:
@@ -320,13 +320,13 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.post("/v2/systemsharedmemory/unregister")
     @paths.post("/v2/systemsharedmemory/region/{name}/unregister")
     async def unregister(name: str = "") -> Response:
-        """Let a region go, or all."""
+        """Unregister a region, or all."""
         oip.regions.unregister(name)
         return AnyText({})
 
     @paths.get("/v2/cudasharedmemory/status")
     async def cuda_status() -> list[dict[str, Any]]:
-        """There are none."""
+        """Always empty: CUDA regions are not supported."""
         return []
 
     @paths.post("/v2/cudasharedmemory/{what:path}")
@@ -368,7 +368,7 @@ async def _json(request: Request, most: int) -> dict[str, Any]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body, decompressed where it is compressed, and at most so many bytes of it."""
+    """Read a body, decompress it if needed, and enforce its limit in bytes."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -385,7 +385,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def _unpacked(body: bytes, encoding: str, most: int, taken: Taken | None) -> bytes:
-    """What was compressed, piece by piece: a small body may become a large one, and others want their turn."""
+    """Decompress a body piece by piece, so that other requests get their turn."""
     decoder = zlib.decompressobj(_WINDOW[encoding])
     parts: list[bytes] = []
     left, size = body, 0

@@ -1,4 +1,4 @@
-"""An inference request and its answer, as every transport gives and takes them."""
+"""Inference requests and responses, independent of HTTP and gRPC, and the model that answers them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jurybox.server.gateway.live import StatusSource
 
 @dataclass(slots=True)
 class Input:
-    """One input: what its sender declares, and where its elements are.
+    """One input: its declared name, datatype and shape, and its elements.
 
     Attributes:
         data: bytes (raw), or a sequence of plain values, or None where a parameter names shared memory.
@@ -60,7 +60,7 @@ class Input:
 
 @dataclass(slots=True)
 class Wanted:
-    """One output that is asked for."""
+    """One requested output."""
 
     name: str
     parameters: Parameters = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class InferRequest:
-    """What a client asks: rows for a model. Without `outputs` it gets all of them.
+    """A request: rows for a model. Without `outputs` it gets all outputs.
 
     Attributes:
         version: of the weights, in digits; empty: the newest.
@@ -101,7 +101,7 @@ class Output:
     failed: Collection[int] = ()
 
     def raw(self) -> bytes:
-        """Its elements as they travel; nothing where they are in shared memory."""
+        """The elements as raw bytes; empty if they are in shared memory."""
         if self.array is None:
             return b""
         return joined_strings(self.array) if isinstance(self.array, list) else self.array.tobytes()
@@ -109,7 +109,7 @@ class Output:
 
 @dataclass(slots=True)
 class InferResponse:
-    """The answer; `version` is that of the weights that computed it."""
+    """A response; `version` is the weights version that computed it."""
 
     model: str
     version: str
@@ -128,7 +128,7 @@ _FINAL = {"triton_final_response": True}
 
 
 class Inference:
-    """Answers requests on the gateway's lanes.
+    """Runs requests on the gateway's lanes.
 
     Args:
         regions: shared memory that requests may name.
@@ -146,7 +146,7 @@ class Inference:
         self._told = told
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Answer one request.
+        """Run one request.
 
         Raises:
             Error: with a code of jurybox.protocol.errors that says what the transport should answer.
@@ -284,7 +284,7 @@ class Inference:
 
 
 class _Nothing(Source):
-    """Of an input without data; says so once all else of it is right."""
+    """The source of an input without data; raises when it is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -306,7 +306,7 @@ def _specs(model: ModelSpec, asked: Asked) -> tuple[Mapping[str, TensorSpec], Ma
 
 
 def _require_sequence(held: Held, turn: Turn | None) -> None:
-    """Raises Refused (code UNSUPPORTED), SpecMismatch: a model with state is asked through sequences, and no other."""
+    """Raises Refused (UNSUPPORTED) or SpecMismatch unless a model with state, and only such, is used by a sequence."""
     if held.spec.state and turn is None:
         raise SpecMismatch(
             f"model {held.spec.name!r} keeps state ({', '.join(held.spec.state)}): expected the parameter sequence_id, "
@@ -319,7 +319,7 @@ def _require_sequence(held: Held, turn: Turn | None) -> None:
 
 
 def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], *, extents: bool) -> Output:
-    """An output as one tensor; nothing of what stands in rows that failed.
+    """An output as one tensor; failed rows are empty.
 
     Raises:
         Refused (code UNSUPPORTED): its rows differ in size, and nobody asked for extents.
@@ -361,7 +361,7 @@ def _variable_sizes(spec: TensorSpec, shape: tuple[int, ...]) -> list[int]:
 
 
 class OpenInference:
-    """One server, as the protocol sees it.
+    """The server behind the protocol.
 
     Args:
         address: the server's.
@@ -379,7 +379,7 @@ class OpenInference:
         self.repository = Repository(self._lanes)
 
     def metadata(self) -> dict[str, Any]:
-        """Name, build, and which extensions of the protocol are served."""
+        """Name, version and supported extensions."""
         return models.server_metadata(shared_memory=self.regions.allowed)
 
     async def live(self) -> bool:
@@ -391,11 +391,11 @@ class OpenInference:
         return True
 
     async def reasons(self) -> list[str]:
-        """Why the server is not ready; empty when it is."""
+        """Reasons why the server is not ready; empty if it is."""
         return await self.self_test.reasons()
 
     async def model_reason(self, name: str, version: str) -> str:
-        """Why a model is not ready; empty when it is. Raises ModelNotFound."""
+        """The reason why a model is not ready; empty if it is. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         model = models.find(document, name)
         if document["server"]["state"] == "draining" or model["state"] not in ("ready", "loading"):
@@ -411,22 +411,22 @@ class OpenInference:
         return models.described(await self._source.status(fresh=True), name, version)
 
     async def statistics(self, name: str, version: str) -> list[dict[str, Any]]:
-        """Of one model, or of all without a name. Raises ModelNotFound."""
+        """Statistics of one model, or of all without a name. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         found = [models.described(document, name, version)] if name else document["models"]
         return [models.statistics(model) for model in found]
 
     async def index(self, repository: str, *, ready: bool) -> list[dict[str, Any]]:
-        """The models there are. Raises ModelNotFound for a repository by name: there is one, without."""
+        """List the models. Raises ModelNotFound for a named repository: there is one, without a name."""
         if repository:
             raise ModelNotFound(f"no repository {repository!r}: a server has one, without a name")
         return models.index(await self._source.status(fresh=True), ready=ready)
 
     def doubt(self) -> None:
-        """Something went wrong in the event loop that nobody awaited: it may have been the coming in of an answer."""
+        """An exception in the event loop that was not awaited may have lost an answer."""
         self._lanes.doubt()
 
     def close(self) -> None:
-        """Give lanes and regions back."""
+        """Release all lanes and regions."""
         self._lanes.close()
         self.regions.close()

@@ -1,9 +1,9 @@
-"""The gateway as a client of the engines: one lane of each model, on which everybody's requests are in flight together.
+"""The gateway as a client of the engines: one lane for each model.
 
-Requests of many callers share a lane, so they wait side by side in the engine and leave in one batch.
+The requests of all callers share the lane, so the engine batches them.
 
-A lane that fails is given up and the next request leases another. The connection is for all of them, and stays: a
-server that is slow to answer one question has not let go of any lane.
+A lane that fails is given up, and the next request leases another. All lanes share one connection, which stays open
+when a single request is slow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SESSIONS = 1024  # sequences of a model at most: each has a row of the lane, an
 
 
 class Held:
-    """A lane of a model, leased for as long as its spec stands.
+    """A lane of a model, leased until the model's spec changes.
 
     Attributes:
         rows: it has.
@@ -67,12 +67,12 @@ class Held:
 
     @property
     def has_sequence(self) -> bool:
-        """Whether some sequence's state would be lost with the lane."""
+        """Whether a sequence's state would be lost with the lane."""
         return self.sessions is not None and len(self.free) < max(1, self.rows - 1)
 
 
 class Lanes:
-    """Leases lanes as models are asked for, and asks on them. For one event loop.
+    """Leases a lane for each requested model, and runs requests on it. Belongs to one event loop.
 
     Args:
         address: the server's.
@@ -111,7 +111,7 @@ class Lanes:
         return await asyncio.shield(holding)  # who gives up must not cancel it for the others
 
     async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
-        """Compute n rows; more than a batch go in pieces, several in flight.
+        """Compute n rows; more than a batch are sent in pieces.
 
         Args:
             inputs: (n, *row shape) of every input of the spec.
@@ -138,7 +138,7 @@ class Lanes:
     async def ask_sessions(
         self, held: Held, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
     ) -> tuple[Arrays, int]:
-        """As `ask`, a row of each of some sessions, those that begin from the initial state.
+        """As `ask`, for one row of each session.
 
         Raises:
             SessionLost: `sessions` of it are those that have lost their state. As `ask`.
@@ -170,7 +170,7 @@ class Lanes:
             self.let_go(held)
 
     async def probe(self, held: Held, seconds: float, version: int) -> None:
-        """Ask one row of zeros, small where rows differ in size. Raises as `ask`."""
+        """Request one row of zeros. Raises as `ask`."""
         row = {name: _zero(spec) for name, spec in held.spec.inputs.items()}
         try:
             if held.sessions is None:
@@ -187,11 +187,11 @@ class Lanes:
             pass  # the model has looked at it: it answers
 
     async def call(self, action: Callable[[Server], T]) -> T:
-        """Do something that waits, such as loading a model, with the connection, in a thread."""
+        """Run a blocking function of the connection, such as loading a model, in a thread."""
         return await asyncio.to_thread(lambda: action(self._connected()))
 
     def retire(self, held: Held) -> None:
-        """Give a lane up: who waits on it asks anew on the next one, and it goes back when nothing uses it."""
+        """Give up a lane: its requests are sent again on the next one; it is released when it is no longer in use."""
         if held.retired:
             return
         held.retired = True
@@ -202,18 +202,18 @@ class Lanes:
         self.let_go(held)
 
     def let_go(self, held: Held) -> None:
-        """Close a lane that was given up, once nobody and nothing uses it."""
+        """Close a lane that was given up, once it is unused."""
         if held.retired and not held.closed and not held.in_use and not held.together.busy:
             held.closed = True
             self._thread.submit(held.model.close)
 
     def doubt(self) -> None:
-        """Something went wrong where answers come in; nobody knows whose they were."""
+        """An exception occurred where answers are received; any request may be affected."""
         for held in list(self._held.values()):
             held.together.doubt()
 
     def close(self) -> None:
-        """Give every lane back."""
+        """Release all lanes."""
         self._held.clear()
         self._thread.submit(self._disconnect)
         self._thread.shutdown(wait=False)
@@ -262,12 +262,12 @@ class Lanes:
                 self._supersede(earlier)
 
     def _supersede(self, earlier: Held) -> None:
-        """Another lane has taken its place: what is asked on it already is answered there."""
+        """Another lane has replaced this one; requests in flight are still answered here."""
         earlier.retired = True
         self.let_go(earlier)
 
     def _lease(self, name: str, trying: bool, earlier: Held | None) -> Held:
-        """In the thread: lease the rows there are, rather many than few, or one to try it with."""
+        """In the thread: lease as many rows as available, or one for a probe."""
         try:
             server = self._connected()
             message = server.describe(name)
@@ -310,7 +310,7 @@ class Lanes:
 
 
 def _zero(spec: TensorSpec) -> Any:
-    """One row of zeros; of what differs in size a small one, as the engine's warm-up has it."""
+    """One row of zeros; a small one if rows differ in size, as in the engine's warm-up."""
     if spec.dtype == BYTES:
         return [b"0" * min(spec.capacity, 4)]
     if not spec.variable:

@@ -1,7 +1,7 @@
-"""What the protocol tells of models: metadata, configuration, statistics, the repository's index.
+"""Metadata, configuration and statistics of models, and the repository's index.
 
-All of it comes from the server's status document. Plain dicts with the protocol's field names, which are those of its
-JSON and of its messages alike.
+All of it comes from the server's status document, as dicts with the protocol's field names, which JSON and protobuf
+messages share.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find(document: Document, name: str) -> dict[str, Any]:
 
 
 def described(document: Document, name: str, version: str) -> dict[str, Any]:
-    """As `find`, for a model that has loaded, in a version that can have been published.
+    """As `find`, for a loaded model and a possible version.
 
     Raises:
         ModelNotFound: no such model or version. Refused (code NOT_READY): it is loading, or could not be.
@@ -64,7 +64,7 @@ def described(document: Document, name: str, version: str) -> dict[str, Any]:
 
 
 def metadata(model: dict[str, Any]) -> dict[str, Any]:
-    """What the model takes and gives; -1 stands for any number of rows."""
+    """The inputs and outputs of the model; -1 is any number of rows."""
 
     def tensors(specs: dict[str, Any]) -> list[dict[str, Any]]:
         return [
@@ -82,7 +82,7 @@ def metadata(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
-    """The model's configuration, as far as Triton's fields can tell it; `dims` are of one row.
+    """The model's configuration in Triton's fields; `dims` is the shape of one row.
 
     The rest stands in `parameters.jurybox`, JSON: inputs, outputs and state as spec.plain_specs gives them.
 
@@ -127,7 +127,7 @@ def _data_type(dtype: str) -> str:
 
 
 def statistics(model: dict[str, Any]) -> dict[str, Any]:
-    """A model's counters since the server's start, of all its clients, not only those of the gateway.
+    """A model's counters since the server's start, of all clients, not only of the gateway.
 
     Counts are exact. The scoreboard counts times in powers of two, so a sum of nanoseconds is an estimate: each
     bucket's middle on the logarithmic scale, at most a factor of 1.42 off for every single time.
@@ -155,7 +155,7 @@ def statistics(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def index(document: Document, *, ready: bool) -> list[dict[str, Any]]:
-    """The models there are, only those that are ready if so asked."""
+    """The models; only the ready ones if requested."""
     return [
         {
             "name": model["name"],
@@ -189,7 +189,7 @@ class Repository:
         self._lanes = lanes
 
     async def load(self, repository: str, model: str, parameters: Parameters) -> None:
-        """Load a configured model, or load it again; it goes on serving meanwhile.
+        """Load or reload a configured model; it keeps serving during a reload.
 
         Args:
             parameters: none; or `settings`, as JSON of [models.NAME], and `keep`, seconds, for a model that the client
@@ -220,7 +220,7 @@ class Repository:
             await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
 
     async def unload(self, repository: str, model: str, parameters: Parameters) -> None:
-        """Serve a model no longer. Raises ModelNotFound."""
+        """Unload a model. Raises ModelNotFound."""
         _only_ours(repository)
         for name in parameters:
             if name != "unload_dependents":  # no model depends on another here

@@ -1,16 +1,16 @@
-"""Sequences: requests that go on with a state which the model keeps, each by a name that its sender chose.
+"""Sequences: requests that share a state which the model keeps, identified by a name that the client chooses.
 
-After Triton's sequence batcher: a request with `sequence_start` begins, one with `sequence_end` is the last. Sessions
-of our own client (jurybox.client.Sessions over grpc://) are sequences too; it numbers their steps, which are compared
-here.
+After Triton's sequence batcher: a request with `sequence_start` is the first, one with `sequence_end` the last.
+Sessions of our own client (jurybox.client.Sessions over grpc://) are sequences too; it numbers their steps, which are
+compared here.
 
-A request of a sequence is answered from the state that its sender expects, or not at all. So:
+A request of a sequence is answered from the state that its client expects, or not at all:
 - requests of one sequence are computed one after another, in the order in which they came;
-- where one fails, those that came behind it meanwhile are refused: they were sent in the belief that it would not;
+- where one fails, those that were queued behind it are refused, since they assumed its success;
 - where one fails in a stream, its sequence is lost: nobody knows which requests were sent before its failure was seen;
-- who does not learn what became of a request (a time-out, a call given up) has lost the sequence;
-- a state that went down with an engine, a lane or this process is lost, and its sequence with it.
-What is lost is told as SESSION_LOST, until the sequence begins anew.
+- a client that does not get the result of a request (a time-out, a cancelled call) has lost the sequence;
+- a state that an engine, a lane or this process held when it ended is lost, and its sequence with it.
+A lost sequence gets SESSION_LOST until it is started again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Sequence:
 
 
 class Turn:
-    """The place of a request in the order of its sequences. Use it in a ``with``, from before the first wait."""
+    """The position of a request in the order of its sequences. Use it in a ``with``, from before the first wait."""
 
     def __init__(self, sequences: Sequences, model: str, steps: Steps) -> None:
         self._all = sequences
@@ -101,13 +101,13 @@ class Turn:
 
     @property
     def begins(self) -> bool:
-        """Whether no state is needed that is there already."""
+        """Whether the request needs no earlier state."""
         return not any(self.steps)
 
     async def infer(
         self, lanes: Lanes, held: Held, inputs: Arrays, n: int, until: float, version: int, state: str = ""
     ) -> tuple[Arrays, int]:
-        """Compute a row of each sequence when it is its turn.
+        """Compute one row of each sequence, in order.
 
         Args:
             state: GET, to be given their state and nothing computed; SET, where the inputs are what it shall be.
@@ -149,20 +149,20 @@ class Turn:
         return answer
 
     def lost(self) -> SessionLost:
-        """What to raise where the lane of all its sequences is gone."""
+        """The error to raise if the lane of its sequences is gone."""
         return self._lost(range(len(self.keys)))
 
     # ---- inside
 
     def _overtook(self) -> bool:
-        """Whether a step came before the one that it follows."""
+        """Whether a step arrived before its predecessor."""
         for key, step in zip(self.keys, self._asked, strict=True):
             if step and ((sequence := self._all.known(key)) is None or sequence.coming < step):
                 return True
         return False
 
     def _take(self) -> None:
-        """Stand behind those that came before. Nobody else comes meanwhile, so no two requests wait for each other."""
+        """Queue behind earlier requests. This does not wait, so no two requests can wait for each other."""
         self._ended = asyncio.get_running_loop().create_future()
         for key, asked in zip(self.keys, self._asked, strict=True):
             sequence = self._all.known(key) or self._all.new(key)
@@ -191,7 +191,7 @@ class Turn:
                 raise Timeout(f"an earlier request of this sequence of model {self.model!r} was not answered in time")
 
     def _require(self, held: Held) -> None:
-        """Raises SessionLost where a state is not the one that its step expects."""
+        """Raises SessionLost if a state is not the one that its step expects."""
         gone = [
             row
             for row, (sequence, step) in enumerate(zip(self._of, self.steps, strict=True))
@@ -215,7 +215,7 @@ class Turn:
         )
 
     def _place(self, held: Held) -> None:
-        """Give sequences that begin a session each. Raises Busy where there are none left."""
+        """Assign a session to each new sequence. Raises Busy if none is left."""
         wanting = [sequence for sequence in self._of if sequence.held is not held]
         if len(wanting) > len(held.free):
             self._all.sweep()
@@ -236,7 +236,7 @@ class Turn:
                 self._all.release(sequence)
 
     def _still(self, rows: Sequence[int], before: Sequence[int | None]) -> None:
-        """These were not computed: they may be asked again, unless others came in the belief that they were."""
+        """These rows were not computed: they can be sent again unless later requests assumed their success."""
         for row in rows:
             sequence = self._of[row]
             if sequence.coming == self.steps[row] + 1:
@@ -244,7 +244,7 @@ class Turn:
 
 
 class Sequences:
-    """The sequences of all models. For one event loop.
+    """The sequences of all models. Belongs to one event loop.
 
     Args:
         idle: seconds without a request after which a sequence is over.
@@ -259,23 +259,23 @@ class Sequences:
         return len(self._known)
 
     def turn(self, model: str, steps: Steps) -> Turn:
-        """The place of a request that came now."""
+        """The position of a new request."""
         return Turn(self, model, steps)
 
     def over(self, model: str, client: str) -> None:
-        """A client of ours has closed its sessions."""
+        """Our own client has closed its sessions."""
         for key in [key for key in self._known if key[:2] == (model, client) and len(key) == 3]:
             self._drop(key)
 
     def lose(self, model: str, name: int | str) -> None:
-        """Refuse every step of this sequence until it begins anew."""
+        """Refuse every step of this sequence until it is started again."""
         if (sequence := self._known.get((model, name))) is not None:
             sequence.coming += 1  # no state will ever be for that step
 
     # ---- for turns
 
     def known(self, key: Key) -> _Sequence | None:
-        """A sequence, if it is not over."""
+        """Get a sequence if it has not ended."""
         sequence = self._known.get(key)
         if sequence is not None and self._is_over(sequence):
             self._drop(key)
@@ -283,12 +283,12 @@ class Sequences:
         return sequence
 
     def new(self, key: Key) -> _Sequence:
-        """One that begins."""
+        """Create a sequence."""
         sequence = self._known[key] = _Sequence(self._clock())
         return sequence
 
     def used(self, key: Key, sequence: _Sequence) -> None:
-        """A request of it has ended."""
+        """Record that a request of it has ended."""
         sequence.used = self._clock()
         if self._known.get(key) is not sequence:
             return
@@ -298,13 +298,13 @@ class Sequences:
             self._known.move_to_end(key)
 
     def release(self, sequence: _Sequence) -> None:
-        """Its session is another's from now on."""
+        """Release its session."""
         if sequence.held is not None:
             sequence.held.free.append(sequence.slot)
         sequence.held, sequence.slot, sequence.next = None, -1, None
 
     def sweep(self) -> None:
-        """Forget those that are over."""
+        """Remove sequences that have ended."""
         for key in list(self._known):
             sequence = self._known[key]
             if self._is_over(sequence):
@@ -323,7 +323,7 @@ class Sequences:
 
 
 def _end_after(before: Sequence[asyncio.Future[None]], ended: asyncio.Future[None]) -> None:
-    """A request that was given up ends when those before it have: who waits for it waits for them."""
+    """A cancelled request ends after those before it, because later ones wait for it."""
     waiting = next((each for each in before if not each.done()), None)
     if waiting is not None:
         waiting.add_done_callback(lambda _: _end_after(before, ended))

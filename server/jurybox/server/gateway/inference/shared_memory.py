@@ -1,7 +1,7 @@
-"""The system-shared-memory extension: tensors in POSIX shared memory that a client made and registered here.
+"""The system-shared-memory extension: tensors in POSIX shared memory that a client created and registered.
 
-The gateway opens files of its user for whoever asks. So there is nothing to register until a setting says what the
-names of regions made for it begin with: whatever else the user has in shared memory is out of reach.
+The gateway opens files of its user on request. So registration is off until a setting gives a prefix for the names of
+regions; other shared memory of the user cannot be registered.
 
 Regions are read and written through their file, never mapped: a client that shrinks one gets an error where a mapping
 would end this process (SIGBUS).
@@ -33,7 +33,7 @@ _MOST_REGIONS = 256  # each is an open file, and a process has a thousand
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A registered stretch of shared memory; `fd` is open for as long as it stays registered."""
+    """A registered region of shared memory; `fd` is open while it is registered."""
 
     name: str
     key: str
@@ -60,7 +60,7 @@ class Regions:
         self._regions: dict[str, Region] = {}
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
-        """Take a region in; it stays until `unregister`.
+        """Register a region.
 
         Raises:
             Refused: there is none of that key, it was not made for this, it is too small, or the name is taken.
@@ -89,17 +89,17 @@ class Regions:
         self._regions[name] = Region(name, key, offset, size, fd)
 
     def unregister(self, name: str = "") -> None:
-        """Let a region go, all of them without a name. Harmless where there is none of that name."""
+        """Unregister a region, or all without a name. An unknown name is ignored."""
         for region in [self._regions[name]] if name in self._regions else [] if name else [*self._regions.values()]:
             del self._regions[region.name]
             os.close(region.fd)
 
     def status(self, name: str = "") -> list[Region]:
-        """A region, all of them without a name. Raises Refused (code MODEL_NOT_FOUND) where there is none."""
+        """The status of a region, or of all without a name. Raises Refused (code MODEL_NOT_FOUND) if unknown."""
         return [self._named(name)] if name else list(self._regions.values())
 
     def check(self, place: Place, size: int, tensor: str) -> None:
-        """Whether `size` bytes of a tensor fit there.
+        """Check that `size` bytes fit into the region.
 
         Raises:
             Refused: no such region. ProtocolMismatch (code MALFORMED): the place lies outside of it, or is too small.
@@ -114,7 +114,7 @@ class Regions:
             raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} of region {region.name!r} were given")
 
     def read(self, place: Place, shape: tuple[int, ...], dtype: np.dtype[Any], tensor: str) -> NDArray[Any]:
-        """A copy of the tensor there. Raises as `check`; also where the memory has been shrunk since."""
+        """Read a copy of the tensor. Raises as `check`, and if the memory has been shrunk since."""
         size = math.prod(shape) * dtype.itemsize
         if place.size != size:
             raise malformed(f"tensor {tensor!r} has {size} bytes, {place.size} were given in shared memory")
@@ -126,7 +126,7 @@ class Regions:
         return array
 
     def write(self, place: Place, array: NDArray[Any], tensor: str) -> None:
-        """Copy a tensor there. Raises as `read`."""
+        """Write a tensor. Raises as `read`."""
         self.check(place, array.nbytes, tensor)
         region = self._named(place.region)
         at = region.offset + place.offset
@@ -135,7 +135,7 @@ class Regions:
         os.pwritev(region.fd, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data], at)
 
     def close(self) -> None:
-        """Let all go."""
+        """Unregister all regions."""
         self.unregister()
 
     def _named(self, name: str) -> Region:
@@ -146,7 +146,7 @@ class Regions:
         return region
 
     def _open(self, key: str) -> int:
-        """The file of a key: this user's, and made for this by its name."""
+        """Open the file of a key; it must belong to this user and have the prefix."""
         if plain(key) != key or not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
             raise Refused(f"key {key!r}: expected a name as shm_open(3) takes it, such as '/my_input'", Code.MALFORMED)
         name = key.removeprefix("/")
@@ -172,7 +172,7 @@ class Regions:
 
 
 class Stretch(Source):
-    """Elements of an input in a registered region."""
+    """The source of an input in a registered region."""
 
     def __init__(self, regions: Regions, place: Place, name: str) -> None:
         self._regions, self._place, self._name = regions, place, name

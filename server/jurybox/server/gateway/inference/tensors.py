@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol to NumPy's and back: raw bytes, typed contents, JSON."""
+"""Conversion between tensors of the Open Inference Protocol (raw bytes, typed contents, JSON) and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_PARTS = {b"{": 8 * MOST_TENSORS, b"[": 1 << 20, b'"': 64 * MOST_TENSORS}
 
 
 def malformed(message: str) -> Error:
-    """What to raise for a request that cannot be read."""
+    """The error for a malformed request."""
     return error_for(Code.MALFORMED, message)
 
 
@@ -48,7 +48,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value of a request, as far as it belongs in a message: who sends a list of a million parts is told its kind."""
+    """A value of a request for an error message; of large values only the type."""
     if isinstance(value, (list, dict)):
         return f"a {type(value).__name__}"
     return repr(value[:40] if isinstance(value, str) else str(value)[:40])
@@ -60,7 +60,7 @@ def datatype_of(spec: TensorSpec) -> str:
 
 
 def checked_shape(name: str, datatype: str, shape: Sequence[Any], spec: TensorSpec) -> tuple[int, ...]:
-    """The shape (n, *row shape) of an input as its sender declares it.
+    """Check the declared shape (n, *row shape) of an input.
 
     Raises:
         SpecMismatch: datatype or shape are not the model's; says both.
@@ -100,7 +100,7 @@ def _check_datatype(name: str, datatype: str, spec: TensorSpec) -> None:
 def rows_of(
     name: str, datatype: str, shape: Sequence[Any], spec: TensorSpec, extents: str | None, source: Source
 ) -> Rows:
-    """An input's rows, checked in all: whoever shares a ticket with them must not meet an error of theirs.
+    """The rows of an input, fully checked, so that they cannot fail other requests of the same ticket.
 
     Args:
         extents: the sizes of rows that differ, as text; the payload is flat then, `shape` its length.
@@ -130,25 +130,25 @@ def rows_of(
 
 
 class Source:
-    """Where an input's elements come from: `from_raw` or `from_values`."""
+    """The elements of an input, as `Raw` or `Values`."""
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """An array of that shape."""
+        """The elements as an array of that shape."""
         raise NotImplementedError
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """n byte strings."""
+        """The elements as n byte strings."""
         raise NotImplementedError
 
 
 class Raw(Source):
-    """Bytes in row-major, little-endian order; of byte strings each behind its length."""
+    """Bytes in row-major, little-endian order; each byte string is preceded by its length."""
 
     def __init__(self, name: str, data: Any) -> None:
         self._name, self._data = name, data
 
     def elements(self, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-        """As Source.elements. Raises SpecMismatch where their number is another."""
+        """As Source.elements. Raises SpecMismatch if their number differs."""
         expected = math.prod(shape) * spec.numpy_dtype.itemsize
         if len(self._data) != expected:
             raise SpecMismatch(
@@ -162,7 +162,7 @@ class Raw(Source):
 
 
 class Values(Source):
-    """Plain values, flat or nested as the shape says."""
+    """Plain values, flat or nested."""
 
     def __init__(self, name: str, values: Any) -> None:
         self._name, self._values = name, values
@@ -239,7 +239,7 @@ GET, SET = "get", "set"  # of session_state
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Which sequences of a model with state a request goes on with, one for each of its rows.
+    """The sequences of a request to a model with state, one for each row.
 
     Attributes:
         sequences: their names: (id,) of a sequence as Triton has them, (client, slot) of a session of our own client.
@@ -256,7 +256,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request's parameters ask for.
+    """The parameters of a request.
 
     Attributes:
         seconds: until which an answer is of use; None: not said.
@@ -279,7 +279,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A stretch of a registered shared-memory region."""
+    """A part of a registered shared-memory region."""
 
     region: str
     size: int
@@ -349,7 +349,7 @@ def _sequence_id(value: object) -> int | str:
 
 
 def _steps_of(client: str, text: str) -> Steps:
-    """Of our own client: "slot:step" of each row, semicolons between them. Raises ProtocolMismatch."""
+    """Parse our own client's steps: "slot:step" of each row, separated by semicolons. Raises ProtocolMismatch."""
     if text.count(";") >= MOST_ROWS or len(text) > 22 * MOST_ROWS:
         raise malformed(f"sessions of more than {MOST_ROWS} rows came: send fewer rows in a request")
     names: list[tuple[Any, ...]] = []
@@ -366,7 +366,7 @@ def _steps_of(client: str, text: str) -> Steps:
 
 
 def of_tensor(name: str, parameters: Parameters) -> tuple[Place | None, str | None]:
-    """Read the parameters of an input or output: a place in shared memory, and the sizes of its rows; or None.
+    """Parse the parameters of an input or output: its part of shared memory or None, and the sizes of its rows.
 
     Raises:
         Refused (code UNSUPPORTED): a parameter that is not honoured here. ProtocolMismatch: one that makes no sense.

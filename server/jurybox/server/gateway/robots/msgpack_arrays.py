@@ -1,11 +1,11 @@
-"""msgpack with NumPy arrays in it, as robots send them: read strictly, within bounds, and written.
+"""A strict, bounded codec for msgpack with NumPy arrays, as robots send them.
 
-The format is msgpack's (github.com/msgpack/msgpack, spec.md). Arrays are maps, in openpi's words
+The format is msgpack's (github.com/msgpack/msgpack, spec.md). Arrays are maps, in openpi's format
 `{b"__ndarray__": true, b"data", b"dtype", b"shape"}` and `{b"__npgeneric__": true, b"data", b"dtype"}` (of a single
 number), or in msgpack-numpy's, `{"nd": true, "type", "kind", "data", "shape"}` with keys of text or bytes.
 
-A reader of our own: libraries make what a header claims (an array of 2^32 elements, a thousand lists in one another)
-before anybody can count, and the clients' own decoders take eight bytes of dtype "O" for a pointer.
+It does not use a library: libraries allocate what a header claims (an array of 2^32 elements, a thousand nested lists)
+before it can be checked, and the clients' own decoders read eight bytes of dtype "O" as a pointer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class Malformed(ProtocolMismatch):
-    """Bytes that are no message; it says where and what was expected."""
+    """Not a valid message; says where, and what was expected."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Code.MALFORMED)
 
 
 def unpackb(data: bytes | bytearray | memoryview) -> Any:
-    """The value of one message.
+    """Decode one message.
 
     Maps become dicts with keys of text, arrays become NumPy arrays in this machine's byte order, read-only views of
     `data` where they can be. Of single numbers of NumPy's come plain ones, of text arrays `<U` arrays.
@@ -55,7 +55,7 @@ def unpackb(data: bytes | bytearray | memoryview) -> Any:
 
 
 class _Reader:
-    """Reads one message from its beginning; `at` is the next byte."""
+    """Decodes one message; `at` is the next byte."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
@@ -132,7 +132,7 @@ class _Reader:
         return {key: _whole(value) for key, value in found.items()}
 
     def _room(self, least: int, depth: int) -> None:
-        """Refuse before anything is made of what a header claims; a value has at least one byte."""
+        """Check a header's size before allocation; a value has at least one byte."""
         if depth > MOST_DEPTH:
             raise Malformed(f"more than {MOST_DEPTH} maps and lists in one another")
         if least > len(self.data) - self.at or least > MOST_ITEMS:
@@ -167,12 +167,12 @@ _SIZED: dict[int, tuple[Callable[[_Reader, int, int], Any], int]] = {
 
 
 def _whole(value: Any) -> Any:
-    """Bytes that are no array's data become bytes of their own."""
+    """Copy bytes that are not an array's data."""
     return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _shown(value: Any) -> str:
-    """A value in a message; of what may be large only its kind."""
+    """A value for an error message; of large values only the type."""
     return plain(repr(value[:80]) if isinstance(value, str) else value, 80) if _small(value) else type(value).__name__
 
 
@@ -234,7 +234,7 @@ def _text_bytes(value: Any) -> bytes | memoryview:
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """A single number or text of NumPy's, as Python's."""
+    """A NumPy scalar or text as a Python value."""
     if found["__npgeneric__"] is not True or not {"data", "dtype"} <= found.keys():
         raise Malformed(f"a NumPy number came with {_keys(found)}: expected data and dtype")
     dtype, value = _dtype(found["dtype"]), found["data"]
@@ -270,7 +270,7 @@ def _require_bools(data: memoryview) -> None:
 
 
 def packb(value: Any) -> bytes:
-    """One message: None, bool, int, float, str, bytes, lists, tuples, dicts, and arrays in openpi's words.
+    """Encode one message: None, bool, int, float, str, bytes, lists, tuples, dicts, and arrays in openpi's format.
 
     Raises:
         TypeError: a value of another type, or an array that is not of numbers, bool or text.
@@ -336,7 +336,7 @@ def _put_int(value: int, parts: list[bytes | memoryview]) -> None:
 
 
 def _head(size: int, small: int, below: int, codes: tuple[int, int, int]) -> bytes:
-    """What stands before text, bytes, lists and maps: kind and size."""
+    """The header of text, bytes, lists and maps: type and size."""
     if size < below:
         return bytes((small | size,))
     if size < 1 << 8 and codes[0]:

@@ -1,4 +1,4 @@
-"""What a robot observes becomes a row of a model: names, dtypes and layouts brought to the model's, never guessed."""
+"""Converts a robot's observation to a row of a model: names, dtypes and layouts are mapped, never guessed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _numbers(name: str, spec: TensorSpec, value: Any) -> NDArray[Any]:
 
 
 def _pixels(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
-    """Floats from 0 to 1 as bytes, cut off as openpi's own server does."""
+    """Convert floats from 0 to 1 to bytes, truncated as by openpi's own server."""
     if image.size and not (image.min() >= 0 and image.max() <= 1):  # not so with a NaN, too
         raise SpecMismatch(
             f"{name!r} of the observation: an image of floats is from 0 to 1, came {image.min()} to {image.max()}: "

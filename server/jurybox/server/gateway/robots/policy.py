@@ -1,4 +1,4 @@
-"""A robots' model as a client of the engines: many connections, each with an episode, their requests in one batch."""
+"""A model for robots as a client of the engines: many connections, one episode each, batched together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_ENDED = 1024  # names of ended sessions that a connection remembers
 
 
 class RobotPolicy:
-    """One model for the robots of one port. For one event loop.
+    """The model of one port. Belongs to one event loop.
 
     Rows are leased at the first connection, as many as there may be connections, and kept: a robot that connects asks
     nobody for memory, and one that leaves leaves none behind.
@@ -43,12 +43,12 @@ class RobotPolicy:
 
     @property
     def connected(self) -> int:
-        """Episodes that are open."""
+        """The number of open episodes."""
         return self._clients - len(self._free)
 
     @contextlib.asynccontextmanager
     async def episode(self, patience: float) -> AsyncIterator[Episode]:
-        """A place for one connection, until it ends.
+        """An episode for one connection; use it in an ``async with``.
 
         Args:
             patience: seconds to wait for a place: one who comes again may be faster than the end of who left.
@@ -70,7 +70,7 @@ class RobotPolicy:
                 self._freed.notify_all()
 
     async def ask(self, observation: Mapping[str, Any], place: int, *, begins: bool) -> Any:
-        """The outputs for one observation: by name, without a batch axis.
+        """Infer for one observation; returns outputs by name, without a batch axis.
 
         Raises:
             SpecMismatch, RowFailed, SessionLost, Timeout, Busy, ModelFailed, ModelNotFound, Refused, ServerGone.
@@ -92,7 +92,7 @@ class RobotPolicy:
         return {name: value[0] for name, value in outputs.items()}
 
     async def close(self) -> None:
-        """Give the rows back."""
+        """Release the lane."""
         server, self._server = self._server, None
         sessions, self._sessions, self._model = self._sessions, None, None
         if sessions is not None:
@@ -108,7 +108,7 @@ class RobotPolicy:
             return self._model
 
     def _lease(self) -> tuple[Model, Sessions | None]:
-        """In a thread: rows for all places."""
+        """In a thread: lease rows for all episodes."""
         if self._server is None:
             self._server = connect(self._address, timeout=_CONNECT)
         described = self._server.describe(self._name)
@@ -122,7 +122,7 @@ class RobotPolicy:
 
 
 class Episode:
-    """What one connection's requests have in common: a place, and a state on the server that is theirs."""
+    """The episode of one connection: its row of the lane, and its state on the server."""
 
     def __init__(self, policy: RobotPolicy, place: int) -> None:
         self._policy, self._place = policy, place
@@ -131,11 +131,11 @@ class Episode:
         self._ended: dict[str, None] = {}
 
     def reset(self) -> None:
-        """The next observation begins a new episode."""
+        """Begin a new episode with the next observation."""
         self._begins = True
 
     def name(self, session: str) -> None:
-        """The session that the next observation is of; a new one begins anew.
+        """Set the session of the next observation; a new name begins an episode.
 
         Raises:
             SessionLost: it was ended when another began.
@@ -162,7 +162,7 @@ class Episode:
 
 
 def require_actions(name: str, outputs: list[str]) -> str:
-    """The output that holds the actions. Raises SpecMismatch."""
+    """Get the output that holds the actions. Raises SpecMismatch."""
     if "actions" in outputs or len(outputs) == 1:
         return "actions" if "actions" in outputs else outputs[0]
     raise SpecMismatch(f"model {name!r} gives {', '.join(outputs)}: robots expect one output, or one named actions")

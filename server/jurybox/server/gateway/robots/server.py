@@ -1,8 +1,7 @@
 """The websocket server for robots: openpi's protocol, and vllm-omni's variant of it at a path of its own.
 
-A connection is an episode. It is told the metadata first; then every binary frame is an observation (msgpack with
-arrays) and gets one answer, in order. What is wrong with one observation is told to who sent it, and the
-connection goes on.
+A connection is an episode. The server sends the metadata first; then every binary frame is an observation (msgpack with
+arrays) and gets one answer, in order. An error with one observation is answered, and the connection stays open.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _silent.disabled = True
 
 
 class RobotServer:
-    """Listens from its construction on, and serves one model to robots from `start` on.
+    """Listens from its construction, and serves one model from `start`.
 
     Args:
         name: of the table [robots.NAME].
@@ -73,7 +72,7 @@ class RobotServer:
         self._server: Server | None = None
 
     async def start(self) -> None:
-        """Answer whoever connects. Raises OSError, ValueError: the TLS files cannot be used."""
+        """Start serving. Raises OSError or ValueError if the TLS files cannot be used."""
         tls = None
         if self._access.tls_cert is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -96,7 +95,7 @@ class RobotServer:
         )
 
     async def stop(self) -> None:
-        """Close every connection, and give the model's rows back."""
+        """Close all connections and release the lane."""
         if self._server is not None:
             self._server.close()
             try:
@@ -109,7 +108,7 @@ class RobotServer:
         await self._policy.close()
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer plain HTTP, and refuse who shows no token."""
+        """Answer plain HTTP, and refuse connections without the token."""
         if request.path.partition("?")[0] in ("/healthz", "/healthz/"):
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if self._token is not None:
@@ -142,7 +141,7 @@ class RobotServer:
     async def _answer(
         self, connection: ServerConnection, dialect: Openpi, episode: Episode, frame: str | bytes
     ) -> bool:
-        """Answer one frame; gives whether the connection goes on."""
+        """Answer one frame; returns whether the connection stays open."""
         began = time.monotonic()
         if isinstance(frame, str) and dialect.ignores_text:
             return True
@@ -171,7 +170,7 @@ def _as_bearer(authorization: str) -> str:
 
 
 class Openpi:
-    """How openpi's clients are answered; one for each connection.
+    """Answers openpi's clients; one object for each connection.
 
     Beside the observation a request may carry what the client of vllm-omni sends: `endpoint` ("infer" or "reset"),
     `session_id`; and `reset`, true where the observation is an episode's first.
@@ -201,19 +200,19 @@ class Openpi:
         return self.reply(outputs, 1e3 * (time.monotonic() - asked))
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
-        """What a client gets for an observation."""
+        """The answer to an observation."""
         actions = require_actions("", list(outputs))
         timing = {"infer_ms": infer_ms} | ({} if self.total_ms is None else {"prev_total_ms": self.total_ms})
         named = {"actions" if name == actions else name: value for name, value in outputs.items()}
         return packb({**named, "server_timing": timing, "policy_timing": {"infer_ms": infer_ms}})
 
     def error(self, why: str) -> str | bytes:
-        """What a client gets instead."""
+        """The answer to a failed observation."""
         return why
 
 
 class VllmOmni(Openpi):
-    """How clients of vllm-omni's robot endpoint are answered."""
+    """Answers clients of vllm-omni's robot endpoint."""
 
     ignores_text = True
     ends_with_session = False
