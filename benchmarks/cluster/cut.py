@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 from jurybox.client import Error
 from jurybox.training.cluster import endpoints
-book, rows = Path(sys.argv[1]), np.zeros((4, 18), np.float32)
-with endpoints.reach("hockey", lambda: endpoints.find(book, "hockey"), 60.0) as server:
+registry, rows = Path(sys.argv[1]), np.zeros((4, 18), np.float32)
+with endpoints.reach("hockey", lambda: endpoints.find(registry, "hockey"), 60.0) as server:
     with server.model("policy/hockey", rows=4) as policy, server.model("policy/hockey-pool", rows=4) as past:
         for line in sys.stdin:
             began = time.monotonic()
@@ -60,9 +60,9 @@ class Client:
 
 
 @contextmanager
-def client(hosts: TwoHosts, book: Path) -> Iterator[Client]:
-    """A client that has found the server in the book."""
-    command = hosts.inside(B, [sys.executable, "-c", _CLIENT, str(book)])
+def client(hosts: TwoHosts, registry: Path) -> Iterator[Client]:
+    """A client that has found the server in the registry."""
+    command = hosts.inside(B, [sys.executable, "-c", _CLIENT, str(registry)])
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Client(process)
 
@@ -70,8 +70,8 @@ def client(hosts: TwoHosts, book: Path) -> Iterator[Client]:
 def main() -> None:
     settings = HockeyTraining()
     with TwoHosts(0.005) as hosts, tempfile.TemporaryDirectory(dir=directory(), prefix="two-hosts-") as folder:
-        book = Path(folder)
-        with served(hosts, book, settings), client(hosts, book) as asking:
+        registry = Path(folder)
+        with served(hosts, registry, settings), client(hosts, registry) as asking:
             first = asking.asks(30.0)
             hosts.cut.set()
             told = [asking.asks(2.0) for _ in range(5)]

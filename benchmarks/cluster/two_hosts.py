@@ -49,10 +49,7 @@ def half_of_cores(half: int) -> list[int]:
     return cores[: len(cores) // 2] if half == 0 else cores[len(cores) // 2 :]
 
 
-# ---- on the first host
-
-
-def serve(book: Path, settings: HockeyTraining) -> None:
+def serve(registry: Path, settings: HockeyTraining) -> None:
     """A server with a policy and two past selves, until standard input ends; the policy is published twice a second."""
     os.sched_setaffinity(0, half_of_cores(0))
     from jurybox.training.algorithms.td3 import TD3
@@ -67,7 +64,7 @@ def serve(book: Path, settings: HockeyTraining) -> None:
     with tempfile.TemporaryDirectory() as folder:
         token, authority, locked = locks(Path(folder), A)
         made = models(settings, sizes)
-        server = LocalServer(made, book / "server.log", http=False, server={"grpc": f"{A}:0", **locked})
+        server = LocalServer(made, registry / "server.log", http=False, server={"grpc": f"{A}:0", **locked})
         try:
             server.start()
             server.wait()
@@ -78,7 +75,7 @@ def serve(book: Path, settings: HockeyTraining) -> None:
                 for name in ("pool:1", "pool:2"):
                     past.keep(name, state)
                 endpoints.show(
-                    book,
+                    registry,
                     1,
                     endpoints.Endpoint(ENGINE, "1", endpoints.this_machine(), server.address, where, token, authority),
                 )
@@ -90,20 +87,17 @@ def serve(book: Path, settings: HockeyTraining) -> None:
             server.stop()
 
 
-# ---- on either
-
-
 class Found:
-    """The engine of the book."""
+    """The engine of the registry."""
 
     models = "policy/hockey", "policy/hockey-pool"
     patience = 30.0
 
-    def __init__(self, book: Path) -> None:
-        self._book = book
+    def __init__(self, registry: Path) -> None:
+        self._registry = registry
 
     def connect(self) -> Server:
-        return endpoints.reach(ENGINE, lambda: endpoints.find(self._book, ENGINE), 30.0)
+        return endpoints.reach(ENGINE, lambda: endpoints.find(self._registry, ENGINE), 30.0)
 
     def newest(self) -> int:
         return 1
@@ -116,7 +110,7 @@ class Others(LocalPolicies):
         return _ODDS
 
 
-def collect(book: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
+def collect(registry: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
     """Steps a second of one collector between two moments of the clock that all share."""
     os.sched_setaffinity(0, half_of_cores(1))
     from jurybox.training.environments.hockey.original import make_game
@@ -126,11 +120,11 @@ def collect(book: Path, settings: HockeyTraining, number: int, at: float, second
 
     games = [make_game() for _ in range(settings.envs_per_worker)]
     sizes = games[0].observation_size, games[0].action_size
-    local = Others(cast("Any", None), Pool(book), sizes[1])
+    local = Others(cast("Any", None), Pool(registry), sizes[1])
     name = f"two-hosts-{secrets.token_hex(4)}"
     replay = Replay.create(name, 50_000, fields(*sizes), episodes=Episodes())
     try:
-        with ServedPolicies(cast("Any", Found(book)), len(games), local, Pool(book), None) as policies:
+        with ServedPolicies(cast("Any", Found(registry)), len(games), local, Pool(registry), None) as policies:
             collector = Collector(games, replay, settings, policies, number=number, workers=settings.workers)
             while time.monotonic() < at + _WARM:
                 collector.step(warm=False)
@@ -145,17 +139,14 @@ def collect(book: Path, settings: HockeyTraining, number: int, at: float, second
         replay.close()
 
 
-# ---- the measurement
-
-
 @contextmanager
-def served(hosts: TwoHosts, book: Path, settings: HockeyTraining) -> Iterator[None]:
+def served(hosts: TwoHosts, registry: Path, settings: HockeyTraining) -> Iterator[None]:
     """The server on the first host, serving."""
-    command = hosts.inside(A, _this("--serve", str(book), settings))
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(book, A)) as process:
+    command = hosts.inside(A, _this("--serve", str(registry), settings))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(registry, A)) as process:
         try:
             until = time.monotonic() + 120
-            while endpoints.find(book, ENGINE) is None:
+            while endpoints.find(registry, ENGINE) is None:
                 if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError("the server did not come up; what it said is above")
                 time.sleep(0.1)
@@ -164,28 +155,28 @@ def served(hosts: TwoHosts, book: Path, settings: HockeyTraining) -> Iterator[No
             process.communicate(timeout=60)
 
 
-def rate(hosts: TwoHosts, book: Path, settings: HockeyTraining, where: str, seconds: float) -> float:
+def rate(hosts: TwoHosts, registry: Path, settings: HockeyTraining, where: str, seconds: float) -> float:
     """Steps a second of all collectors together, on the host `where`."""
     at = time.monotonic() + 4.0 + settings.workers  # they import, make games, and begin together
     processes = [
         subprocess.Popen(
-            hosts.inside(where, _this("--collect", str(book), settings, number, at, seconds)),
+            hosts.inside(where, _this("--collect", str(registry), settings, number, at, seconds)),
             stdout=subprocess.PIPE,
             text=True,
-            env=_environment(book, where),
+            env=_environment(registry, where),
         )
         for number in range(settings.workers)
     ]
     return sum(float(process.communicate(timeout=seconds + 90)[0]) for process in processes)
 
 
-def _this(role: str, book: str, settings: HockeyTraining, *more: float) -> list[str]:
+def _this(role: str, registry: str, settings: HockeyTraining, *more: float) -> list[str]:
     sizes = ["--workers", str(settings.workers), "--envs", str(settings.envs_per_worker)]
-    return [sys.executable, "-m", "benchmarks.cluster.two_hosts", role, book, *sizes, "--more", *map(str, more)]
+    return [sys.executable, "-m", "benchmarks.cluster.two_hosts", role, registry, *sizes, "--more", *map(str, more)]
 
 
-def _environment(book: Path, host: str) -> dict[str, str]:
-    memory = book / host
+def _environment(registry: Path, host: str) -> dict[str, str]:
+    memory = registry / host
     memory.mkdir(exist_ok=True)
     return {**os.environ, "JURYBOX_SHM_DIR": str(memory), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -198,12 +189,12 @@ def measure(given: argparse.Namespace) -> list[str]:
             settings = HockeyTraining(workers=given.workers, envs=given.workers * envs)
             found: dict[str, list[float]] = {"one": [], "two": [], "two, no delay": []}
             with tempfile.TemporaryDirectory(dir=directory(), prefix="two-hosts-") as folder:
-                book = Path(folder)
-                with served(hosts, book, settings):
+                registry = Path(folder)
+                with served(hosts, registry, settings):
                     for _ in range(given.rounds):
                         for name, where, delay in (("one", A, 0.0), ("two", B, given.delay), ("two, no delay", B, 0.0)):
                             hosts.delay = delay
-                            found[name].append(rate(hosts, book, settings, where, given.seconds))
+                            found[name].append(rate(hosts, registry, settings, where, given.seconds))
                             loads.append(os.getloadavg()[0])
                             print(envs, name, f"{found[name][-1]:.0f} steps/s, load {loads[-1]:.1f}", flush=True)
             middle = {name: statistics.median(values) for name, values in found.items()}

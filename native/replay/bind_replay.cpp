@@ -213,12 +213,12 @@ std::uint64_t discard(PyRing& self, std::uint64_t n) {
 // Rows of another ring of the same layout, as its snapshot gave them, linked here as they are there. `within`: the row
 // before, by its place among these; where that is -1, `before` says which ticket it has here plus one (0: the row is the
 // first of its episode). `tickets`: what the rows got.
-void graft(PyRing& self, Flags slots, Indices within, Words before, Flags flags, Flags ended, WordsOut tickets) {
+void import_rows(PyRing& self, Flags slots, Indices within, Words before, Flags flags, Flags ended, WordsOut tickets) {
     Ring& ring = self.ring;
     const std::size_t n = tickets.shape(0);
     if (slots.shape(0) != n * ring.slot_bytes || within.shape(0) != n || before.shape(0) != n || flags.shape(0) != n || ended.shape(0) != n)
         throw std::invalid_argument("slots, links and tickets are not of so many rows");
-    if (ring.control->full != Full::overwrite || ring.limited()) throw std::invalid_argument("rows are grafted into a ring that overwrites and has no limiter");
+    if (ring.control->full != Full::overwrite || ring.limited()) throw std::invalid_argument("rows are imported into a ring that overwrites and has no limiter");
     for (std::size_t i = 0; i < n; ++i)
         if (within.data()[i] >= static_cast<std::int64_t>(i)) throw std::invalid_argument("a row comes before the one it follows");
     bool taken = false;
@@ -343,7 +343,7 @@ void bind_replay(nb::module_& m) {
         .def("update_priorities", &update_priorities, nb::arg("indices"), nb::arg("errors"), nb::arg("mark"))
         .def("reserve_run", &reserve_run, nb::arg("rows"))
         .def("finish_run", &finish_run, nb::arg("first"), nb::arg("rows"), nb::arg("commit"))
-        .def("graft", &graft, nb::arg("slots"), nb::arg("within"), nb::arg("before"), nb::arg("flags"), nb::arg("ended"), nb::arg("tickets"))
+        .def("import_rows", &import_rows, nb::arg("slots"), nb::arg("within"), nb::arg("before"), nb::arg("flags"), nb::arg("ended"), nb::arg("tickets"))
         .def("close_episodes", &close_episodes, nb::arg("tickets"))
         .def("discard", &discard, nb::arg("rows"))
         .def("end_episode", [](PyRing& r) {

@@ -45,9 +45,6 @@ def told_to_end() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-# ---- the probe
-
-
 async def http(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
     """Status and body of one request on a connection of its own; status 0 where there was no answer."""
     with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
@@ -144,9 +141,6 @@ async def probe(port: int, journal: Path) -> None:
         await asyncio.gather(*running)
 
 
-# ---- the publisher, and a client that checks what it publishes
-
-
 def publish(address: str) -> None:
     """Every element of version v is v; a publisher that finds the place of its dead predecessor taken waits."""
     with connect(address, timeout=60) as server:
@@ -174,9 +168,6 @@ def follow(address: str, journal: Path) -> None:
             file.write(CALL.pack(began, time.monotonic(), outcome))
             file.flush()
             time.sleep(0.01)
-
-
-# ---- the vandal
 
 
 class Vandal:
@@ -312,9 +303,6 @@ class Vandal:
         if not condition:
             with self.log.open("a") as file:
                 file.write(f"! {otherwise}\n")
-
-
-# ---- those who are killed
 
 
 def nursery() -> None:

@@ -73,9 +73,6 @@ def still_answers(server):
         np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
 
 
-# ---- who does not read
-
-
 def test_a_client_that_does_not_read_costs_the_relay_no_more_than_one_lane(server, dealer):
     """On the present rows it asks without end, and never takes an answer; others are answered meanwhile."""
     control = dealer()
@@ -124,9 +121,6 @@ def test_control_answers_that_nobody_reads_are_not_kept_without_end(server, deal
             deaf.send_multipart((wire.PREFIX, b"12345678", body), zmq.NOBLOCK)
     assert relay.memory_info().rss - before < 150 * MIB
     still_answers(server)
-
-
-# ---- what is too large to be passed on
 
 
 def test_a_control_message_too_large_for_the_supervisor_costs_nobody_else_a_call(server, dealer):
@@ -181,9 +175,6 @@ def test_more_calls_than_the_supervisor_takes_are_told_so(server, dealer):
     assert Code.BUSY in codes
     still_answers(server)
     assert "Traceback" not in server.text()
-
-
-# ---- what libzmq does not bear
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)  # rfc.zeromq.org/spec/23

@@ -148,9 +148,6 @@ def test_threads_share_a_model(client):
     assert not wrong
 
 
-# ---- every error, to whom caused it
-
-
 def test_an_unknown_model_is_named_with_those_there_are(client):
     with pytest.raises(ModelNotFound, match="'phot'.*affine.*moody.*two"):
         client.model("phot")

@@ -33,9 +33,6 @@ def lanes(server) -> int:
         return client.status()["lanes"]["in_use"]
 
 
-# ---- tickets are futures
-
-
 def test_a_ticket_is_a_future(client):
     ticket = client.model("affine", rows=4).submit(X)
     wait_until(ticket.done)
@@ -97,9 +94,6 @@ async def test_a_ticket_can_be_awaited(client):
         np.testing.assert_array_equal(reply.outputs, 2 * (X + i) + 1)
 
 
-# ---- the same thing, in an event loop
-
-
 async def test_infer_async_gives_what_infer_gives(leased, client):
     model = client.model("affine")
     x = np.random.default_rng(1).standard_normal((100, 4)).astype(np.float32)
@@ -155,9 +149,6 @@ def test_threads_with_and_without_event_loops_share_a_model(client):
     assert not failed and not wrong
 
 
-# ---- time-outs and what is passed
-
-
 @pytest.mark.parametrize("timeout", [float("inf"), 1e300, 10**30])
 def test_a_time_out_without_end_is_one_of_years(client, timeout):
     model = client.model("affine", rows=4)
@@ -185,8 +176,6 @@ def test_a_batch_where_one_row_is_expected_is_told_so(client):
     with pytest.raises(SpecMismatch, match=r"came float64 of shape \(4,\).*astype"):
         model(X[0].astype(np.float64))
 
-
-# ---- handles that are lost
 
 LOST = """
 import gc, os, sys, threading, numpy

@@ -91,9 +91,6 @@ def test_every_block_says_what_it_is_and_few_are_not_tried() -> None:
     assert len(ALL) - len(TRIED) <= MOST_NOT_RUN
 
 
-# ---- Python
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("pages")
@@ -177,9 +174,6 @@ def test_the_readmes_model_is_one_that_a_server_loads(tmp_path, monkeypatch) -> 
     assert set(loaded.model.outputs) == {"logits", "value"}
 
 
-# ---- TOML and YAML
-
-
 @pytest.mark.parametrize("block", of("toml"), ids=str)
 def test_toml_is_a_configuration_as_it_stands(block, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -201,9 +195,6 @@ def test_yaml_is_a_service_with_the_volume_and_variables_of_composes(block) -> N
         assert service["environment"].items() <= compose["x-client"]["environment"].items()
         assert service["user"] == compose["x-client"]["user"]
         assert set(service["volumes"]) <= {"shared:/run/jurybox"}
-
-
-# ---- the shell
 
 
 def commands(text: str) -> Iterator[list[str]]:

@@ -114,9 +114,6 @@ def test_workers_go_on_when_the_server_is_restarted(tmp_path):
     assert model.num_timesteps == 32
 
 
-# ---- the demo, and the end of it
-
-
 @pytest.fixture
 def shared_memory():
     """A folder in shared memory for one demo alone, so that what is left in it is the demo's."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
-_PATIENCE_SECONDS = 5
+_MESSAGE_SECONDS = 5
 _PARENT = "_JURYBOX_PARENT"
 
 if _PARENT in os.environ:
@@ -103,7 +103,7 @@ def spawn(
     ours, theirs = socket.socketpair()
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         # A child that was stopped in the midst of a message must not hold its parent for ever.
-        ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", _PATIENCE_SECONDS, 0))
+        ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", _MESSAGE_SECONDS, 0))
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
@@ -140,10 +140,6 @@ def attach(fd: int) -> ControlPipe:
         if os.getppid() != parent:  # it died before the order stood
             os.kill(os.getpid(), signal.SIGKILL)
     return ControlPipe(fd)
-
-
-# ----
-# What a child with an event loop does with its control pipe.
 
 
 def configuration(control_pipe: ControlPipe) -> dict[str, Any] | None:

@@ -161,9 +161,6 @@ def _mismatch(message: str) -> Error:
     return Error(message, Code.SPEC_MISMATCH)
 
 
-# ---- for the Open Inference Protocol
-
-
 def joined_strings(rows: Sequence[bytes]) -> bytes:
     """Byte strings as the protocol has them raw: each behind its length, four bytes, little-endian."""
     return b"".join(part for row in rows for part in (_LENGTH.pack(len(row)), row))

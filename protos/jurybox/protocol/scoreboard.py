@@ -158,8 +158,6 @@ class Scoreboard:
         scoreboard._living = np.zeros(engines, bool)
         return scoreboard
 
-    # ---- the supervisor's part
-
     @property
     def started(self) -> float:
         """When the server started, seconds since 1970; of its own scoreboard."""
@@ -196,8 +194,6 @@ class Scoreboard:
         for name in ("incarnation", "state"):
             self.engines[name][~self._living] = 0
         return damaged
-
-    # ---- an engine's part
 
     def engine_words(self, engine: int) -> memoryview:
         """An engine's record as eight words, for fast writes."""

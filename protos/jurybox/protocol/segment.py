@@ -46,7 +46,7 @@ _MADV_POPULATE_WRITE = 23
 SOCKET, UNBORN = ".sock", ".sock-new"
 _MAKING = 1.0  # seconds after which a socket in the making has been given up; it takes microseconds
 _unborn: dict[int, float] = {}  # by inode: when this process first saw it, of the monotonic clock
-_PATIENCE = 2.0  # seconds a server may take to hand a segment over
+_TIMEOUT = 2.0  # seconds a server may take to hand a segment over
 _RETRY = 0.005
 # Of a reply's first byte: what follows are descriptors, or there is nothing of that name, or no descriptor was left.
 HANDED, UNKNOWN, EXHAUSTED = b"\0", b"\1", b"\2"
@@ -355,7 +355,7 @@ def _handed(name: str, *, writable: bool) -> list[int] | None:
     owner = _user_of(name)
     if owner is None:
         return None
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _TIMEOUT
     try:
         while True:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -372,7 +372,7 @@ def _handed(name: str, *, writable: bool) -> list[int] | None:
                 raise SharedMemoryError(f"shared memory {name}: the server that owns it has {why}")
             if time.monotonic() > until:
                 raise SharedMemoryError(
-                    f"shared memory {name}: the server that owns it does not answer at {path} within {_PATIENCE:.0f} "
+                    f"shared memory {name}: the server that owns it does not answer at {path} within {_TIMEOUT:.0f} "
                     "s; it may be stopped or overloaded"
                 )
             time.sleep(_RETRY)
@@ -469,7 +469,6 @@ def _no_room(folder: Path, name: str, size: int) -> SharedMemoryError:
     )
 
 
-# ----
 # Leases as kernel file locks: a lock lives exactly as long as its holder, whatever kills it.
 #
 # Open-file-description locks (`fcntl(2)`, F_OFD_SETLK) belong to an open file, not to a process id: they vanish with

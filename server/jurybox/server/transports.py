@@ -51,10 +51,6 @@ class ShmTransport:
         self._memory.close()
 
 
-# ----
-# The ZeroMQ transport: tickets as records on a ROUTER socket, for every language.
-
-
 # A client's credit (the rows of its lane) bounds what waits for it; beyond that, replies to a peer that never
 # reads are dropped.
 _HIGH_WATER = 8192

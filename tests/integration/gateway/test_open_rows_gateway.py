@@ -211,9 +211,6 @@ def numbers(*values):
     return [np.array([value], np.float32) for value in values]
 
 
-# ---- rows that differ in size
-
-
 def test_metadata_tell_what_differs_in_size(kind):
     module, client = kind
     told = client.get_model_metadata("prompted")
@@ -386,9 +383,6 @@ def test_byte_strings_in_shared_memory(kind):
         shared_memory.destroy_shared_memory_region(region)
 
 
-# ---- rows that fail alone
-
-
 def test_a_failed_row_is_named_and_nothing_invented(way):
     with pytest.raises(Failed) as failed:
         way.infer("picky", {"x": numbers(1, 3, 2, 6)})
@@ -413,9 +407,6 @@ def test_a_failed_row_is_nothing_to_who_shares_its_ticket(raw):
             assert call.code() == grpc.StatusCode.INVALID_ARGUMENT and "row 1: three" in call.details()
         else:
             assert np.frombuffer(call.result().raw_output_contents[0], np.float32).tolist() == [2, 4]
-
-
-# ---- sequences
 
 
 def test_a_sequence_goes_on_where_it_was(way):
@@ -594,9 +585,6 @@ def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(tmp_path):
 
         wait_until(two_at_once)
         way.close()
-
-
-# ---- our own client
 
 
 def test_our_client_sends_rows_of_any_size(ours):

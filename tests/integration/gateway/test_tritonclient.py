@@ -14,8 +14,6 @@ from tests.serving import wait_until
 from tests.tritons import ANSWER, ROWS, observation, plain
 from tritonclient.utils import InferenceServerException
 
-# ---- health and metadata
-
 
 def test_health(kind):
     _, client = kind
@@ -59,9 +57,6 @@ def test_an_unknown_model_is_told_with_those_there_are(kind, call):
     _, client = kind
     with pytest.raises(InferenceServerException, match="no model 'nobody'.*affine"):
         getattr(client, call)("nobody")
-
-
-# ---- inference
 
 
 def test_infer_with_all_outputs(kind):
@@ -177,9 +172,6 @@ async def test_asyncio_over_http(gateway):
         np.testing.assert_array_equal(answer.as_numpy("action"), ANSWER)
 
 
-# ---- parameters: honoured or refused, never ignored
-
-
 def test_a_timeout_is_kept(kind):
     module, client = kind
     slow = np.full((1, 4), 1_000_000, np.float32)  # the model sleeps a second
@@ -210,9 +202,6 @@ def test_classification_is_refused_by_name(kind):
         client.infer("affine", [observation(module)], outputs=[module.InferRequestedOutput("action", class_count=2)])
 
 
-# ---- versions
-
-
 def test_a_version_pins_the_weights_while_they_are_held(gateway, kind):
     module, client = kind
     with gateway.server.connect() as connection, connection.publisher("policy") as publisher:
@@ -231,9 +220,6 @@ def test_a_version_pins_the_weights_while_they_are_held(gateway, kind):
         assert not client.is_model_ready("policy", version)
         with pytest.raises(InferenceServerException, match="version"):
             client.infer("policy", [observation(module)], model_version=version)
-
-
-# ---- statistics, repository, shared memory
 
 
 def test_statistics_count_requests_rows_and_batches(kind):

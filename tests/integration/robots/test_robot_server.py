@@ -184,9 +184,6 @@ def test_the_token_is_asked_for_in_openpis_words(tmp_path):
             assert answer.status == 200
 
 
-# ---- sessions
-
-
 def test_a_connection_is_an_episode_and_reset_begins_another(where):
     step = {"state": np.array([2.0])}
     with robot(where["counter"]) as ask, robot(where["counter"]) as other:
@@ -300,9 +297,6 @@ def test_one_robot_too_many_is_told_so(where):
             stack.enter_context(robot(where["arm"]))
         with pytest.raises(ConnectionClosed, match="8 robots are connected"), robot(where["arm"]):
             pass
-
-
-# ---- openpi's own client
 
 
 @pytest.fixture(scope="module")

@@ -84,9 +84,6 @@ def test_keys_that_are_none_are_named(folder, tmp_path):
     assert b"secret" not in repr(keys(str(folder / "server.key"), None)).encode()
 
 
-# ---- a friend who goes too far
-
-
 @pytest.fixture
 def raw(server, friend):
     """A friend's bare sockets."""

@@ -98,9 +98,6 @@ def memory(server):
     assert peak(server) - before < 300 * MIB, f"{(peak(server) - before) / MIB:.0f} MiB more"
 
 
-# ---- one request must not break the gateway for everybody
-
-
 def still_answers(web, stub):
     assert web.post(INFER, json={"inputs": [ROW]}).json()["outputs"][0]["data"] == ANSWER
     assert stub.ModelInfer(request(), timeout=20).model_name == "affine"
@@ -204,9 +201,6 @@ def test_an_error_of_any_length_and_alphabet_is_told_and_gives_its_rows_back(web
     assert web.post("/v2/models/complaining/infer", json=good).status_code == 200
 
 
-# ---- small requests must not become large ones
-
-
 def test_an_output_is_named_once(web, stub):
     answer = web.post(INFER, json={"inputs": [ROW], "outputs": [{"name": "action"}] * 2})
     assert (answer.status_code, "asked for twice" in answer.json()["error"]) == (422, True)
@@ -304,9 +298,6 @@ def test_a_shape_alone_takes_no_memory(web, stub, memory):
     place = {"shared_memory_region": "x", "shared_memory_byte_size": 2**44}
     tensor = {"name": "observation", "datatype": "FP32", "shape": [2**40, 4], "parameters": place}
     assert web.post(INFER, json={"inputs": [tensor]}).status_code in (400, 404)
-
-
-# ---- whatever is wrong with a request is said, and is no defect of the server
 
 
 @pytest.mark.parametrize(
@@ -412,9 +403,6 @@ def test_a_websocket_is_not_spoken(server):
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(asking.encode())
         assert not connection.recv(200).startswith(b"HTTP/1.1 101")
-
-
-# ---- memory of the server's user
 
 
 @pytest.fixture

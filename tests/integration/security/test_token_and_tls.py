@@ -63,9 +63,6 @@ def web(server, folder):
         yield client
 
 
-# ---- HTTP
-
-
 def test_everything_but_health_asks_for_the_token(web):
     paths = list(web.get("/openapi.json", headers=BEARER).json()["paths"])
     assert len(paths) > 5
@@ -104,9 +101,6 @@ def test_bodies_and_headers_have_limits(web):
     with contextlib.suppress(httpx.HTTPError):  # the connection may end before it is all sent
         assert web.get("/health/live", headers={"X-Long": "x" * 200_000}).status_code >= 400
     assert web.get("/health/live").status_code == 200
-
-
-# ---- gRPC
 
 
 @pytest.fixture
@@ -148,9 +142,6 @@ def test_a_message_beyond_the_limit_is_refused(stub):
     assert status_of(stub.ModelInfer, request, metadata=metadata) == grpc.StatusCode.RESOURCE_EXHAUSTED
     long = [*metadata, ("x-long", "x" * 100_000)]
     assert status_of(stub.ServerMetadata, pb.ServerMetadataRequest(), metadata=long) is not None
-
-
-# ---- the client
 
 
 def test_the_client_comes_in_with_the_token_and_the_certificate(server, folder, monkeypatch):

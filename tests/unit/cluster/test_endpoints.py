@@ -33,7 +33,7 @@ def answers(holds, seconds: float = 10.0) -> bool:
     return bool(held)
 
 
-def test_the_newest_page_of_the_book_counts_and_only_its_owner_reads_it(tmp_path, endpoint):
+def test_the_newest_entry_of_the_registry_counts_and_only_its_owner_reads_it(tmp_path, endpoint):
     assert endpoints.find(tmp_path, "hockey") is None
     endpoints.show(tmp_path, 1, endpoint)
     endpoints.show(tmp_path, 2, replace(endpoint, life="2"))
@@ -63,12 +63,12 @@ def test_an_engine_that_is_not_found_says_what_was_tried(endpoint):
     assert asked, "who waits gives signs of life"
 
 
-def test_served_hockey_in_a_cluster_has_a_book_and_its_past_selves_are_carried(tmp_path):
+def test_served_hockey_in_a_cluster_has_a_registry_and_its_past_selves_are_carried(tmp_path):
     planned = plan(settings(policy="served"), tmp_path, engine="hockey")
-    assert planned.folders == {"pool": str(tmp_path / "pool"), endpoints.BOOK: str(tmp_path / "engines")}
+    assert planned.folders == {"pool": str(tmp_path / "pool"), endpoints.REGISTRY: str(tmp_path / "engines")}
     actor, learner = planned.roles[0], planned.roles[planned.of_kind(Kind.LEARNER)[0]]
     assert actor.settings["engine"] == "hockey" and learner.settings["address"] is None, "the learner knows of none"
-    assert endpoints.BOOK not in plan(settings(), tmp_path).folders
+    assert endpoints.REGISTRY not in plan(settings(), tmp_path).folders
 
 
 class Launches:
@@ -83,7 +83,7 @@ def test_an_engine_that_ends_with_the_processes_cannot_serve_what_goes_on_withou
         train(settings(policy="served", on_failure="serial"), tmp_path, launcher=Launches())
 
 
-def test_a_name_that_would_leave_the_book_is_refused(tmp_path):
+def test_a_name_that_would_leave_the_registry_is_refused(tmp_path):
     with pytest.raises(Refused, match="no name for an engine"):
         endpoints.find(tmp_path, "../hockey")
 

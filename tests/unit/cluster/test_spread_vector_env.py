@@ -121,9 +121,6 @@ def test_infos_that_only_some_groups_set_are_zero_elsewhere() -> None:
     assert found["b"].tolist() == [None, "x", None]
 
 
-# ---- the networks of a search
-
-
 @pytest.mark.parametrize("counts", [(12,), (5, 7), (1, 4, 4, 3)])
 def test_networks_are_the_same_however_they_are_shared_out(counts) -> None:
     whole = CageVectorEnv(12, "Meander", episode_length=6, autoreset_mode="Disabled")

@@ -248,9 +248,6 @@ def test_a_size_of_nothing_does_not_excuse_the_other(served, lie):
             rows.place("image", 0, (*lie, 3))
 
 
-# ---- sessions
-
-
 def test_sessions_keep_their_state_apart(served):
     model = served(open_models.running_sum())
     with model.sessions(3) as sessions:

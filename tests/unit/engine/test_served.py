@@ -76,9 +76,6 @@ def test_padding_is_never_a_row_that_the_model_cannot_bear():
     np.testing.assert_array_equal(outputs["y"], [7, 7, 7])
 
 
-# ---- which numbers of rows give a row the same bytes
-
-
 class ByShape(nn.Module):
     """Answers as libraries do: a row's last bits are others in small batches, but of zeros they are the same."""
 

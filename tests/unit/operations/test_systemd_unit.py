@@ -67,9 +67,6 @@ def test_systemd_finds_nothing_wrong_and_little_exposed(tmp_path) -> None:
     assert subprocess.run(exposed, capture_output=True).returncode == 0
 
 
-# ---- what the server tells it
-
-
 @pytest.fixture
 def manager(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:

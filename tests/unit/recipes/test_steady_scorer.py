@@ -41,9 +41,9 @@ class Clock:
         self.now += seconds
 
 
-def patient(flaky, patience=5.0):
+def patient(flaky, timeout=5.0):
     clock = Clock()
-    return SteadyScorer(flaky, patience, sleep=clock.sleep, clock=clock), clock
+    return SteadyScorer(flaky, timeout, sleep=clock.sleep, clock=clock), clock
 
 
 def test_the_picture_is_scored_by_the_next_server():

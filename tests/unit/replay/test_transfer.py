@@ -41,7 +41,7 @@ def drawn(replay: Replay, rows: int) -> dict[tuple[float, ...], tuple[float, ...
     ),
     st.integers(1, 7), st.integers(1, 400),
 )  # fmt: skip
-def test_windows_over_grafted_rows_are_those_of_their_own_replay(episodes, every: int, most_bytes: int) -> None:
+def test_windows_over_imported_rows_are_those_of_their_own_replay(episodes, every: int, most_bytes: int) -> None:
     with (
         Replay.create("importer-from", 200, LINKED, episodes=EPISODES, seed=3) as there,
         Replay.create("importer-to", 200, LINKED, episodes=EPISODES, prioritized=True, seed=4) as here,

@@ -67,9 +67,6 @@ def test_keys_are_made_for_their_owner_alone_and_never_over_others(tmp_path):
         read_pair(public_file)
 
 
-# ---- the settings
-
-
 def test_a_token_is_shown_nowhere(tmp_path, monkeypatch):
     settings = load_settings(None, [], {"JURYBOX_TOKEN": "12345678901234567890"}).server
     assert settings.secret_token() == "12345678901234567890"  # text, though it looks like a number
@@ -158,9 +155,6 @@ def test_a_tcp_address_leaves_an_address_for_clients_of_the_host():
     assert settings.tcp == "127.0.0.1:5555"
     assert settings.address.startswith("ipc://")
     assert settings.address.endswith("/tcp-5555")
-
-
-# ---- beyond loopback
 
 
 @pytest.mark.parametrize(

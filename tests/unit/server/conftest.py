@@ -1,4 +1,4 @@
-"""A server's status as the edges see it, without a server."""
+"""A server's status as the gateway sees it, without a server."""
 
 from __future__ import annotations
 

@@ -40,9 +40,6 @@ def in_a_process(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# ---- serve
-
-
 @pytest.fixture
 def served(monkeypatch) -> list[tuple[Any, bool]]:
     """What would have been served; the status it ends with is in `result`."""
@@ -107,9 +104,6 @@ def test_a_wrong_variable_stops_a_real_serve(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "environment variable JURYBOX_HTPP: no such setting; did you mean 'JURYBOX_HTTP'" in done.stderr
-
-
-# ---- status and models
 
 
 @pytest.fixture
@@ -220,9 +214,6 @@ def test_durations_are_in_the_unit_that_suits_them(seconds, text):
     assert duration(seconds) == text
 
 
-# ---- doctor
-
-
 @pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.WARN, 0), (Level.FAIL, 1)])
 def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level, status):
     fixed: list[bool] = []
@@ -239,9 +230,6 @@ def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level
     report = json.loads(run("doctor", "--json").output)
     assert report["ok"] == (status == 0)
     assert report["findings"][1] == {"subject": "locks", "level": level, "found": "[none]", "remedy": "buy some"}
-
-
-# ---- the whole
 
 
 def test_version_names_build_and_protocol(run):
@@ -278,9 +266,6 @@ def test_a_broken_install_of_our_own_is_not_taken_for_a_missing_extra(monkeypatc
     monkeypatch.setitem(sys.modules, "jurybox.server.commands.app", None)
     with pytest.raises(ModuleNotFoundError):
         main()
-
-
-# ---- commands of other packages
 
 
 @pytest.fixture

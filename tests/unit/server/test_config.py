@@ -41,9 +41,6 @@ def wrong(path: Path | None, sets: tuple[str, ...] = (), environ: dict[str, str]
     return str(caught.value)
 
 
-# ---- which source wins
-
-
 def test_defaults_serve_on_loopback_over_ipc(monkeypatch):
     monkeypatch.delenv("JURYBOX_ADDRESS", raising=False)
     settings = load_settings(None, (), {})
@@ -139,9 +136,6 @@ def test_variables_of_others_are_left_alone():
         "PATH": "/bin",
     }
     assert load_settings(None, (), environ).server.replicas == 1
-
-
-# ---- what a wrong one is called
 
 
 @pytest.mark.parametrize(
@@ -268,9 +262,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "not UTF-8" in wrong(tmp_path / "binary.toml")
 
 
-# ---- what is refused to serve
-
-
 def test_serving_nothing_is_refused_with_an_example():
     with pytest.raises(ConfigError, match=r'no model is configured(.|\n)*\[models.photo\]\nfactory = "'):
         require_servable(Settings(), insecure=False)
@@ -292,9 +283,6 @@ def test_others_are_let_in_only_when_insecure_is_said(server):
 def test_loopback_needs_no_flag(http):
     settings = Settings.model_validate({"server": {"http": http}, "models": {"a": {"factory": "a:b"}}})
     require_servable(settings, insecure=False)
-
-
-# ---- what automatic settings become
 
 
 def model(**settings: object) -> ModelSettings:
@@ -344,9 +332,6 @@ def test_engines_share_half_the_cores(monkeypatch):
 def test_devices_may_be_one_string(text):
     devices = load_settings(None, [f"server.devices={text}"], {}).server.devices
     assert devices in (["cpu"], ["cuda:0", "cuda:1"])
-
-
-# ---- on their way to an engine
 
 
 def test_settings_survive_their_way_to_an_engine_as_json():

@@ -90,9 +90,6 @@ def test_a_bytearray_is_bytes():
     assert loads(pickle.dumps(bytearray(b"abc"), 5)) == b"abc"
 
 
-# ---- attacks
-
-
 class Reduces:
     def __init__(self, *parts):
         self.parts = parts
@@ -288,9 +285,6 @@ def test_limits_are_kept_to_the_opcode():
             loads(stream, limits)
     with pytest.raises(NotPlain, match="over and over"):
         loads(pickle.dumps(["abc" * 100] * 50), Limits(repeated=1000))
-
-
-# ---- what is sent back
 
 
 def test_what_is_written_is_read_by_pickle_and_has_no_global():

@@ -223,9 +223,6 @@ async def test_a_lane_that_is_gone_takes_its_sequences_with_it(gateway, lanes):
     assert await gateway.step("a", 3, start=True) == [3]
 
 
-# ---- sessions of our own client
-
-
 async def test_steps_that_overtook_each_other_are_computed_in_order(gateway):
     late = asyncio.create_task(gateway.ours({0: 1, 1: 1}, ["b", "B"]))
     await asyncio.sleep(0.01)

@@ -1,1 +1,1 @@
-"""Trainings: clients of the server, on one replay and one actor-learner runtime."""
+"""Trainings: clients of the server, with a shared replay and an actor-learner runtime."""

@@ -1,9 +1,9 @@
-"""Checkpoints of a training: a folder each, whole or not there, and the state files in them.
+"""Checkpoints of a training: folders that appear atomically, and the state files in them.
 
-``checkpoints/step-000012000`` holds ``run.json`` (what was counted, as JSON) and the files that the training put there:
+``checkpoints/step-000012000`` holds ``run.json`` (counters, as JSON) and the files that the training put there:
 states (``NAME.state``, see `write_state`), saved replays, weights. It is written under another name and renamed, so
-that a crash, a kill or a full disk leaves the checkpoints before it. ``checkpoints/best`` is none to go on from: it
-holds what an evaluation liked best.
+that a crash, a kill or a full disk leaves the checkpoints before it. ``checkpoints/best`` cannot be resumed: it holds
+the weights with the best evaluation.
 
 Nothing here is ever unpickled: a state file holds JSON and raw arrays under a checksum.
 """
@@ -38,16 +38,16 @@ class CheckpointError(RuntimeError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is none yet."""
+    """There is no checkpoint yet."""
 
 
 class StateDamaged(CheckpointError):
-    """A file of a checkpoint is cut, changed, or none."""
+    """A file of a checkpoint is truncated, changed or missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that is whole.
+    """A complete checkpoint.
 
     Attributes:
         folder: where it is.
@@ -95,7 +95,7 @@ class Checkpoints:
         self._keep = keep
 
     def latest(self) -> Checkpoint | None:
-        """The newest one that is whole.
+        """The newest complete checkpoint, or None.
 
         Raises:
             StateDamaged: its run.json is damaged.
@@ -104,7 +104,7 @@ class Checkpoints:
         return Checkpoint(found[-1], _read_json(found[-1] / DOCUMENT, "take the one before")) if found else None
 
     def existing(self) -> Checkpoint:
-        """The newest one that is whole; raises NoCheckpoint where there is none."""
+        """The newest complete checkpoint; raises NoCheckpoint if there is none."""
         found = self.latest()
         if found is None:
             raise NoCheckpoint(f"no checkpoint in {self.folder}: start without --resume")

@@ -1,7 +1,7 @@
 """Train a policy (`train`), or see it all happen in three minutes (`demo`).
 
-A training's command is made from its row in `TRAININGS`: the flags that all have, and those of its own, each of which
-names a setting. Nothing of a training is imported before it runs.
+The command of a training is made from its row in `TRAININGS`: the common flags, and its own, each of which sets a
+setting. A training is imported when it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ demo = typer.Typer(
 @train.callback()
 @demo.callback()
 def _group() -> None:
-    """Keeps the name of the training a part of the command where there is only one."""
+    """Makes typer keep the name of the training in the command if there is only one."""
 
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
@@ -66,7 +66,7 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag for a setting; one that is not given leaves what stands in the file.
+    """A flag for a setting; without it the value of the file is used.
 
     Attributes:
         setting: its name, "part.NAME" for one of a part; the flag's name too, where `name` is empty. One that begins
@@ -188,7 +188,7 @@ TRAININGS = {
 
 
 def command_of(command: Command) -> Callable[..., None]:
-    """The function that typer makes a command of: its signature has the common flags and the training's own."""
+    """The function for typer, whose signature has the common flags and the training's own."""
     own = {flag.option.strip("-").replace("-", "_"): flag for flag in command.flags}
 
     def run(**given: Any) -> None:

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: they interrupt work, and never the cleanup.
+"""SIGINT and SIGTERM: they interrupt work, but not the cleanup.
 
 A KeyboardInterrupt can be raised between any two instructions: between starting a process and remembering it, inside
-a ``finally``, in a destructor that swallows it. So the first signal raises, except inside `held`, where it waits for
-the end of the block; later ones do nothing, because the end is under way and bounded; and whoever loops calls
-`check`, in case the exception was lost on its way.
+a ``finally``, in a destructor that swallows it. So the first signal raises, except inside `held`, where it is
+deferred to the end of the block; later ones do nothing, because the shutdown is bounded; and loops call `check`, in
+case the exception was swallowed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _state = _State()
 
 
 def take_over(told: Callable[[], None] | None = None) -> None:
-    """Handle SIGINT and SIGTERM as above from here on, to the end of the process. Main thread only.
+    """Install the handlers for SIGINT and SIGTERM. Main thread only.
 
     Args:
         told: called once, when the first signal comes, to say so.
@@ -41,7 +41,7 @@ def take_over(told: Callable[[], None] | None = None) -> None:
 
 
 def ignore_from_now_on() -> None:
-    """No signal does anything from here on: for the last, bounded clearing up and the interpreter's own end."""
+    """Ignore all signals from here on: for the last, bounded cleanup and the interpreter's exit."""
     _state.raised = _state.ended = True
     for number in _SIGNALS:
         # Not a handler of ours: the interpreter would put the default back while it ends, and die of the next one.
@@ -49,12 +49,12 @@ def ignore_from_now_on() -> None:
 
 
 def exit_status() -> int | None:
-    """128 + the signal that came, as shells have it: 130 after Ctrl-C. None when none came."""
+    """128 + the received signal, as in shells: 130 after Ctrl-C. None without a signal."""
     return 128 + _state.asked if _state.asked else None
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt when a signal came."""
+    """Raise KeyboardInterrupt if a signal was received."""
     if _state.asked and not _state.holding and not _state.ended:
         _state.raised = True
         raise KeyboardInterrupt
@@ -62,7 +62,7 @@ def check() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let a signal that comes meanwhile wait for the end of the block. Elsewhere than in the main thread: no effect."""
+    """Defer signals to the end of the block. No effect outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,11 +96,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-# ---- Signals during a run of the runtime: the first asks for an orderly end, the second for an immediate one.
-
-
 class Signals:
-    """How often the process was told to stop.
+    """Counts requests to stop.
 
     Attributes:
         count: signals so far.
@@ -112,14 +109,14 @@ class Signals:
         self.first = 0
 
     def ask(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
-        """Count one more; what a handler does, and what a program may do as well."""
+        """Count one request; called by the handler, or by a program."""
         self.count += 1
         self.first = self.first or number
 
 
 @contextmanager
 def heard(signals: Signals) -> Iterator[None]:
-    """Count signals for the length of the block, whatever handled them before; elsewhere than in the main thread none.
+    """Count signals inside the block, instead of other handlers. No effect outside of the main thread.
 
     A handler only counts: an exception between any two instructions would leave processes that nobody knows of.
     """

@@ -43,9 +43,6 @@ class PolicyError(RunError):
     """There is no such policy, or it cannot be used so; the message says what to do."""
 
 
-# ---- the description
-
-
 @dataclass(frozen=True, slots=True)
 class Acts:
     """How one set of weights becomes actions.
@@ -141,9 +138,6 @@ class Acting(nn.Module):
             return best
         action: Tensor = self.low + (found.clamp(-1.0, 1.0) + 1.0) * 0.5 * self.span
         return action
-
-
-# ---- finding one
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +245,6 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-# ---- one that acts
-
-
 class Environment(Protocol):
     """What of `gymnasium.Env` is used here."""
 
@@ -343,9 +334,6 @@ def _digest(state: Mapping[str, Tensor]) -> str:
     return told.hexdigest()
 
 
-# ---- playing
-
-
 @dataclass(frozen=True, slots=True)
 class Episode:
     """One that was played: its return, and its steps."""
@@ -424,9 +412,6 @@ def remember_score(policy: Policy, run: Path, told: Mapping[str, Any]) -> None:
     known = _json(path) if path.is_file() else {}
     known.setdefault(policy.digest, []).append(dict(told))
     write_atomically(path, json.dumps(known, indent=1) + "\n")
-
-
-# ---- exporting
 
 
 def export(policy: Policy, to: Path, run: Path) -> list[Path]:

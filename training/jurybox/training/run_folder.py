@@ -44,10 +44,10 @@ class Summary:
 
 
 class Tracker(Protocol):
-    """Somewhere else that a run is recorded: MLflow, Weights & Biases."""
+    """Another record of a run: MLflow, Weights & Biases."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers of one moment."""
+        """Record numbers."""
 
     def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Record the end; called once."""
@@ -113,7 +113,7 @@ class RunLog:
         self._trackers += trackers
 
     def finish(self, files: Sequence[Path] = ()) -> None:
-        """Tell the trackers that the run is over, and what files it left."""
+        """Finish the trackers, with the files of the run."""
         path = self.folder / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for tracker in self._trackers:
@@ -121,7 +121,7 @@ class RunLog:
         self._trackers = []
 
     def rows(self) -> list[dict[str, float]]:
-        """What metrics.csv holds now; empty cells are left out."""
+        """The rows of metrics.csv; empty cells are left out."""
         return read_metrics(self.folder / "metrics.csv")
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class RunLog:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier run left in a folder, and nothing else there."""
+    """Remove the files of an earlier run from a folder."""
     for name in ("metrics.csv", "summary.json", "settings.json", "evaluation.csv", "report.html", "server.log"):
         (folder / name).unlink(missing_ok=True)
     for name in ("checkpoints", "tensorboard"):

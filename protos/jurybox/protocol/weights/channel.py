@@ -295,7 +295,6 @@ def _up(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-# ----
 # What is published together with the weights: JSON-able values and small arrays, as bytes.
 #
 # A length, then JSON in which every array is ``{"__array__": [dtype, shape, offset]}``, then the arrays' bytes. No

@@ -277,7 +277,6 @@ def _locate(tensor: Any, place: TensorPlace, stored: np.dtype[Any]) -> tuple[int
     return int(array.__array_interface__["data"][0]), array
 
 
-# ----
 # Weights on their way from a device: gathered there, then brought over in one transfer.
 #
 # torch is never imported here: a caller that hands over a tensor on a device has it loaded already.

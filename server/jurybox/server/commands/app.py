@@ -97,10 +97,6 @@ def _help_in(node: ast.stmt, name: str) -> str | None:
     return None
 
 
-# ----
-# `jurybox keys`: pairs of CURVE keys for servers and clients that meet on a network.
-
-
 _FAILED = 1
 
 
@@ -116,10 +112,6 @@ def keys(
         typer.echo(f"jurybox keys: {error}", err=True)
         raise typer.Exit(_FAILED) from error
     typer.echo(f"{public_file}: public, give it to the other side: {public}\n{secret_file}: secret, keep it")
-
-
-# ----
-# `jurybox doctor`: what this host lacks, and what to do about it.
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -149,10 +141,6 @@ def doctor(
             if finding.remedy:
                 console.print(Text(f"     {finding.remedy}"))
     raise typer.Exit(_FAILED if failed else 0)
-
-
-# ----
-# `jurybox serve`: run a server until it is told to stop.
 
 
 _CONFIG = 2
@@ -195,10 +183,6 @@ def serve(
     from jurybox.server.supervisor.run import run
 
     raise typer.Exit(run(settings, dry_run=dry_run))
-
-
-# ----
-# The command line put together.
 
 
 app = typer.Typer(

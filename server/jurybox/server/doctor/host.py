@@ -36,10 +36,6 @@ class Finding:
     remedy: str = ""
 
 
-# ----
-# How many CUDA devices there are, found out without importing torch and without opening a device in this process.
-
-
 _TIMEOUT = 30.0  # seconds; a driver that has to load its modules first takes a few
 
 
@@ -83,10 +79,6 @@ def ask_driver() -> int:
 
 if __name__ == "__main__":
     sys.stdout.write(str(ask_driver()))
-
-
-# ----
-# Checks of the doctor that faults under load have taught: inodes, sockets of the dead, the clock, the kernel.
 
 
 _FILES = 64  # in shared memory, of a server with some engines and models

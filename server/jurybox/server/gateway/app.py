@@ -57,7 +57,6 @@ def _engine(engine: dict[str, Any]) -> str:
     return f"engine {engine['index']} is {engine['state']}, restarted {engine['restarts']} times"
 
 
-# ----
 # Whether models answer: each has answered somebody here just now, or is asked one row.
 #
 # It is asked as everybody who comes through the gateway is, on the same lanes: only so does it fail when they do.
@@ -150,10 +149,6 @@ class SelfTest:
                 return f"model {name!r} does not answer: {said(error)}"
             self._answered[name] = self._clock()
             return ""
-
-
-# ----
-# The HTTP application: health, version and status.
 
 
 _UNAVAILABLE = 503

@@ -90,10 +90,6 @@ class Status:
         return StatusMessage(json=json.dumps(await self._source.status()))
 
 
-# ----
-# gRPC in the gateway's process: services on one port, with health (grpc.health.v1) and reflection beside them.
-
-
 GRACE = 2.0  # seconds that calls in progress get when the gateway stops
 _CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
 

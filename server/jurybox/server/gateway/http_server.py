@@ -59,10 +59,6 @@ def bound_name(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# ----
-# HTTP in the gateway's process: uvicorn on a socket of ours, ended when the gateway says so.
-
-
 _CONNECTIONS = 512  # open at once; beyond that requests are answered 503
 _MOST_HEADERS = 32 << 10  # bytes of a request's line and headers
 GRACE = 2  # seconds that requests in progress get when the gateway stops

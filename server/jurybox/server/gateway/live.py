@@ -117,10 +117,6 @@ def _connect(address: str, timeout: float) -> Connection:
     return connect(address, timeout=timeout)
 
 
-# ----
-# The routes for whoever watches: `/metrics` for Prometheus, `/` for people, `/events` behind it.
-
-
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -189,10 +185,6 @@ class Watching:
                 yield event
         finally:
             await stream.aclose()
-
-
-# ----
-# The gateway's eye on the server: snapshots of the scoreboard, and a stream of them while somebody looks.
 
 
 _NAMES_FOR = 1.0  # seconds a status document is good for: it tells the names, the scoreboard tells the numbers

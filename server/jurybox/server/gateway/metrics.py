@@ -136,7 +136,6 @@ def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapsho
     return lambda snapshot: [((label,), value) for label, value in values(snapshot).items()]
 
 
-# ----
 # Every metric of `/metrics`. The exposition, docs/metrics.md and the Grafana dashboard are all made from this table.
 #
 # Names follow what users of Triton and vLLM know, with base units and Prometheus's suffixes. Labels are few on purpose:
@@ -344,10 +343,6 @@ TABLE = (
         "`server` is new at every start.", _build,
     ),
 )  # fmt: skip
-
-
-# ----
-# The exposition: a snapshot through the table of metrics, in Prometheus's formats.
 
 
 class SnapshotCollector(Collector):

@@ -166,8 +166,6 @@ class RemoteWeights:
             self._streams["readers"] -= 1
             self._leave(shared)
 
-    # ---- streams
-
     async def _come(self, kind: str, context: Any) -> None:
         """Count a stream, or end it if there are too many."""
         if self._streams[kind] >= self._most_streams:
@@ -209,8 +207,6 @@ class RemoteWeights:
 
     async def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
-    # ---- what the readers of a model share
 
     def _join(self, model: str) -> _Shared:
         """Get the model's source; the first reader opens it."""

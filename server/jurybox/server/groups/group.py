@@ -86,11 +86,10 @@ class StackedForward:
         return torch.func.functional_call(self._module, weights, kwargs=inputs, tie_weights=False)
 
 
-# ----
 # Models of one architecture, answered by one stacked forward.
 #
 # Every member keeps its arena, its lanes, its weights channel and its version; what they share is the queue and the
-# forward. In the engine's eyes a group is a model with one queue (group_slot.py says where it is more).
+# forward. In the engine's eyes a group is a model with one queue (see `GroupSlot` for the differences).
 
 
 _HOLE = 1  # members without a request that are computed all the same, rather than begin another forward

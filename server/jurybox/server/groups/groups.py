@@ -148,10 +148,6 @@ def _attributes(module: torch.nn.Module) -> dict[str, int]:
     }
 
 
-# ----
-# A group in the engine's loop: where one queue, and one batch, are of several models.
-
-
 class GroupSlot(Slot):
     """The slot that all members of a group share."""
 
@@ -218,10 +214,6 @@ class GroupCounters(Counters):
         waiting = self._queue.waiting
         for member in self._grouped.members:
             member.counters.waiting(int(waiting["rows"][waiting["model"] == member.model].sum()) if rows else 0)
-
-
-# ----
-# The groups of an engine: models join one when they are loaded and leave it when they go.
 
 
 class Groups:

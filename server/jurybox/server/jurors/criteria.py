@@ -62,10 +62,6 @@ def slices(image: Tensor) -> tuple[Tensor, ...]:
     return torch.split(image, max(1, _SLICE_PIXELS // (image.shape[1] * image.shape[2])))
 
 
-# ----
-# What the panel's criteria have in common: an image in, a mark between 0 and 1 out.
-
-
 class Criterion(nn.Module):
     """One criterion, usable alone (:meth:`forward`) or by a panel that splits the images once (:meth:`judge`)."""
 
@@ -87,10 +83,6 @@ class Criterion(nn.Module):
         return torch.cat([self.judge(split(rows)) for rows in slices(image)])
 
 
-# ----
-# The one shape that all hand-made terms share: full marks inside a range, a smooth fall outside it.
-
-
 def plausible(value: Tensor, low: float, high: float, *, below: float, above: float) -> Tensor:
     """A mark in (0, 1] that falls with the distance of ``value`` from ``[low, high]``.
 
@@ -105,10 +97,6 @@ def plausible(value: Tensor, low: float, high: float, *, below: float, above: fl
 def joint(*marks: Tensor) -> Tensor:
     """Geometric mean of marks in (0, 1]: a single low mark lowers the whole."""
     return torch.stack(marks).log().mean(dim=0).exp()
-
-
-# ----
-# The published BRISQUE regressor: a radial-basis support-vector machine over 36 features.
 
 
 # Converted from the PyPI package brisque 0.2.0 (Apache-2.0); the file's metadata and NOTICE say from what.
@@ -140,10 +128,6 @@ class SupportVectorRegressor(nn.Module):
         return (kernel @ self.coefficients.double()).float() + self.offset
 
 
-# ----
-# Does the picture look like an undistorted photograph: BRISQUE, turned round to 0..1.
-
-
 # A logistic curve keeps a gradient where the regressor leaves 0..100; 50 gives half marks, 0 and 100 give 0.97
 # and 0.03.
 _MIDDLE, _SLOPE = 50.0, 15.0
@@ -166,10 +150,6 @@ class Naturalness(Criterion):
 
     def judge(self, pixels: Pixels) -> Tensor:
         return torch.sigmoid((_MIDDLE - self.brisque(pixels)) / _SLOPE)
-
-
-# ----
-# Is the light right: clipping, black and white point, brightness and contrast.
 
 
 # Black and white point are taken of cells of this many pixels a side, so that noise and specks do not set them.
@@ -202,10 +182,6 @@ class Exposure(Criterion):
             plausible(contrast, 0.16, 0.32, below=0.08, above=0.08),
             plausible(clipped / _CLIP_RAMP, 0.0, 0.02, below=1.0, above=0.25),
         )
-
-
-# ----
-# Are the colours believable: colourfulness, colour cast, colours driven out of gamut.
 
 
 # A channel within this many levels of an end counts as clipped, in proportion.
@@ -246,10 +222,6 @@ class Colour(Criterion):
             plausible(offset / (mean_luma + 8), 0.0, 0.6, below=1.0, above=0.6),
             plausible(out_of_gamut, 0.0, 0.02, below=1.0, above=0.25),
         )
-
-
-# ----
-# Has the picture been sharpened too much: detail energy per octave against that of natural scenes.
 
 
 # Detail below the rounding noise of 8-bit luma says nothing about sharpness.

@@ -41,10 +41,6 @@ def example_images(rows: int, size: int) -> Tensor:
     return image.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-# ----
-# The panel: every criterion's mark and their weighted mean, from one pass over the pixels.
-
-
 class Panel(nn.Module):
     """Weighted mean of the criteria's marks.
 
@@ -93,10 +89,6 @@ class Panel(nn.Module):
             assert isinstance(criterion, Criterion)
             marks.append(criterion.judge(pixels))
         return marks
-
-
-# ----
-# Model factories.
 
 
 # Sharpness compares octaves up to the fourth, BRISQUE wants 16 pixels at half resolution.

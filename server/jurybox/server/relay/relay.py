@@ -109,8 +109,6 @@ class Relay:
         for number in list(self._lanes):
             self._drop(number)
 
-    # ---- both sides
-
     def _again(self) -> None:
         """Schedule another look: sending consumes the socket's signal."""
         if not self._pumping:
@@ -157,8 +155,6 @@ class Relay:
         self._again()
         return self._front.send(frames)
 
-    # ---- tickets
-
     def _on_ticket(self, sender: bytes, record: bytes, frames: Sequence[zmq.Frame]) -> None:
         sequence, lease, left, _, _, first, rows, _, version, incarnation = PACK_TICKET.unpack_from(record, len(PREFIX))
         ticket = InlineTicket(sender, sequence, left, first, rows, version, incarnation)
@@ -185,8 +181,6 @@ class Relay:
             for held in list(self._lanes.values()):
                 if held.waits:
                     self._answered(held)
-
-    # ---- control
 
     def _on_call(self, sender: bytes, frames: list[bytes]) -> None:
         number = frames[0] if frames else b""

@@ -156,10 +156,6 @@ class Front:
             )
 
 
-# ----
-# A lane held for a client of another host, and its tickets in flight.
-
-
 _LONGEST_NS = 3_600_000_000_000  # an hour: no ticket waits longer
 
 

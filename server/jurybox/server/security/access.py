@@ -63,10 +63,6 @@ def write_new(path: Path, content: str, mode: int) -> None:
         file.write(content)
 
 
-# ----
-# The token that HTTP and gRPC callers show.
-
-
 SHORTEST = 16  # characters
 CHALLENGES = ("Bearer", 'Basic realm="jurybox", charset="UTF-8"')  # the second lets a browser ask its user
 
@@ -99,10 +95,6 @@ def _password(given: str) -> str:
         return base64.b64decode(given.strip(), validate=True).decode("utf-8").partition(":")[2]
     except (binascii.Error, ValueError):
         return ""
-
-
-# ----
-# The settings of the walls: who may come in, and how much may be sent at once.
 
 
 OWN_PREFIX = "jurybox-"  # of the server's own shared memory
@@ -203,7 +195,6 @@ class SecuritySettings(BaseModel):
         ]
 
 
-# ----
 # CURVE keys: pairs made and read as files, in the format that ZeroMQ's own tools use.
 #
 # Elliptic-curve encryption and authentication of ZeroMQ connections: rfc.zeromq.org/spec/26. A key is 32 bytes,
@@ -252,10 +243,6 @@ def read_pair(file: Path) -> tuple[bytes, bytes]:
 def public_keys(folder: Path) -> list[Path]:
     """Read the .key files of a folder: the keys of admitted clients."""
     return sorted(folder.glob(f"*{PUBLIC}"))
-
-
-# ----
-# What a process that listens must know of the walls, on its way there through the control pipe.
 
 
 _AT_ONCE = 8  # messages of the largest size that may be in a process at once

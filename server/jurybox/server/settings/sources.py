@@ -104,7 +104,6 @@ def _settings_in(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in typing.get_args(annotation) if (found := _settings_in(part))), None)
 
 
-# ----
 # Where settings come from: a TOML file, environment variables, the command line; merged, each with its place.
 #
 # The later of these wins. A place is what a message about a wrong setting points at: "server.toml:7", "environment

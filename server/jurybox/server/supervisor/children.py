@@ -68,10 +68,6 @@ class Standby:
         control_pipe.close()
 
 
-# ----
-# One child process of the supervisor: started, heard, stopped, started again.
-
-
 # Waits before the first, second, ... restart in a row, in seconds; the last one repeats.
 _BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _PROVEN = 1.0  # seconds of service after which it does what it should; a ticket that kills comes back sooner
@@ -87,7 +83,7 @@ def killed_for_memory() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-class Bystanders:
+class ExternalKills:
     """Tells whether a process was killed from outside: a kill -9 of one that served until then.
 
     The kernel kills so, too, where memory runs out: that is the process's own doing, as are crashes, and as is what is
@@ -248,10 +244,6 @@ class Child:
         return status
 
 
-# ----
-# The gateway for HTTP and gRPC, and the relay for ZeroMQ from other hosts.
-
-
 _BOTH = {"address", "log_level", "log_format"}
 _GATEWAY, _RELAY = "jurybox.server.gateway", "jurybox.server.relay"
 _OF_GRPC = tuple(
@@ -259,7 +251,7 @@ _OF_GRPC = tuple(
 )  # that a gateway imports only where gRPC is served
 
 
-def edges(
+def services(
     settings: ServerSettings,
     listening: Mapping[str, Any],
     dialects: Mapping[str, Any],
@@ -312,7 +304,6 @@ def _relay(settings: ServerSettings, listening: Mapping[str, Any]) -> Child:
     return Child("relay", _RELAY, configure, standby=Standby(_RELAY) if settings.standby else None)
 
 
-# ----
 # Which children hang: they live and do not do what they are there for.
 #
 # Time in which the supervisor itself did not run (stopped, a paused container, a machine without a free core) is held
@@ -329,19 +320,19 @@ class Watchdog:
     Args:
         scoreboard: on which engines show their heartbeats, ns of CLOCK_MONOTONIC.
         silence: seconds without a sign of life after which a serving child hangs.
-        patience: seconds from its start after which a child that does not serve hangs.
+        start_timeout: seconds from its start after which a child that does not serve hangs.
         now: seconds of CLOCK_MONOTONIC, as later for `hanging`.
     """
 
-    def __init__(self, scoreboard: Scoreboard, silence: float, patience: float, now: float) -> None:
+    def __init__(self, scoreboard: Scoreboard, silence: float, start_timeout: float, now: float) -> None:
         self._scoreboard = scoreboard
         self._silence = silence
-        self._patience = patience
+        self._start_timeout = start_timeout
         self._beats = [0.0] * len(scoreboard.engines)  # seconds of CLOCK_MONOTONIC
         self._looked = now
         self._since = now  # when the supervisor came back last
 
-    def hanging(self, engines: Sequence[Child], edges: Sequence[Child], now: float) -> Iterator[tuple[Child, str]]:
+    def hanging(self, engines: Sequence[Child], services: Sequence[Child], now: float) -> Iterator[tuple[Child, str]]:
         """Children that hang, each with the reason."""
         if now - self._looked > _AWAY:
             self._since = now
@@ -351,10 +342,10 @@ class Watchdog:
         self._beats = beats = [
             beat if last <= beat <= now + _AHEAD else last for last, beat in zip(self._beats, shown, strict=True)
         ]
-        for child, heard in [*zip(engines, beats, strict=True), *((edge, edge.heard_at) for edge in edges)]:
+        for child, heard in [*zip(engines, beats, strict=True), *((service, service.heard_at) for service in services)]:
             silent = now - max(heard, self._since)
             waited = now - max(child.started_at, self._since)
             if child.alive and child.serving and silent > self._silence:
                 yield child, f"no sign of life for {silent:.1f} s"
-            elif child.alive and not child.serving and waited > self._patience:
+            elif child.alive and not child.serving and waited > self._start_timeout:
                 yield child, f"does not serve {waited:.1f} s after its start"

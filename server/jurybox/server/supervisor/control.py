@@ -166,10 +166,6 @@ def _failed(code: Code, message: str) -> bytes:
     return ControlReply(error=ErrorMessage(code=code, message=plain(message))).SerializeToString()
 
 
-# ----
-# What the control socket offers: who is there, leases, status, loading and unloading.
-
-
 _ORDERS = 256  # that may wait for an engine
 
 
@@ -183,7 +179,7 @@ class ControlHandlers:
         scoreboard: Scoreboard,
         models: Models,
         leases: Leases,
-        fleet: Engines,
+        engines: Engines,
         weights_saver: WeightsSaver,
         events: Events,
         segments: Callable[[], Mapping[str, int]],
@@ -194,7 +190,7 @@ class ControlHandlers:
         self._scoreboard = scoreboard
         self._models = models
         self._leases = leases
-        self._fleet = fleet
+        self._engines = engines
         self._weights_saver = weights_saver
         self._events = events
         self.draining = False
@@ -215,14 +211,14 @@ class ControlHandlers:
 
     def forget(self, lane: LeasedLane) -> None:
         """Ask all engines to forget a lane that is taken back."""
-        self._fleet.order("retire", lane=lane.lane, lease=lane.lease)
+        self._engines.order("retire", lane=lane.lane, lease=lane.lease)
 
     def _hello(self, request: Hello) -> ServerMessage:
         return ServerMessage(
             server_id=self._server_id,
             build=build_version(),
             scoreboard=self._scoreboard.segment.name,
-            engines=self._fleet.addresses,
+            engines=self._engines.addresses,
             models=[held.name for held in self._models],
         )
 
@@ -246,7 +242,7 @@ class ControlHandlers:
         return Lease(model=held.message(), lane=lane.lane, lease=lane.lease, first_row=lane.first, rows=lane.rows)
 
     def _release(self, request: ReleaseRequest) -> None:
-        lane = self._leases.release(request.lane, request.lease, self._fleet.living())
+        lane = self._leases.release(request.lane, request.lease, self._engines.living())
         if lane is not None:
             self.forget(lane)
 
@@ -263,7 +259,7 @@ class ControlHandlers:
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
                 events=self._events.last(),
-                devices=self._fleet.devices,
+                devices=self._engines.devices,
             )
         )
 
@@ -282,14 +278,14 @@ class ControlHandlers:
         else:
             settings = self._known_settings(request.model)
         until = self._until(request.model, request.keep) if request.keep else None
-        for index in self._fleet.living():
-            if self._fleet.engines[index].orders_waiting > _ORDERS:
+        for index in self._engines.living():
+            if self._engines.engines[index].orders_waiting > _ORDERS:
                 raise Busy(f"engine {index} is behind with its orders: ask again later")
         held = self._models.add(request.model, settings, configured=request.model in self._settings.models)
         if request.settings_json:
             held.until, held.remote = until, request.remote
         held.leave_quarantine()
-        self._fleet.load(held)
+        self._engines.load(held)
         return held.message()
 
     def _until(self, name: str, keep: float) -> float:
@@ -348,9 +344,9 @@ class ControlHandlers:
     def let_go(self, held: HeldModel) -> None:
         """Unload a model, in any state."""
         self._models.remove(held.name)
-        for lane in self._leases.revoke(held.index, self._fleet.living()):
+        for lane in self._leases.revoke(held.index, self._engines.living()):
             self.forget(lane)
-        self._fleet.order("unload", model=held.index)
+        self._engines.order("unload", model=held.index)
         self._models.replaced(held)
         self._weights_saver.drop(held)
         self._models.adopt_layout(held, None)

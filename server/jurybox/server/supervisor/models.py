@@ -43,10 +43,6 @@ class PublicationRate:
         return (last - first) / (ended - began) if ended > began else 0.0
 
 
-# ----
-# The models a server holds: what was asked for, what the engines made of it, and the arenas.
-
-
 _FAILED = 32  # models that could not be loaded of which is remembered why
 
 

@@ -170,8 +170,6 @@ class SegmentServer:
             for fd in self._held.pop(name, ()):
                 os.close(fd)
 
-    # ---- the thread
-
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)

@@ -19,7 +19,7 @@ from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.logs import Log, Seldom, traced
 from jurybox.server.settings.config import Settings, named_factories
-from jurybox.server.supervisor.children import Bystanders, Child, Watchdog, edges
+from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import Leases
@@ -67,20 +67,22 @@ class Supervisor:
         for name, model in settings.models.items():
             self._models.add(name, model)
         self._weights_saver = WeightsSaver(log.error)
-        self._fleet = Engines(settings.server, server_id, scoreboard, self._models, segments, named_factories(settings))
+        self._engines = Engines(
+            settings.server, server_id, scoreboard, self._models, segments, named_factories(settings)
+        )
         self._control = ControlHandlers(
             settings,
             server_id,
             scoreboard,
             self._models,
             self._leases,
-            self._fleet,
+            self._engines,
             self._weights_saver,
             events,
             segments.sizes,
         )
         dialects = {name: dialect.model_dump(mode="json") for name, dialect in settings.dialects.items()}
-        self._edges = edges(settings.server, self._control.listening, dialects, settings.robots)
+        self._services = services(settings.server, self._control.listening, dialects, settings.robots)
         self._standbys = {child.standby for child in self._children() if child.standby is not None}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -91,7 +93,7 @@ class Supervisor:
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._manager = ServiceManager(log.warning)
-        self._bystanders = Bystanders()
+        self._external_kills = ExternalKills()
         self._computed: dict[int, NDArray[Any]] = {}  # engine -> batches of each model before this life
         self._begun: dict[int, tuple[int, int]] = {}  # engine -> model and load that its model loader is busy with
         self._killed: dict[int, tuple[int, int]] = {}  # engine -> model computed at its last kills from outside
@@ -103,8 +105,6 @@ class Supervisor:
         )
         self._sweep_at = time.monotonic() + _DEAD_BY_THEN
         self._ticked = time.monotonic()
-
-    # ---- the loop
 
     def run(self, *, dry_run: bool) -> int:
         """Start the children and serve; returns the exit status."""
@@ -164,7 +164,7 @@ class Supervisor:
         for child in self._children():
             child.send_waiting()
         if self._announced and self._drain_until is None:
-            for child, why in self._watchdog.hanging(self._fleet.engines, self._edges, now):
+            for child, why in self._watchdog.hanging(self._engines.engines, self._services, now):
                 self._log.error("child hangs, killing it", role=child.role, why=why)
                 child.kill()
         if self._drain_until is None:
@@ -179,7 +179,7 @@ class Supervisor:
             self._sweep_again()
         for name in self._models.look(now):
             self._log.warning("another process wrote to a weights channel; what can be is written anew", model=name)
-        for lane in self._leases.reclaim(self._fleet.living()):
+        for lane in self._leases.reclaim(self._engines.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._control.forget(lane)
         for held in self._models.given_up(now):
@@ -204,14 +204,12 @@ class Supervisor:
         except OSError as error:  # no descriptor left; the next start sweeps, too
             self._log.warning("cannot look for shared memory of dead owners", error=str(error))
 
-    # ---- children
-
     def _children(self) -> list[Child]:
-        return [*self._fleet.engines, *self._edges]
+        return [*self._engines.engines, *self._services]
 
     def _start(self, child: Child) -> None:
-        if child not in self._edges:
-            index = self._fleet.engines.index(child)
+        if child not in self._services:
+            index = self._engines.engines.index(child)
             self._computed[index] = self._scoreboard.counters["batches"][index].copy()
         try:
             child.start(time.monotonic())
@@ -239,10 +237,10 @@ class Supervisor:
         try:
             for message in child.messages():
                 try:
-                    if child in self._edges:
+                    if child in self._services:
                         self._on_edge(child, message)
                     else:
-                        self._on_engine(self._fleet.engines.index(child), message)
+                        self._on_engine(self._engines.engines.index(child), message)
                 except Exception as error:  # noqa: BLE001  one message must not cost those behind it, nor the server
                     self._seldom(
                         "a message of a child failed",
@@ -260,12 +258,12 @@ class Supervisor:
         settled = child.serving and now - child.started_at > _SETTLED
         served, condemned = now - child.served_at if child.serving else 0.0, child.condemned
         status = child.bury(now, settled_after=_SETTLED)
-        outside = self._bystanders.killed(status, served, condemned=condemned)
+        outside = self._external_kills.killed(status, served, condemned=condemned)
         charged = None
-        if child not in self._edges:
-            index = self._fleet.engines.index(child)
+        if child not in self._services:
+            index = self._engines.engines.index(child)
             charged = self._charge(index, settled=settled, outside=outside)
-            self._fleet.died(index)
+            self._engines.died(index)
             self._leases.engine_died(index)
             for held in self._models:
                 held.engine_died(index)
@@ -324,8 +322,8 @@ class Supervisor:
             f"model {held.name!r} is in quarantine: {deaths} engines died in a row while they computed or loaded "
             f"it. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
         )
-        held.engines = dict.fromkeys(range(len(self._fleet.engines)), "quarantined")
-        self._fleet.order("refuse", model=held.index, reason=held.quarantined)
+        held.engines = dict.fromkeys(range(len(self._engines.engines)), "quarantined")
+        self._engines.order("refuse", model=held.index, reason=held.quarantined)
         self._log.error("model in quarantine", model=held.name, deaths=deaths)
 
     def _on_edge(self, child: Child, message: dict[str, Any]) -> None:
@@ -341,7 +339,7 @@ class Supervisor:
                 self._exit = _COULD_NOT_START
 
     def _on_engine(self, index: int, message: dict[str, Any]) -> None:
-        child = self._fleet.engines[index]
+        child = self._engines.engines[index]
         match message["kind"]:
             case "begins":
                 self._begun[index] = message["model"], message["load"]
@@ -377,13 +375,13 @@ class Supervisor:
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             self._adopt_layout(held, WeightsLayout(weights) if weights else None)
         except Exception as error:  # noqa: BLE001  whatever the model brought: it failed, and the others go on
-            self._fleet.engines[index].send("abandon", model=held.index, load=message["load"], reason=said(error))
+            self._engines.engines[index].send("abandon", model=held.index, load=message["load"], reason=said(error))
             return
         if replaces:
-            for lane in self._leases.revoke(held.index, self._fleet.living()):
+            for lane in self._leases.revoke(held.index, self._engines.living()):
                 self._control.forget(lane)
         assert held.arena is not None
-        self._fleet.engines[index].send(
+        self._engines.engines[index].send(
             "arena",
             model=held.index,
             load=message["load"],
@@ -410,7 +408,7 @@ class Supervisor:
         held = self._told_of(index, message)
         if held is None:
             return
-        role = self._fleet.engines[index].role
+        role = self._engines.engines[index].role
         if message["kind"] == "ready":
             held.ready(index, message["arena"])
             self._log.info("model ready", model=held.name, role=role)
@@ -422,8 +420,6 @@ class Supervisor:
             # A client's attempt: it has its answer, and the server is as it was before.
             self._control.let_go(held)
             self._models.remember_failed(held)
-
-    # ---- start and end
 
     def _announce(self, *, dry_run: bool, late: bool) -> None:
         """Announce once that the server is ready, or failed to start."""
@@ -443,7 +439,7 @@ class Supervisor:
                 else ("serving, without models that failed" if broken else "serving"),
                 address=self._settings.address,
                 **{name: where for name, where in self._control.listening.items() if where or name != "robots"},
-                devices=", ".join(self._fleet.devices),
+                devices=", ".join(self._engines.devices),
                 models=", ".join(f"{name} ({state})" for name, state in states.items() if name not in broken),
                 shared_memory_mib=round(memory / 2**20, 1),
                 **missing,
@@ -469,11 +465,11 @@ class Supervisor:
         self._manager.stopping()
         self._drain_until = time.monotonic() + self._settings.drain_timeout
         self._control.draining = True
-        self._fleet.order("drain")
+        self._engines.order("drain")
         self._end_drained()
 
     def _end_drained(self) -> None:
-        if not any(child.alive and child.serving for child in self._fleet.engines):
+        if not any(child.alive and child.serving for child in self._engines.engines):
             self._exit = _STOPPED
 
     def _close(self) -> None:
@@ -490,10 +486,10 @@ class Supervisor:
         self._context.term()
         self._weights_saver.close()
         self._models.close()
-        self._fleet.close()
+        self._engines.close()
         self._scoreboard.close()
         self._segments.close()
-        for address in (self._settings.address, *self._fleet.addresses):
+        for address in (self._settings.address, *self._engines.addresses):
             if path := ipc_path(address):
                 path.unlink(missing_ok=True)
         self._manager.close()

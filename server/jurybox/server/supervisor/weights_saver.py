@@ -250,7 +250,6 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-# ----
 # Who keeps published weights on disk: a thread of the supervisor, one for all models.
 #
 # It reads channels as any actor does, so neither learner nor engine knows of it, and it waits for disks where the

@@ -87,10 +87,6 @@ class Failures:
         self._events.append({"at": at, "level": "error", "event": text, "fields": fields})
 
 
-# ----
-# The last seconds of a server, kept by whoever watches it.
-
-
 _SHOWN = 30  # events
 
 

@@ -123,7 +123,6 @@ class ScoreboardReader:
         return self._scoreboard
 
 
-# ----
 # From two snapshots to what happened between them: rates, percentiles, distributions.
 #
 # The live page and `jurybox top` both show the document made here.

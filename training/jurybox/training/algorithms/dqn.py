@@ -15,7 +15,6 @@ from torch import nn
 
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
-# ----
 # DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016) and n-step returns.
 #
 # The update knows nothing of environments, replays or processes: batches of arrays in, a loss out. What `iqn` does
@@ -45,15 +44,15 @@ class ValueSettings:
 
 
 class ValueNetwork(nn.Module):
-    """A network that a greedy policy can use."""
+    """A network with action values for a greedy policy."""
 
     def values(self, seen: torch.Tensor) -> torch.Tensor:
-        """What a greedy policy compares: (n, actions)."""
+        """Action values: (n, actions)."""
         raise NotImplementedError
 
 
 class QNetwork(ValueNetwork):
-    """Values of actions from stacked observations of any dtype: (n, stack, ...) -> (n, actions).
+    """Action values from stacked observations of any dtype: (n, stack, ...) -> (n, actions).
 
     Args:
         scale: what observations are multiplied by.
@@ -104,7 +103,7 @@ class ValueLearner(ABC):
         self.steps = 0
 
     def update(self, batch: Mapping[str, npt.NDArray[Any]]) -> float:
-        """One optimiser step; gives its loss.
+        """Make one optimiser step; returns its loss.
 
         Args:
             batch: "observation" and "next_observation" (n, ...), "action" (n,), "reward" (n,) of n-step returns, and
@@ -132,10 +131,10 @@ class ValueLearner(ABC):
 
     @abstractmethod
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of a batch, as a number that gradients flow from."""
+        """The loss of a batch, as a tensor with gradients."""
 
     def adopt(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over published weights, for both networks."""
+        """Load published weights into both networks."""
         tensors = as_tensors(state)
         self.network.load_state_dict(tensors)
         self.target.load_state_dict(tensors)
@@ -171,7 +170,6 @@ class DQN(ValueLearner):
         return nn.functional.smooth_l1_loss(values, wanted)
 
 
-# ----
 # IQN: implicit quantile networks (Dabney et al., 2018, arXiv:1806.06923), with double Q-learning and n-step returns.
 #
 # Instead of the mean of a return the network gives its value at any quantile tau, through an embedding of tau by
@@ -219,7 +217,7 @@ class QuantileNetwork(ValueNetwork):
 
 
 class IQN(ValueLearner):
-    """Quantile regression on samples of the quantiles; the learner's generator draws them."""
+    """Quantile regression on sampled quantiles, which the learner's generator draws."""
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         n = len(batch["reward"])

@@ -1,11 +1,11 @@
-"""Who to play against: fixed anchors, and a pool of past selves chosen by prioritised fictitious self-play.
+"""Opponents: fixed anchors, and a pool of past policies chosen by prioritised fictitious self-play.
 
 The weighting is that of O. Vinyals et al., "Grandmaster level in StarCraft II using multi-agent reinforcement learning"
 (Nature 575, 2019, Methods): an opponent is drawn in proportion to f(p), where p is the chance to win against it;
-f_hard(p) = (1 - p)^k looks for those that still win, f_var(p) = p (1 - p) for those of the own level.
+f_hard(p) = (1 - p)^k prefers those that still win, f_var(p) = p (1 - p) those of equal strength.
 
-The league knows names only, "anchor:weak" or "pool:17". What plays under a name (a bot, a pinned version on the policy
-server, weights in memory) is its owner's matter.
+The league knows names only, "anchor:weak" or "pool:17". Its owner maps names to players (a bot, a pinned version on the
+policy server, weights in memory).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIN, _TIE, _LOSS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class LeagueSettings:
-    """How opponents are chosen.
+    """Settings of the choice of opponents.
 
     Attributes:
         anchors: names without "anchor:"; never leave.
@@ -62,7 +62,7 @@ class WinMatrix:
         self._games: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
 
     def record(self, player: str, opponent: str, outcome: int) -> None:
-        """`player` won (1), tied (0) or lost (-1); counted from both sides."""
+        """Record that `player` won (1), tied (0) or lost (-1), for both sides."""
         if outcome not in (-1, 0, 1):
             raise ValueError(f"outcome={outcome!r}: expected 1 (won), 0 (tied) or -1 (lost)")
         for pair, place in (((player, opponent), 1 - outcome), ((opponent, player), 1 + outcome)):
@@ -75,7 +75,7 @@ class WinMatrix:
         return float(self._counts(player, opponent).sum())
 
     def shares(self, player: str, opponent: str) -> tuple[float, float, float]:
-        """Shares of wins, ties and losses; nothing played yet counts as even."""
+        """Shares of wins, ties and losses; equal without games."""
         counts = self._counts(player, opponent)
         total = counts.sum()
         if total == 0:
@@ -83,7 +83,7 @@ class WinMatrix:
         return float(counts[_WIN] / total), float(counts[_TIE] / total), float(counts[_LOSS] / total)
 
     def chance(self, player: str, opponent: str) -> float:
-        """Estimated chance to win, a tie counting half; 0.5 where nothing was played."""
+        """Estimated probability of a win, ties counting half; 0.5 without games."""
         won, tied, _ = self.shares(player, opponent)
         return won + 0.5 * tied
 
@@ -92,12 +92,12 @@ class WinMatrix:
         return [float(count) for count in self._counts(player, opponent)]
 
     def put(self, player: str, opponent: str, counts: Sequence[float]) -> None:
-        """Set what `counts` tells, from both sides."""
+        """Set `counts`, for both sides."""
         self._games[player, opponent] = np.array(counts, np.float64)
         self._games[opponent, player] = np.array(counts, np.float64)[::-1].copy()
 
     def copy_row(self, source: str, target: str) -> None:
-        """`target` begins with the results of `source`."""
+        """Copy the results of `source` to `target`."""
         for (player, opponent), counts in list(self._games.items()):
             if player == source and opponent != target:
                 self._games[target, opponent] = counts.copy()
@@ -107,7 +107,7 @@ class WinMatrix:
         self._games = {pair: counts for pair, counts in self._games.items() if name not in pair}
 
     def table(self, players: Sequence[str]) -> npt.NDArray[np.float64]:
-        """(n, n) chances; NaN where a pair has not played."""
+        """(n, n) probabilities of a win; NaN for pairs without games."""
         out = np.full((len(players), len(players)), np.nan)
         for i, player in enumerate(players):
             for j, opponent in enumerate(players):
@@ -127,12 +127,12 @@ class WinMatrix:
 
 
 def draw(odds: Mapping[str, float], rng: np.random.Generator) -> str:
-    """One of these names, each as likely as it says."""
+    """Draw one of these names with the given probabilities."""
     return list(odds)[int(rng.choice(len(odds), p=list(odds.values())))]
 
 
 class League:
-    """Chooses opponents for one learner and remembers how it fared.
+    """Chooses opponents for one learner, and records the results.
 
     Args:
         settings: see `LeagueSettings`.
@@ -145,7 +145,7 @@ class League:
         self.pool: list[str] = []
 
     def add(self, version: int) -> tuple[str, str | None]:
-        """The learner as it is now joins the pool.
+        """Add the current learner to the pool.
 
         Args:
             version: of its weights; not in the pool yet.
@@ -166,11 +166,11 @@ class League:
         return name, left
 
     def choose(self, rng: np.random.Generator) -> str:
-        """The next opponent's name."""
+        """Choose the next opponent; returns its name."""
         return draw(self.odds(), rng)
 
     def chances(self) -> npt.NDArray[np.float64]:
-        """(len(pool),) chance of each member of the pool to be chosen, once it is to be one of them."""
+        """(len(pool),) probabilities of the members, given that one of the pool is chosen."""
         weights = np.array([self._weight(name) for name in self.pool])
         total = weights.sum()
         if total <= 0:  # all of them always win, or always lose
@@ -179,14 +179,14 @@ class League:
         return share
 
     def odds(self) -> dict[str, float]:
-        """Every opponent's chance to be the next one; what others need who choose in this league's stead."""
+        """The probability of each opponent, for others that choose for this league."""
         share = self.settings.anchor_share if self.pool else 1.0
         anchors = dict.fromkeys(self.anchors, share / len(self.anchors))
         pool = zip(self.pool, ((1.0 - share) * self.chances()).tolist(), strict=True)
         return {**anchors, **dict(pool)}
 
     def record(self, opponent: str, outcome: int) -> None:
-        """The learner won (1), tied (0) or lost (-1). A member that has left meanwhile is passed over."""
+        """Record that the learner won (1), tied (0) or lost (-1). Results of removed members are ignored."""
         if opponent in self.pool or opponent in self.anchors:
             self.matrix.record(LEARNER, opponent, outcome)
 
@@ -195,18 +195,18 @@ class League:
         return (LEARNER, *self.anchors, *self.pool)
 
     def row(self) -> dict[str, list[float]]:
-        """The learner's own (decayed) wins, ties and losses against each opponent: all that choosing depends on."""
+        """The learner's own (decayed) wins, ties and losses against each opponent: the input of the choice."""
         return {name: self.matrix.counts(LEARNER, name) for name in (*self.anchors, *self.pool)}
 
     def take_over(self, row: Mapping[str, Sequence[float]]) -> None:
-        """Go on from another league's `row`: its pool is this one's from now on."""
+        """Continue from another league's `row`, with its pool."""
         self.pool = [name for name in row if name not in self.anchors]
         for name, counts in row.items():
             if name in self.players:
                 self.matrix.put(LEARNER, name, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
+        """The whole state, as JSON values."""
         return {"settings": asdict(self.settings), "pool": list(self.pool), "matrix": self.matrix.state_dict()}
 
     @classmethod

@@ -49,13 +49,12 @@ class ActorCritic(nn.Module):
 
 
 def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits with those of actions that a bool mask excludes at the lowest; normalised to log-probabilities."""
+    """Log-probabilities of logits; masked actions get the lowest."""
     if mask is not None:
         logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     return torch.log_softmax(logits, dim=-1)
 
 
-# ----
 # Proximal policy optimisation over discrete actions (Schulman et al. 2017), with each refinement a switch.
 #
 # The defaults of update and optimiser are those of the order-conditioned design document (whole episodes of all
@@ -69,7 +68,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PPOSettings:
-    """What can be turned.
+    """Settings of PPO.
 
     Attributes:
         learning_rate, betas, adam_eps: of Adam.
@@ -137,7 +136,7 @@ class Rollout:
 
 
 def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
-    """Advantages, float32 (t, n): generalised (Schulman et al. 2016), or discounted return minus value."""
+    """Advantages, float32 (t, n): generalised (Schulman et al., 2016), or discounted return minus value."""
     found = np.zeros_like(rollout.rewards)
     following = rollout.last_values
     advantage = np.zeros_like(following)
@@ -197,7 +196,7 @@ class PPO:
     def choose(
         self, logits: Tensor, values: Tensor, masks: npt.NDArray[np.bool_] | None, *, greedy: bool = False
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        """`act` from outputs of the network, wherever they were computed."""
+        """`act` for given outputs of the network."""
         log_probs = masked(logits, None if masks is None else torch.from_numpy(masks))
         scores = log_probs
         if not greedy:
@@ -214,7 +213,7 @@ class PPO:
         return self._in_rewards(self.network.value(torch.from_numpy(observations).to(self.device)).cpu().numpy())
 
     def update(self, rollout: Rollout) -> dict[str, float]:
-        """Learn from a rollout of this policy; returns the means of losses and of what watches them."""
+        """Learn from a rollout of this policy; returns mean losses and diagnostics."""
         settings = self.settings
         advantages = advantages_of(rollout, settings)
         returns = advantages + rollout.values

@@ -38,7 +38,7 @@ class Normaliser:
         self._squares = np.zeros(size)  # sum of squared differences from the mean
 
     def see(self, observations: npt.ArrayLike) -> None:
-        """Take in observations (n, size)."""
+        """Update the statistics with observations (n, size)."""
         rows = np.asarray(observations, np.float64)
         if rows.ndim != 2 or rows.shape[1] != self.size:
             raise ValueError(f"expected observations of shape (n, {self.size}), got {rows.shape}")
@@ -54,7 +54,7 @@ class Normaliser:
 
     @property
     def std(self) -> npt.NDArray[np.float64]:
-        """Deviation by element; 1 where nothing ever changed."""
+        """Standard deviation by element; 1 for constants."""
         std = np.sqrt(self._squares / max(self.count, 1))
         return np.where(std < 1e-6, 1.0, std)
 
@@ -71,10 +71,6 @@ class Normaliser:
         self.count = int(state["count"])
         self.mean = np.array(state["mean"])
         self._squares = np.array(state["squares"])
-
-
-# ----
-# Networks of the deterministic actor-critic: the actor, what is published of it, two critics that compute as one.
 
 
 class Actor(nn.Module):
@@ -129,7 +125,7 @@ class Policy(nn.Module):
 
 
 class TwinLinear(nn.Module):
-    """Two linear layers side by side: one batched product instead of two small ones (2, n, in) -> (2, n, out)."""
+    """Two linear layers as one batched product: (2, n, in) -> (2, n, out)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -141,7 +137,7 @@ class TwinLinear(nn.Module):
         return torch.baddbmm(self.bias, x, self.weight)
 
     def first(self, x: Tensor) -> Tensor:
-        """Of the first layer alone, (n, in) -> (n, out)."""
+        """The output of the first layer alone, (n, in) -> (n, out)."""
         return torch.addmm(self.bias[0], x, self.weight[0])
 
 
@@ -161,7 +157,7 @@ class TwinCritic(nn.Module):
         return values.squeeze(-1)
 
     def first(self, observation: Tensor, action: Tensor) -> Tensor:
-        """The first critic's values alone, (n,): what the actor climbs."""
+        """The first critic's values alone, (n,), which the actor maximises."""
         x = torch.cat((observation, action), -1)
         for layer in self.layers[:-1]:
             assert isinstance(layer, TwinLinear)
@@ -171,7 +167,6 @@ class TwinCritic(nn.Module):
         return last.first(x).squeeze(-1)
 
 
-# ----
 # TD3, with n-step targets and importance weights.
 #
 # Twin delayed deep deterministic policy gradients: S. Fujimoto et al., "Addressing Function Approximation Error in
@@ -182,7 +177,7 @@ __all__ = ["TD3", "TD3Settings", "Update"]
 
 
 class Update(NamedTuple):
-    """What a step of the learner did; tensors stay on the device until somebody reads them.
+    """The result of a learner step; tensors stay on the device until they are read.
 
     Attributes:
         metrics: scalar tensors: critic_loss, value (mean of both critics), target; actor_loss in steps that moved it.
@@ -194,7 +189,7 @@ class Update(NamedTuple):
 
 
 class TD3:
-    """The learner. It knows batches only: no replay, environment or process.
+    """The learner, which takes batches.
 
     Args:
         observation_size, action_size: of a row.
@@ -243,7 +238,7 @@ class TD3:
         self._targets: list[Tensor] = [*self.target_actor.parameters(), *self.target_critic.parameters()]
 
     def refresh_normaliser(self) -> None:
-        """Compute with the normaliser's statistics as they are now."""
+        """Copy the normaliser's statistics to the policy."""
         mean, scale = self.normaliser.shift_and_scale()
         self.policy.observation_mean.copy_(torch.from_numpy(mean))
         self.policy.observation_scale.copy_(torch.from_numpy(scale))

@@ -1,4 +1,4 @@
-"""The acting half of TD3, without torch: its settings, its exploration noise, and a published policy in NumPy."""
+"""The part of TD3 that needs no torch: settings, exploration noise, and a policy in NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLIP = 5.0  # deviations; beyond them an observation tells no more
 
 @dataclass(frozen=True, slots=True)
 class TD3Settings:
-    """What the learner can be told.
+    """Settings of TD3.
 
     Attributes:
         hidden_actor, hidden_critic: units of the layers.
@@ -37,10 +37,6 @@ class TD3Settings:
     target_noise_clip: float = 0.5
     pre_tanh_penalty: float = 0.001
     reward_scale: float = 0.1
-
-
-# ----
-# Noise for exploring with a deterministic policy.
 
 
 def coloured_noise(rng: np.random.Generator, steps: int, size: int, colour: float = 1.0) -> npt.NDArray[np.float32]:
@@ -73,10 +69,6 @@ def coloured_noise(rng: np.random.Generator, steps: int, size: int, colour: floa
     deviation = np.sqrt(2.0 * power.sum()) / steps
     noise: npt.NDArray[np.float64] = np.fft.irfft(real + 1j * imaginary, steps, axis=-1) / deviation
     return np.ascontiguousarray(noise.T, np.float32)
-
-
-# ----
-# Acting with a published policy, without torch: weights and statistics in, actions out.
 
 
 Array = npt.NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""What the algorithms share of torch: perceptrons, states as trees of tensors, published weights in a module."""
+"""Common to the algorithms: perceptrons, states as trees of tensors, published weights in a module."""
 
 from __future__ import annotations
 
@@ -72,10 +72,6 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]
     optimiser.load_state_dict(whole)
 
 
-# ----
-# Published weights in a torch module: for actors that run a small policy themselves.
-
-
 class TorchWeights:
     """Keeps a module at the newest published version.
 
@@ -107,7 +103,7 @@ class TorchWeights:
         self._blocks = [torch.empty(reader.layout.nbytes, dtype=torch.uint8) for _ in range(1 + self._on_cpu)]
 
     def refresh(self, timeout: float = 1.0) -> bool:
-        """Load the newest version into the module if it has an older one; whether it did.
+        """Load the newest version into the module if it is newer; returns whether it was.
 
         Raises:
             Timeout: there is a newer version, and it could not be read whole in time; the module is as it was.

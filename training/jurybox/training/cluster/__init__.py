@@ -1,2 +1,2 @@
-"""Trainings on many machines, with Ray (the extra ``ray``): `launcher` carries out any plan of `runtime` there,
-`env_workers` hold the environments of trainings that are none."""
+"""Trainings on many machines, with Ray (the extra ``ray``): `launcher` runs the plans of `runtime`, `env_workers`
+hold the environments of other trainings."""

@@ -1,4 +1,4 @@
-"""A process's log on its way to another machine: what is new in it, and not more than its end."""
+"""Ray actors: a machine's host and the places of roles; and the tail of a process's log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LogTail:
         self._told = 0
 
     def begin_anew(self) -> None:
-        """The file begins from nothing."""
+        """The file is new."""
         self._told = 0
 
     def new(self) -> bytes:
@@ -49,16 +49,12 @@ class LogTail:
         return text
 
 
-# ----
-# What runs on the machines of a cluster: a host for each machine, a place for each role. Ray makes actors of them.
-
-
 _LOG_TAIL = 256 << 10  # bytes of a dead process's log that go to the orchestrator's machine
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came from a role's process.
+    """Messages and log lines of a role's process.
 
     Attributes:
         messages: what it said.
@@ -80,7 +76,7 @@ class HostActor(Host):
 
 
 class RolePlace:
-    """Holds what was set aside for a role, and the role's process. It outlives the process, not the machine.
+    """Holds the resources of a role, and the role's process. It outlives the process, not the machine.
 
     Methods come from several threads; the process is a child of one that stays, because a child dies with its parent's
     thread.
@@ -97,14 +93,14 @@ class RolePlace:
         self._files: dict[str, str] = {}
 
     def where(self) -> str:
-        """The node that it is on."""
+        """The node of this actor."""
         import ray
 
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
     def start(self, configured: dict[str, Any], state: bytes | None) -> int:
-        """Start the process; `state` is what the role saved. Gives its process id."""
+        """Start the process; `state` is the role's saved state. Returns the process id."""
         self.kill()
         if state is not None:
             path = Path(self._folder.name) / "restored.state"
@@ -122,7 +118,7 @@ class RolePlace:
         return self._process.pid
 
     def listen(self, timeout: float) -> Heard:
-        """What the process says, waited for up to `timeout` seconds."""
+        """Wait up to `timeout` seconds for messages of the process."""
         process, control_pipe = self._process, self._control_pipe
         if process is None or control_pipe is None:
             return Heard((), b"", -1)
@@ -136,7 +132,7 @@ class RolePlace:
         return Heard(tuple(messages), self._log.new(), None)
 
     def say(self, kind: str, fields: dict[str, Any]) -> None:
-        """Send the process a message; a file that it is to write is one of this machine's first."""
+        """Send the process a message; files are first written on this machine."""
         if kind == "save":
             here = str(Path(self._folder.name) / f"{time.monotonic_ns()}.state")
             self._files[here] = fields["file"]
@@ -145,7 +141,7 @@ class RolePlace:
             self._control_pipe.send(kind, **fields)
 
     def kill(self) -> None:
-        """End the process at once, if there is one."""
+        """Kill the process, if there is one."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -155,7 +151,7 @@ class RolePlace:
                 self._process = self._control_pipe = None
 
     def close(self) -> None:
-        """Leave nothing behind; the last call."""
+        """Remove everything; the last call."""
         self.kill()
         self._folder.cleanup()
 

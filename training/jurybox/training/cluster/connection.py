@@ -1,4 +1,4 @@
-"""Ray itself: join a cluster or start one on this machine, and find the way from its machines to a server."""
+"""Connects to a Ray cluster or starts one on this machine, and finds the addresses of a server for its machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NoCluster(RunError):
 
 
 def connect(address: str | None) -> None:
-    """Join the cluster at `address`, or start one of this machine alone; nothing is reported to anybody.
+    """Join the cluster at `address`, or start one on this machine; without usage reports.
 
     Raises:
         NoCluster: nobody answers there.
@@ -62,7 +62,7 @@ def _connect(address: str | None) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep this process's way with SIGTERM, which Ray changes when it connects."""
+    """Keep this process's SIGTERM handler, which Ray replaces when it connects."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -78,20 +78,16 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-# ----
-# How env workers on the machines of a cluster reach a server: by ipc on its machine, elsewhere over the network.
-
-
 _CREDENTIALS = ("JURYBOX_TOKEN", "JURYBOX_TLS_CA", "JURYBOX_SERVER_KEY", "JURYBOX_CLIENT_KEY")
 
 
 class NoWay(RunError):
-    """A server that only its own machine reaches."""
+    """The server can be reached from its own machine only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A server's addresses.
+    """The addresses of a server.
 
     Attributes:
         near: for whoever is on its machine. far: for all others; empty where the server lets nobody else in.
@@ -105,7 +101,7 @@ class Way:
     host: str = ""
 
     def here(self) -> str:
-        """The address for this process, wherever Ray has put it."""
+        """The address for this process, on any machine."""
         return self.from_node(*_this_node())
 
     def from_node(self, node: str, host: str) -> str:
@@ -125,7 +121,7 @@ class Way:
 
 
 def way_to(address: str | None, far: str | None = None, timeout: float = 10.0) -> Way:
-    """The way to the server at `address`.
+    """Find the addresses of the server at `address`.
 
     Args:
         far: its address for other machines; None: asked of the server.
@@ -144,7 +140,7 @@ def way_to(address: str | None, far: str | None = None, timeout: float = 10.0) -
 
 
 def far_address(listens: str, host: str) -> str:
-    """What others call a server on the machine `host` that listens at "host:port", perhaps on all interfaces.
+    """The address for other machines of a server on `host` that listens on "host:port", perhaps on all interfaces.
 
     A server takes others in with TLS, but on its own loopback without.
     """
@@ -157,7 +153,7 @@ def far_address(listens: str, host: str) -> str:
 
 
 def credentials(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables by which clients show who they are, and know the server."""
+    """Environment variables with the credentials of clients."""
     return {name: environment[name] for name in _CREDENTIALS if name in environment}
 
 

@@ -1,4 +1,4 @@
-"""Engines of a cluster as plain data: what an engine serves, where it is reached. Does not import Ray."""
+"""Engines of a cluster as plain data: what an engine serves, and its address. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Models = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """What of a run goes where.
+    """Which channels and folders of a run an engine serves.
 
     Attributes:
         channels: by the run's channel, the model that is to have its newest weights; versions are the channel's.
@@ -40,7 +40,7 @@ class Feeds:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine, and what of a run it serves.
+    """An engine, and its part of a run.
 
     Attributes:
         name: by which it is found.
@@ -63,20 +63,19 @@ class EngineSpec:
 
 @runtime_checkable
 class Serves(Protocol):
-    """A launcher that places engines, too."""
+    """A launcher that can place engines."""
 
     def serve(self, spec: EngineSpec, log: Path) -> None:
-        """Have an engine beside the next run; the log of its server goes to a file on this machine."""
+        """Start an engine with the next run; its server's log goes to a file on this machine."""
 
 
-# ----
-# How an engine somewhere in a cluster is reached, and a book of that for those who have no Ray. Knows nothing of Ray.
+# The endpoint of an engine somewhere in a cluster, and a registry of endpoints for processes without Ray.
 #
-# A endpoint is told by name. Who looks it up on the engine's own machine connects through shared memory, everybody
-# else over the network.
+# An endpoint is found by name. A process on the engine's own machine connects through shared memory, all others
+# over the network.
 
 
-BOOK = "engines"  # the run's folder with it, where a launcher keeps one
+REGISTRY = "engines"  # the run's folder with it, where a launcher keeps one
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _ATTEMPT = 3.0  # seconds for one connection of those tried until the engine is found
 _LOOK = 0.1
@@ -84,14 +83,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_machine() -> str:
-    """The same for all processes that share memory, and for no others: this boot, and the folder of segments."""
+    """An id of all processes that share memory: this boot, and the folder of segments."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else os.uname().nodename
     status = directory().stat()
     return f"{boot}-{status.st_dev}-{status.st_ino}"
 
 
 def check_name(name: str) -> str:
-    """The name itself. Raises Refused where it is none for an engine."""
+    """Validate the name of an engine. Raises Refused."""
     if not _NAME.fullmatch(name):
         raise Refused(f"{name!r} is no name for an engine: expected letters, digits, '_' and '-'")
     return name
@@ -99,7 +98,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an engine is, in one of its lives.
+    """The address of an engine, in one incarnation.
 
     Attributes:
         name: of the engine.
@@ -121,16 +120,16 @@ class Endpoint:
 
     @property
     def here(self) -> bool:
-        """Whether it is on this machine."""
+        """Whether the engine is on this machine."""
         return self.machine == this_machine()
 
     @property
     def address(self) -> str:
-        """Its address for this process."""
+        """The address for this process."""
         return self.ipc if self.here else self.grpc
 
     def connect(self, timeout: float = 10.0) -> Server:
-        """As `jurybox.client.connect`: with the native shm_rings on its machine, over gRPC from elsewhere."""
+        """As `jurybox.client.connect`: over the shm transport on its machine, over gRPC from others."""
         if self.here:
             return connect(self.ipc, timeout=timeout)
         return connect(self.grpc, timeout=timeout, token=self.token, tls_ca=self.authority.encode() or None)
@@ -139,7 +138,7 @@ class Endpoint:
 def reach(
     name: str, look: Callable[[], Endpoint | None], timeout: float = 60.0, alive: Callable[[], None] = lambda: None
 ) -> Server:
-    """Connect to an engine, wherever `look` says that it is by now.
+    """Connect to an engine at the endpoint that `look` returns.
 
     Args:
         timeout: seconds, in which it may be moving. alive: called while it waits.
@@ -165,7 +164,7 @@ def reach(
 
 
 def show(folder: Path, number: int, endpoint: Endpoint) -> None:
-    """Put a endpoint into a book. Pages are never changed: the one with the highest number counts."""
+    """Add an endpoint to a registry. Entries are never changed: the one with the highest number counts."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, made = tempfile.mkstemp(dir=folder, prefix=".endpoint-")  # for its owner's eyes: it holds a token
     with os.fdopen(descriptor, "w") as file:
@@ -174,19 +173,19 @@ def show(folder: Path, number: int, endpoint: Endpoint) -> None:
 
 
 def find(folder: Path, name: str) -> Endpoint | None:
-    """The newest endpoint of an engine in a book; None where there is none yet."""
+    """The newest endpoint of an engine in a registry; None if there is none yet."""
     pages = sorted(folder.glob(f"{check_name(name)}.*.endpoint"))
     return Endpoint(**json.loads(pages[-1].read_text())) if pages else None
 
 
 def clear(folder: Path, name: str) -> None:
-    """Take an engine out of a book."""
+    """Remove an engine from a registry."""
     for page in folder.glob(f"{check_name(name)}.*.endpoint"):
         page.unlink()
 
 
 def locks(folder: Path, host: str) -> tuple[str, str, dict[str, str]]:
-    """Make a token, and a key with a certificate for an IP address, as files in `folder`.
+    """Create a token, and a key with a certificate for an IP address, as files in `folder`.
 
     Returns:
         The token, the certificate as PEM, and the settings of [server] that name the files.

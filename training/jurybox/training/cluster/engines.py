@@ -1,7 +1,7 @@
-"""Engines in a cluster: a `jurybox` server as a named Ray actor, and the keeper that places it again when it moves.
+"""Engines in a cluster: a `jurybox` server as a named Ray actor, which is placed again when its machine dies.
 
 ``start("judge", {"photo": {"factory": "..."}})`` from the driver, then from any Ray task or actor
-``connect("judge")``. Processes that have no Ray find it in a book (`endpoints`) that a launcher keeps on their
+``connect("judge")``. Processes without Ray find it in a registry (`endpoints`) that a launcher keeps on their
 machine.
 """
 
@@ -44,11 +44,11 @@ _started: dict[str, Any] = {}  # Ray ends an actor that nobody holds a handle to
 
 
 class EngineNotStarted(RuntimeError):
-    """Ray found no place for it, or its server did not come up; the message holds the end of its log."""
+    """Ray had no room for it, or its server did not start; the message has the end of its log."""
 
 
 class EngineActor:
-    """Owns a server on its node, a child that ends with it. Ray makes it anew elsewhere when its node dies.
+    """Owns a server on its node, a child that ends with it. Ray restarts it elsewhere when its node dies.
 
     Methods come from several threads. The server is a child of one that stays, because it is bound to its life.
     """
@@ -66,12 +66,12 @@ class EngineActor:
         self._feeder: Feeder | None = None
 
     def where(self) -> str:
-        """The node that it is on."""
+        """The node of this actor."""
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
     def endpoint(self) -> Endpoint:
-        """Where it serves; starts the server if there is none, or none any more.
+        """The endpoint; starts the server if it does not run.
 
         Raises:
             ServerNotStarted: it did not come up.
@@ -83,7 +83,7 @@ class EngineActor:
             return self._endpoint
 
     def feed(self, scoreboard: str, folders: Mapping[str, str]) -> None:
-        """Serve what of a run comes to this machine, whose scoreboard has that name; folders are the run's here."""
+        """Serve the run whose scoreboard on this machine has that name; folders are the run's on this machine."""
         endpoint = self.endpoint()
         with self._lock:
             if self._feeder is not None:
@@ -91,13 +91,13 @@ class EngineActor:
             self._feeder = Feeder(endpoint.ipc, scoreboard, self._spec.feeds, folders)
 
     def look(self) -> tuple[str, bytes, str]:
-        """Its endpoint's life ("" where there is no server any more), new lines of its log, what ended its feeding."""
+        """The endpoint's incarnation ("" without a server), new log lines, and the error that ended its feeder."""
         lives = self._endpoint is not None and self._server is not None and self._server.alive
         failed = self._feeder.failed if self._feeder is not None else ""
         return self._endpoint.life if lives and self._endpoint else "", self._log.new(), failed
 
     def stop(self) -> None:
-        """Stop the server in order; the last call."""
+        """Stop the server; the last call."""
         with self._lock:
             self._parent.submit(self._end).result()
         self._folder.cleanup()
@@ -128,11 +128,8 @@ class EngineActor:
         self._feeder = self._server = self._endpoint = None
 
 
-# ---- for whoever starts one
-
-
 def make(spec: EngineSpec) -> Any:
-    """The actor of an engine, without waiting for it; it ends with the last handle to it, and with this process."""
+    """Create the actor of an engine without waiting; it ends with its last handle, and with this process."""
     options: dict[str, Any] = {
         "name": _actor_name(spec.name),
         "namespace": NAMESPACE,
@@ -157,7 +154,7 @@ def start(
     server: Mapping[str, Any] | None = None,
     timeout: float = START,
 ) -> Endpoint:
-    """Start an engine somewhere in the cluster, and wait until it serves; the one of that name where there is one.
+    """Start an engine in the cluster, and wait until it serves; an existing one of that name is used.
 
     Args:
         models: as under [models.NAME] of a server's configuration; factories must be importable on its node.
@@ -173,7 +170,7 @@ def start(
 
 
 def stop(name: str) -> None:
-    """Stop an engine and give back what was set aside for it. Harmless where there is none."""
+    """Stop an engine and free its resources. Ignored if there is none."""
     _started.pop(name, None)
     try:
         actor = ray.get_actor(_actor_name(name), NAMESPACE)
@@ -184,11 +181,8 @@ def stop(name: str) -> None:
     ray.kill(actor)
 
 
-# ---- for whoever uses one, in a driver, a task or an actor of Ray
-
-
 def endpoint(name: str, timeout: float = START) -> Endpoint:
-    """Where an engine is by now; waits for one that is starting or moving.
+    """The current endpoint of an engine; waits for one that is starting or moving.
 
     Raises:
         EngineNotStarted: it could not be started; ServerGone: it was not found within `timeout` seconds.
@@ -219,7 +213,7 @@ def address(name: str, timeout: float = START) -> str:
 
 
 def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambda: None) -> Server:
-    """Connect to an engine wherever it is by now; waits for one that is starting or moving. As `endpoints.reach`."""
+    """Connect to an engine; waits for one that is starting or moving. As `endpoints.reach`."""
 
     until = time.monotonic() + timeout
 
@@ -236,32 +230,30 @@ def _actor_name(name: str) -> str:
     return f"jurybox-engine-{check_name(name)}"
 
 
-# ----
-# Keeps an engine of a run: places it, feeds it there, tells every machine where it is; and again when it has moved.
-
-
 _LOOK = 0.5  # seconds between two looks at an engine
 
 _BACK_OFF = 2.0  # after one that could not be started
 _ENGINE_STOP = 15.0
 
 
-class EngineKeeper:
-    """For one engine and one run. Methods belong to the thread of the traffic's loop.
+class EnginePlacement:
+    """Places and watches one engine of a run. Methods belong to the thread of the traffic's loop.
 
     Args:
-        book: folder of endpoints on this machine; one of the run's, so that it is on every machine.
+        registry: folder of endpoints on this machine; one of the run's, so that it is on every machine.
         log: gets the log of its servers.
         told: takes lines for whoever watches.
     """
 
-    def __init__(self, spec: EngineSpec, traffic: Traffic, book: Path, log: Path, told: Callable[[str], None]) -> None:
-        self._spec, self._traffic, self._book, self._log, self._told = spec, traffic, book, log, told
+    def __init__(
+        self, spec: EngineSpec, traffic: Traffic, registry: Path, log: Path, told: Callable[[str], None]
+    ) -> None:
+        self._spec, self._traffic, self._registry, self._log, self._told = spec, traffic, registry, log, told
         self._actor: Any = None
         self._shown = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
-        endpoints.clear(book, spec.name)
+        endpoints.clear(registry, spec.name)
         self._task = asyncio.ensure_future(self._keep())
         self._task.add_done_callback(self._ended)
 
@@ -272,7 +264,7 @@ class EngineKeeper:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.stop.remote(), _ENGINE_STOP)
             ray.kill(self._actor)
-        endpoints.clear(self._book, self._spec.name)
+        endpoints.clear(self._registry, self._spec.name)
 
     async def _keep(self) -> None:
         life = ""
@@ -287,7 +279,7 @@ class EngineKeeper:
                 if endpoint.life != life:
                     life = endpoint.life
                     self._shown += 1
-                    endpoints.show(self._book, self._shown, endpoint)
+                    endpoints.show(self._registry, self._shown, endpoint)
                     self._told(f"engine {endpoint.name} serves on node {node[:8]}, for others at {endpoint.grpc}")
                 await self._watch(endpoint, member)
             except RayTaskError as error:
@@ -301,7 +293,7 @@ class EngineKeeper:
             self._told(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
 
     async def _watch(self, endpoint: Endpoint, member: Member) -> None:
-        """Until it serves no longer as it did."""
+        """Watch until the endpoint changes."""
         while not member.gone:
             life, log, failed = await self._actor.look.remote()
             with self._log.open("ab") as file:

@@ -1,8 +1,7 @@
-"""Env workers as Ray actors: each holds some of a training's environments; what is said to one is one call.
+"""Env workers as Ray actors: each holds some of a training's environments, and is called once for all of them.
 
-They are placed by what they need, spread over the machines; those on the learner's own are asked over a socket
-(`local_calls`). One that dies is started again by Ray, where there is room, and holds new environments: whoever asked
-is told `LOST`, and what becomes of the episodes is his.
+They are spread over the machines; those on the learner's machine are called over a socket (`local_calls`). Ray restarts
+one that dies, with new environments: its caller gets `LOST`, and handles the episodes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _VALUE, _RAISED, _NEW = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What is set aside for one worker, as Ray counts it."""
+    """The resources of one worker, as Ray counts them."""
 
     cpus: float = 1.0
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -43,7 +42,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question under way: to which worker, in which of its lives, until when."""
+    """A call in flight: its worker, the worker's incarnation, and the deadline."""
 
     worker: int
     life: int
@@ -52,7 +51,7 @@ class Asked:
 
 
 class EnvActor:
-    """One worker: makes what it holds when it is told to begin, and calls its methods."""
+    """One worker: `begin` creates its object, `do` calls a method."""
 
     def __init__(self, path: list[str], environment: dict[str, str], make: bytes) -> None:
         sys.path += [each for each in path if each not in sys.path and Path(each).exists()]
@@ -62,7 +61,7 @@ class EnvActor:
         self._ear: Ear | None = None
 
     def begin(self) -> Answer:
-        """Make all anew; says the node that it is on, and the name of its ear there."""
+        """Create the object; returns the node, and the name of the socket there."""
         held, self._held = self._held, None
         try:
             if held is not None:
@@ -76,7 +75,7 @@ class EnvActor:
         return _VALUE, (ray.get_runtime_context().get_node_id(), self._ear.name)
 
     def do(self, method: str, arguments: tuple[Any, ...]) -> Answer:
-        """Call a method of what it holds; a process that Ray started anew holds nothing yet."""
+        """Call a method of the object; a restarted process has none yet."""
         if self._held is None:
             return _NEW, None
         try:
@@ -85,7 +84,7 @@ class EnvActor:
             return _RAISED, str(described(error))
 
     def end(self) -> None:
-        """Close all that it holds."""
+        """Close the object."""
         held, self._held = self._held, None
         if held is not None:
             held.close()
@@ -149,13 +148,13 @@ class EnvWorkers:
         return self._lives[worker]
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Asked:
-        """Begin a call of what it holds; several may be under way, they are done in order."""
+        """Begin a call; several may be in flight, they are run in order."""
         line = self._lines.get(worker)
         answer = line.ask(method, arguments) if line else self._actors[worker].do.remote(method, arguments)
         return Asked(worker, self._lives[worker], time.monotonic() + self._timeout, answer)
 
     def answer(self, asked: Asked) -> Any:
-        """Wait for it; `LOST` where the worker was replaced since.
+        """Wait for the result; `LOST` if the worker was replaced since.
 
         Raises:
             WorkerFailed: the method raised, or the worker died several times without doing anything.
@@ -180,7 +179,7 @@ class EnvWorkers:
         return value
 
     def close(self) -> None:
-        """End them, in order where they answer within two seconds."""
+        """End the workers; they get two seconds to close."""
         with interrupts.held():
             actors, self._actors = self._actors, []
             if actors:
@@ -192,7 +191,7 @@ class EnvWorkers:
                 ray.kill(actor)
 
     def _replace(self, worker: int) -> None:
-        """Wait until Ray has made it anew, and have it make what it holds."""
+        """Wait until Ray has restarted it, and let it create its object."""
         if (line := self._lines.pop(worker, None)) is not None:
             line.close()
         self._lives[worker] += 1

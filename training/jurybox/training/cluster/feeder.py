@@ -1,6 +1,6 @@
-"""What an engine serves of a run: publications of the run's channels and its past policies, as they reach the machine.
+"""Feeds an engine from a run: publications of its channels, and its past policies.
 
-The engine is one more reader on its machine: weights come there once, whoever else reads them. Knows nothing of Ray.
+The engine is one more reader on its machine, which gets the weights once for all readers. Does not import Ray.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Feeder:
 
     @property
     def failed(self) -> str:
-        """Why it ended by itself; "" where it did not."""
+        """The error that ended it; "" if none did."""
         return self._failed
 
     def close(self) -> None:
-        """End it."""
+        """Stop it."""
         self._stop.set()
         self._thread.join(_JOIN)
 

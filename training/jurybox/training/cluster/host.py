@@ -22,7 +22,6 @@ from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.scoreboard import Scoreboard, Told, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
-# ----
 # The scoreboard of a run, copied between machines.
 #
 # Every record has one writer, so a copy needs no merging rule but this: whoever has the role's process has the role's
@@ -36,7 +35,7 @@ _ORDER_MOMENTS = [Told.STARTED_AT]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Records of some roles at one moment.
+    """Counters of some roles.
 
     Attributes:
         clock: nanoseconds of the machine's CLOCK_MONOTONIC when they were read.
@@ -52,19 +51,19 @@ class Counters:
 
     @classmethod
     def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
-        """What `scoreboard` shows of these roles now."""
+        """The counters of these roles on `scoreboard`."""
         numbers = np.array(sorted(roles), np.int64)
         told = scoreboard.told[numbers] if orders else np.empty((0, scoreboard.told.shape[1]), np.int64)
         return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], told)
 
     def unfinished(self) -> Counters:
-        """The same, but no learner is done yet: its last publication is still on its way to where this goes."""
+        """The same, but with learners not done, since their last publication is still in transit."""
         records = self.records.copy()
         records[:, Word.DONE] = 0
         return replace(self, records=records)
 
     def write(self, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool, life: bool = False) -> None:
-        """Put the records of those among `roles` on another machine's scoreboard.
+        """Write the counters of those among `roles` to another machine's scoreboard.
 
         Args:
             orders: put the orders of all that came, too.
@@ -85,15 +84,11 @@ class Counters:
             scoreboard.told[self.roles] = told
 
 
-# ----
-# The run's folders on one machine: files that are written once, on any machine, and are soon on all. No Ray.
-
-
 _TICK = 100_000_000  # ns
 
 
 class Folders:
-    """One machine's copies; belongs to one thread at a time.
+    """The run's folders on one machine; belongs to one thread at a time.
 
     Args:
         paths: by the plan's name.
@@ -107,7 +102,7 @@ class Folders:
             Path(path).mkdir(parents=True, exist_ok=True)
 
     def after(self, count: int) -> tuple[tuple[str, str], ...]:
-        """(folder, name) of the files there, without the first so many that were found."""
+        """(folder, name) of the files, without the given number of first ones."""
         for folder, path in self.paths.items():
             # Taken before the look: what comes in the midst of it is seen the next time.
             changed = Path(path).stat().st_mtime_ns
@@ -121,17 +116,16 @@ class Folders:
         return tuple(self._found)[count:] if count < len(self._found) else ()
 
     def read(self, folder: str, name: str) -> bytes:
-        """A file's content."""
+        """Read a file."""
         return (Path(self.paths[folder]) / name).read_bytes()
 
     def keep(self, folder: str, name: str, content: bytes) -> None:
-        """Put a file there that was written elsewhere."""
+        """Store a file from another machine."""
         path = Path(self.paths[folder]) / name
         if not path.exists():
             write_atomically(path, content)
 
 
-# ----
 # One machine's part of a run: its scoreboard, its way into the replays, its copies of the weights. Knows nothing of
 # Ray.
 #
@@ -147,7 +141,7 @@ INBOX_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One publication of a weights channel: the bytes of a slot, laid out as the channel says."""
+    """One publication of a weights channel: the bytes of a slot."""
 
     version: int
     flat: npt.NDArray[np.uint8]
@@ -156,7 +150,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What a role's process uses on its machine.
+    """The names of shared memory and folders for roles on a machine.
 
     Attributes:
         replays: by the plan's name, replays instead of the way in. folders: by the plan's name, paths.
@@ -168,7 +162,7 @@ class Instead:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a host has for the others.
+    """News of a host for the others.
 
     Attributes:
         counters: of the roles on it.
@@ -211,10 +205,8 @@ class Host:
         """Name of its scoreboard."""
         return self.shared.scoreboard.segment.name
 
-    # ---- counters
-
     def exchange(self, others: Counters, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
-        """Take what the orchestrator's scoreboard shows, and tell what there is.
+        """Write the orchestrator's counters here, and return this host's news.
 
         Args:
             here: roles that run on this machine. leaving: replays that are sampled, and whose rows so have a way to go.
@@ -225,11 +217,11 @@ class Host:
         return self.seen(here, leaving, files)
 
     def context(self, counters: Counters) -> None:
-        """A role is about to start here: its counts go on from what the orchestrator's scoreboard shows."""
+        """Prepare the start of a role: its counters continue from the orchestrator's scoreboard."""
         counters.write(self.shared.scoreboard, counters.roles.tolist(), orders=True)
 
     def seen(self, here: Collection[int], leaving: Sequence[str], files: int = 0) -> Seen:
-        """What there is for the others."""
+        """News for the others."""
         return Seen(
             Counters.of(self.shared.scoreboard, here, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
@@ -237,8 +229,6 @@ class Host:
             sum(source.new.missed for source in self._exporters.values()),
             self.folders.after(files),
         )
-
-    # ---- weights
 
     def newest(self, channel: str) -> int:
         """The newest version on this machine."""
@@ -252,7 +242,7 @@ class Host:
         return Publication(version, flat, extra)
 
     def adopt(self, channel: str, publication: Publication) -> int:
-        """Publish on this machine's channel what was published elsewhere; the newest version there now.
+        """Publish on this machine's channel; returns its newest version.
 
         A learner that publishes here is the one that everybody follows: it is not disturbed.
         """
@@ -266,10 +256,8 @@ class Host:
                 return reader.newest
         return reader.newest
 
-    # ---- rows
-
     def make_home(self, names: Sequence[str]) -> None:
-        """Make the replays that are sampled on this machine; the orchestrator's machine has them from the start."""
+        """Create the replays that are sampled on this machine; the orchestrator's machine has them from the start."""
         for spec in self._plan.replays:
             if self._owns and spec.name in names and spec.name not in self._homes:
                 self._homes[spec.name] = Replay.create(
@@ -283,15 +271,15 @@ class Host:
                 )
 
     def instead(self) -> Instead:
-        """What processes on this machine use in the place of what the plan names."""
+        """The names that processes on this machine use instead of those of the plan."""
         return Instead({name: str(replay.name) for name, replay in self._homes.items()}, self.folders.paths)
 
     def rows(self, name: str) -> RowBatch | None:
-        """What came into this machine's way in, some of it; None where nothing did."""
+        """New rows of this machine, a part of them; None without any."""
         return self._exporter(name).batch()
 
     def put(self, name: str, source: str, batch: RowBatch | None) -> int:
-        """Add rows of the host `source` to the replay that is sampled here; how many."""
+        """Add rows of the host `source` to the replay that is sampled here; returns their number."""
         if batch is None:
             return 0
         home = self._home(name)
@@ -312,7 +300,7 @@ class Host:
         self._home(name).save(path)
 
     def close(self) -> None:
-        """Let go of everything; what belongs to this host is removed."""
+        """Close everything; what this host owns is removed."""
         for replay in self._homes.values():
             replay.unlink()
             replay.close()
@@ -322,21 +310,17 @@ class Host:
         if self._copies is not None:
             self._copies.cleanup()
 
-    # ---- files
-
     def file(self, folder: str, name: str) -> bytes | None:
-        """A file in one of the run's folders; None where it has been removed since."""
+        """Read a file of the run's folders; None if it was removed."""
         try:
             return self.folders.read(folder, name)
         except FileNotFoundError:
             return None
 
     def keep_file(self, folder: str, name: str, content: bytes | None) -> None:
-        """Put a file that was written elsewhere where it belongs here."""
+        """Store a file from another machine."""
         if content is not None:
             self.folders.keep(folder, name, content)
-
-    # ---- inside
 
     def _home(self, name: str) -> Replay:
         # An empty replay is false.

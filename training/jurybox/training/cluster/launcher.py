@@ -18,8 +18,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cluster.actors import Heard, RolePlace
 from jurybox.training.cluster.connection import connect, disconnect
-from jurybox.training.cluster.endpoints import BOOK, EngineSpec
-from jurybox.training.cluster.engines import EngineKeeper
+from jurybox.training.cluster.endpoints import REGISTRY, EngineSpec
+from jurybox.training.cluster.engines import EnginePlacement
 from jurybox.training.cluster.host import Host
 from jurybox.training.cluster.traffic import Member, Traffic
 from jurybox.training.runtime.launching import RoleProcess, configuration
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class RayProcess:
-    """A role's process somewhere in the cluster. What it says is kept until the orchestrator looks."""
+    """A role's process in the cluster. Its messages are kept until the orchestrator reads them."""
 
     def __init__(self, launcher: RayLauncher, number: int, log: Path, evaluated: Path | None) -> None:
         self.number, self.log, self.evaluated = number, log, evaluated
@@ -71,7 +71,7 @@ class RayProcess:
             raise EOFError("the role's process has ended")
 
     def _here(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Put weights that were evaluated elsewhere into a folder of this machine."""
+        """Store weights that were evaluated on another machine in a folder of this one."""
         assert self.evaluated is not None
         files: dict[str, bytes] = message.pop("kept")
         try:
@@ -110,7 +110,7 @@ class RayLauncher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told: deque[str] = deque()
         self._engines: list[tuple[EngineSpec, Path]] = []
-        self._keepers: list[EngineKeeper] = []
+        self._placements: list[EnginePlacement] = []
 
     def __enter__(self) -> RayLauncher:
         connect(self._address)
@@ -122,14 +122,12 @@ class RayLauncher:
         disconnect()
 
     def serve(self, spec: EngineSpec, log: Path) -> None:
-        """Have an engine beside the next run, whose plan has the folder `BOOK`: roles find it there by its name.
+        """Start an engine with the next run, whose plan has the folder `REGISTRY`: roles find it there by its name.
 
         Args:
             log: file on this machine that the log of its server goes to.
         """
         self._engines.append((spec, log))
-
-    # ---- for the orchestrator, from its thread
 
     def begin(self, plan: Plan, shared: SharedResources) -> None:
         self._plan, self._shared = plan, shared
@@ -140,8 +138,8 @@ class RayLauncher:
 
         async def begin() -> Traffic:
             traffic = Traffic(plan, Host(plan, shared), node, self._lost, self._told.append)
-            self._keepers = [
-                EngineKeeper(spec, traffic, Path(plan.folders[BOOK]), log, self._told.append)
+            self._placements = [
+                EnginePlacement(spec, traffic, Path(plan.folders[REGISTRY]), log, self._told.append)
                 for spec, log in self._engines
             ]
             return traffic
@@ -202,21 +200,19 @@ class RayLauncher:
             self._thread.join(5.0)
             loop.close()
 
-    # ---- for processes, from the orchestrator's thread
-
     def say(self, number: int, kind: str, fields: dict[str, Any]) -> None:
         """Send a role's process a message."""
         self._places[number].say.remote(kind, fields)
 
     def kill(self, process: RayProcess) -> None:
-        """Have a process killed where it is; one that has no place yet is given up."""
+        """Kill a process on its machine; one without a place yet is given up."""
         if process.pid:
             self._places[process.number].kill.remote()
         elif self._loop is not None:
             self._loop.call_soon_threadsafe(self._give_up, process)
 
     def end_of(self, process: RayProcess, timeout: float) -> int:
-        """Wait for the end of a process, kill it, and give it up where even that brings nothing."""
+        """Wait for the end of a process, then kill it; if that fails, give it up."""
         for seconds in (timeout, 2.0):
             with self._changed:
                 if self._changed.wait_for(lambda: process.status is not None, seconds):
@@ -231,10 +227,8 @@ class RayLauncher:
             del self._running[process.number]
         return _KILLED if process.status is None else process.status
 
-    # ---- on the loop's thread
-
     async def _live(self, process: RayProcess, life: int, state: bytes | None) -> None:
-        """The life of one process, from finding its place to its end."""
+        """Run one process, from its placement to its end."""
         number, status, member = process.number, _KILLED, None
         try:
             node = await self._where(number)
@@ -268,7 +262,7 @@ class RayLauncher:
                 return heard.status
 
     async def _where(self, number: int) -> str:
-        """The node on which Ray has placed a role; waits for one that has what it needs."""
+        """The node on which Ray has placed a role; waits for its resources."""
         while True:
             try:
                 node: str = await self._places[number].where.remote()
@@ -279,7 +273,7 @@ class RayLauncher:
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _look_after(self, member: Member) -> None:
-        """A place is gone: with its whole machine, or alone."""
+        """Handle the loss of a place, alone or with its machine."""
         if member is not self._traffic.own:
             try:
                 await asyncio.wait_for(member.ask("instead"), 1.0)
@@ -301,7 +295,7 @@ class RayLauncher:
             self._changed.notify_all()
 
     def _lost(self, roles: set[int]) -> None:
-        """The host of these roles is gone: without it they are of no use."""
+        """Handle the loss of the host of these roles, which cannot run without it."""
         for number in roles:
             if number in self._running:
                 self._places[number].kill.remote()
@@ -326,8 +320,8 @@ class RayLauncher:
         )
 
     async def _close(self) -> None:
-        await asyncio.gather(*(keeper.close() for keeper in self._keepers))
-        self._keepers, self._engines = [], []
+        await asyncio.gather(*(placement.close() for placement in self._placements))
+        self._placements, self._engines = [], []
         await self._traffic.close()
 
     def _do(self, work: Coroutine[Any, Any, _T], timeout: float) -> _T:

@@ -1,8 +1,8 @@
-"""A line to an env worker on the learner's own machine: a Unix socket, in a tenth of the time of a call through Ray.
+"""Calls to an env worker on the learner's machine over a Unix socket, in a tenth of the time of a call through Ray.
 
-Its name is in no folder (an abstract socket), so nothing is left of it whatever dies. Both ends let nobody in but
-processes of their own user, as the kernel tells it: pickle is safe between them, as between a process and its child.
-Who cannot connect (another user, another network namespace) calls through Ray.
+The socket is abstract, without a file, so nothing is left of it. Both ends accept processes of their own user only, as
+the kernel reports it: pickle is as safe between them as between a process and its child. A process that cannot connect
+(another user, another network namespace) calls through Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMEOUT = 5.0
 
 
 class Ear:
-    """The worker's end: listens, for one caller at a time, in a thread of its own.
+    """The worker's end: a server thread, for one caller at a time.
 
     Args:
         do: answers a method's name and its arguments.
@@ -61,7 +61,7 @@ class Ear:
 
 
 class Line:
-    """The learner's end. Questions are answered in their order.
+    """The learner's end. Calls are answered in order.
 
     Raises:
         OSError: nobody of that name is on this machine, or it is another user's.
@@ -85,14 +85,14 @@ class Line:
         self._early: dict[int, Answer] = {}
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> int:
-        """Send a question; its number. One to a worker that is gone is answered with EOFError."""
+        """Send a call; returns its number. If the worker is gone, `answer` raises EOFError."""
         self._asked += 1
         with suppress(OSError):  # which `answer` raises
             self._connection.send_bytes(_packed((method, arguments)))
         return self._asked
 
     def answer(self, number: int, until: float) -> Answer | None:
-        """Wait until that moment of the monotonic clock; None when it did not come.
+        """Wait for an answer until that time of the monotonic clock; None if there is none.
 
         Raises:
             EOFError, OSError: the worker is gone.

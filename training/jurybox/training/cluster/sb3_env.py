@@ -1,6 +1,6 @@
 """Environments of many workers as one VecEnv of Stable-Baselines3: SubprocVecEnv over calls instead of pipes.
 
-A worker holds several environments (`EnvGroup`); what is sent to them travels together, as one call.
+A worker holds several environments (`EnvGroup`); their requests are sent in one call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SpreadVecEnv(SubprocVecEnv):
         self._under_way: dict[int, tuple[dict[int, Request], Any]] = {}
         self._answers: dict[tuple[int, int], Any] = {}
         self._seen: dict[tuple[int, int], Any] = {}  # every environment's last observation
-        places = [(worker, seat) for worker, count in enumerate(counts) for seat in range(count)]
+        places = [(worker, index) for worker, count in enumerate(counts) for index in range(count)]
         self._number = {place: number for number, place in enumerate(places)}
         self.remotes = [_Remote(self, place) for place in places]
         for remote in self.remotes:
@@ -50,7 +50,7 @@ class SpreadVecEnv(SubprocVecEnv):
 
     @property
     def restarts(self) -> int:
-        """Workers that were replaced."""
+        """The number of replaced workers."""
         return self._workers.restarts
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class SpreadVecEnv(SubprocVecEnv):
             self._workers.close()
 
     def send(self, place: tuple[int, int], request: Request) -> None:
-        """Keep a request until an answer is wanted; then all go, one call for each worker."""
+        """Queue a request; `receive` sends all of them, in one call for each worker."""
         self._unsent.setdefault(place[0], {})[place[1]] = request
 
     def receive(self, place: tuple[int, int]) -> Any:
@@ -75,7 +75,7 @@ class SpreadVecEnv(SubprocVecEnv):
         return answer
 
     def _ask(self, worker: int, requests: dict[int, Request]) -> Any:
-        """None: what it holds is new, and a step would be that of an episode that never began."""
+        """Send the requests; None if the environments are new and cannot be stepped before a reset."""
         steps = any(command == "step" for command, _ in requests.values())
         if steps and self._workers.life(worker) != self._lives[worker]:
             return None
@@ -89,24 +89,24 @@ class SpreadVecEnv(SubprocVecEnv):
             else:
                 # Nothing of it was an episode's: the new one is asked the same, its rows are cut at the next step.
                 answers = self._workers.answer(self._workers.ask(worker, "answer", requests))
-        for seat, answer in answers.items():
-            command = requests[seat][0]
+        for index, answer in answers.items():
+            command = requests[index][0]
             if command == "reset":
                 self._lives[worker] = self._workers.life(worker)
             if command in ("reset", "step") and not isinstance(answer, WorkerFailed):
-                self._seen[worker, seat] = answer[0]
-            self._answers[worker, seat] = answer
+                self._seen[worker, index] = answer[0]
+            self._answers[worker, index] = answer
 
     def _cut(self, worker: int, requests: dict[int, Request]) -> Any:
-        """Reset the new environments; what they answer instead of a step, or `LOST` again."""
+        """Reset the new environments; returns the answers that replace the step, or `LOST` again."""
         self._lives[worker] = self._workers.life(worker)
-        resets = {seat: ("reset", (self._fresh_seed(worker, seat), None)) for seat in requests}
+        resets = {index: ("reset", (self._fresh_seed(worker, index), None)) for index in requests}
         begun = self._workers.answer(self._workers.ask(worker, "answer", resets))
         if begun is LOST:
             return LOST
         return {
-            seat: answer if isinstance(answer, WorkerFailed) else self._cut_short((worker, seat), *answer)
-            for seat, answer in begun.items()
+            index: answer if isinstance(answer, WorkerFailed) else self._cut_short((worker, index), *answer)
+            for index, answer in begun.items()
         }
 
     def _cut_short(self, place: tuple[int, int], observation: Any, info: dict[str, Any]) -> Any:
@@ -114,13 +114,13 @@ class SpreadVecEnv(SubprocVecEnv):
         told = {"TimeLimit.truncated": True, "terminal_observation": last, "restarted": True}
         return observation, 0.0, True, told, info
 
-    def _fresh_seed(self, worker: int, seat: int) -> int:
-        numbers = (self._seed, self._number[worker, seat], self._workers.life(worker))
+    def _fresh_seed(self, worker: int, index: int) -> int:
+        numbers = (self._seed, self._number[worker, index], self._workers.life(worker))
         return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 class _Remote:
-    """What SubprocVecEnv takes for its end of a pipe."""
+    """Stands for SubprocVecEnv's end of a pipe."""
 
     def __init__(self, env: SpreadVecEnv, place: tuple[int, int]) -> None:
         self._env, self._place = env, place
@@ -133,7 +133,7 @@ class _Remote:
 
 
 def dealt(count: int, each: int) -> list[range]:
-    """Numbers of the environments of every worker, `each` of them, the last with what is left."""
+    """Distribute environment numbers over workers, `each` for every worker, the rest for the last."""
     if count < 1 or each < 1:
         raise ValueError(f"expected at least one environment, and one for each worker, got {count} and {each}")
     edges = [*range(0, count, each), count]

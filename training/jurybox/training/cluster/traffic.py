@@ -1,8 +1,7 @@
-"""Between the machines of a run: counters, rows and weights, carried by Ray; asyncio on one thread.
+"""Moves counters, rows and weights between the machines of a run with Ray, on one asyncio thread.
 
-The orchestrator's machine sets everything going and sees nothing of the data: it asks the host that has rows or a
-publication for them, gets a reference, and hands that to the host that wants them. Ray moves the bytes from node to
-node, once for each node.
+The orchestrator's machine controls the transfers without the data: it gets a reference from the host that has rows or a
+publication, and passes it to the host that needs them. Ray moves the bytes between nodes, once for each node.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class Member:
-    """A host as the orchestrator's machine sees it.
+    """The orchestrator's view of a host.
 
     Attributes:
         node: Ray's id of the machine.
@@ -53,8 +52,7 @@ class Member:
     gone: bool = False
 
     def fetch(self, method: str, *arguments: Any) -> Any:
-        """Begin a call whose result is not wanted here: a reference to it, or the result itself of this machine's own
-        host."""
+        """Begin a call; returns a reference to the result, or the result itself from this machine's host."""
         if self.host is not None:
             return getattr(self.host, method)(*arguments)
         return getattr(self.actor, method).remote(*arguments)
@@ -68,7 +66,7 @@ class Member:
 
 
 class Traffic:
-    """All of it, for one run. Methods belong to the thread of its event loop.
+    """All transfers of a run. Methods belong to the thread of its event loop.
 
     Args:
         host: of this machine.
@@ -95,10 +93,8 @@ class Traffic:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._go(self._look_here())
 
-    # ---- coming and going
-
     async def member(self, node: str) -> Member:
-        """The host of a machine, made where there is none yet."""
+        """Get the host of a machine; create it if there is none."""
         found = self.members.get(node)
         if found is not None:
             return found
@@ -125,7 +121,7 @@ class Traffic:
         return made
 
     async def context(self, number: int, member: Member) -> Instead:
-        """A role is about to start on a machine; gives what it uses there in the place of what the plan names.
+        """Prepare the start of a role on a machine; returns the names that it uses there.
 
         Raises:
             ValueError: it samples a replay that a role on another machine samples.
@@ -152,14 +148,14 @@ class Traffic:
         return instead
 
     async def leave(self, number: int, member: Member) -> None:
-        """A role's process has ended: its last counts."""
+        """Read the last counters of a role's process that has ended."""
         if member is not self.own and not member.gone:
             seen: Seen = await member.ask("seen", {number}, ())
             seen.counters.write(self._scoreboard, {number}, orders=False, life=True)
         member.here.discard(number)
 
     def gone(self, member: Member) -> None:
-        """A machine is lost, or its host."""
+        """Handle the loss of a machine, or of its host."""
         if member.gone or member is self.own:
             return
         member.gone = True
@@ -167,8 +163,6 @@ class Traffic:
         self._homes = {name: home for name, home in self._homes.items() if home is not member}
         self._sources = {name: source for name, source in self._sources.items() if source is not member}
         self._lost(set(member.here))
-
-    # ---- looking
 
     async def _look_at(self, member: Member) -> None:
         everybody = range(len(self._plan.roles))
@@ -217,30 +211,24 @@ class Traffic:
         member.files.update(seen.files)
 
     def _behind(self, member: Member) -> bool:
-        """Whether a publication is on its way to this host. Read after the counters, which tell of nothing newer."""
+        """Whether a publication is in transit to this host. Read it after the counters."""
         self.own.known |= {channel.name: self._newest_here(channel.name) for channel in self._plan.channels}
         return any(member.known.get(name, 0) < source.known.get(name, 0) for name, source in self._sources.items())
 
-    # ---- rows
-
     async def _carry(self, member: Member, name: str) -> bool:
-        """One batch on its way to where it is sampled; whether there was anything in it."""
+        """Move one batch to where it is sampled; returns whether there was one."""
         home = self._homes.get(name)
         if home is None or home is member is self.own:
             return False
         batch = member.fetch("rows", name)
         return bool(await home.ask("put", name, member.node, batch))
 
-    # ---- files
-
     async def _carry_files(self, member: Member) -> None:
-        """What one of both machines has, this or that, to the other."""
+        """Copy files between two machines."""
         for giver, taker in ((member, self.own), (self.own, member)):
             for folder, name in sorted(giver.files - taker.files):
                 await taker.ask("keep_file", folder, name, giver.fetch("file", folder, name))
                 taker.files.add((folder, name))
-
-    # ---- weights
 
     def _fan_out(self, channel: str, source: Member, newest: int) -> None:
         behind = [
@@ -262,10 +250,8 @@ class Traffic:
     def _newest_here(self, channel: str) -> int:
         return self.own.host.newest(channel) if self.own.host else 0
 
-    # ---- checkpoints and the end
-
     async def settle(self) -> None:
-        """While all roles rest: every row to where it is sampled, the newest weights to this machine."""
+        """While all roles are paused: move rows to where they are sampled, and the newest weights to this machine."""
         for member in list(self.members.values()):
             for name in list(self._homes):
                 while name in member.busy:  # noqa: ASYNC110 (some milliseconds, once a checkpoint)
@@ -280,12 +266,12 @@ class Traffic:
                 await self._adopt(self.own, channel, source.fetch("publication", channel))
 
     async def replay_file(self, name: str) -> bytes | None:
-        """The replay that is sampled on another machine, as a file's bytes; None where it is on this one."""
+        """The file of a replay that is sampled on another machine; None if it is on this one."""
         home = self._homes.get(name, self.own)
         return None if home is self.own else await home.ask("replay_file", name)
 
     async def close(self) -> None:
-        """End all of it; every host frees its shared memory."""
+        """Stop; all hosts free their shared memory."""
         for task in self._tasks:
             task.cancel()
         others = [member for member in self.members.values() if member is not self.own]
@@ -298,10 +284,8 @@ class Traffic:
         except (RayError, TimeoutError):
             self._told(f"the host of node {member.node[:8]} did not end in order; the next run there frees its memory")
 
-    # ---- inside
-
     def _once(self, member: Member, what: str, work: Awaitable[Any]) -> None:
-        """Do it unless the like of it is being done for this member."""
+        """Run it unless the same is running for this member."""
         if what in member.busy:
             work.close()  # type: ignore[attr-defined]
             return

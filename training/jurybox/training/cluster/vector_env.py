@@ -17,7 +17,7 @@ from jurybox.training.vector.worker import answered
 
 
 class Lost(Enum):
-    """Instead of an answer: the worker was replaced, and all that it holds is new."""
+    """Returned instead of an answer: the worker was replaced, and its environments are new."""
 
     LOST = "lost"
 
@@ -26,7 +26,7 @@ LOST: Final = Lost.LOST
 
 
 class Workers(Protocol):
-    """Numbered workers, each of which holds an object whose methods can be called.
+    """Numbered workers, each with an object whose methods can be called.
 
     Attributes:
         restarts: workers replaced so far.
@@ -40,16 +40,15 @@ class Workers(Protocol):
         """How often it was replaced."""
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Any:
-        """Begin a call; several may be under way, they are done in order. Gives what `answer` wants."""
+        """Begin a call; several may be in flight, they are run in order. Returns the argument for `answer`."""
 
     def answer(self, asked: Any) -> Any:
-        """Wait for it; `LOST` where the worker was replaced since, or is replaced now."""
+        """Wait for the result; `LOST` if the worker was replaced."""
 
     def close(self) -> None:
         """End them."""
 
 
-# ----
 # What an env worker of a cluster holds for Stable-Baselines3: environments that answer SubprocVecEnv's commands.
 #
 # Each has a thread of its own, so that one that waits for its juror lets the others render. Never imports torch.
@@ -59,7 +58,7 @@ Request = tuple[str, Any]  # command and its data, as SubprocVecEnv sends them
 
 
 class EnvGroup:
-    """What one worker holds: environments that answer requests."""
+    """The object of a worker: environments that answer requests."""
 
     def __init__(self, makers: Sequence[Callable[[], Any]]) -> None:
         self._environments = [make() for make in makers]
@@ -68,10 +67,10 @@ class EnvGroup:
     def answer(self, requests: dict[int, Request]) -> dict[int, Any]:
         """Answers by environment; a `WorkerFailed` where one raised."""
         under_way = {
-            seat: self._threads.submit(answered, self._environments[seat], *request)
-            for seat, request in requests.items()
+            index: self._threads.submit(answered, self._environments[index], *request)
+            for index, request in requests.items()
         }
-        return {seat: each.result() for seat, each in under_way.items()}
+        return {index: each.result() for index, each in under_way.items()}
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -79,15 +78,11 @@ class EnvGroup:
             environment.close()
 
 
-# ----
-# Environments of many workers as one Gymnasium VectorEnv: one call for each worker and step, whole batches in it.
-
-
 Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
 
 
 class Groups:
-    """What one worker holds: vector environments, numbered, each of which belongs to another `SpreadVectorEnv`."""
+    """The object of a worker: numbered vector environments, each for another `SpreadVectorEnv`."""
 
     def __init__(self, makers: Sequence[Callable[[], VectorEnv[Any, Any, Any]]]) -> None:
         self._groups = [make() for make in makers]
@@ -113,7 +108,7 @@ class Groups:
 
 
 class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
-    """Group `group` of every worker, one after the other in rows. It does not own the workers.
+    """The rows of group `group` of all workers. It does not own the workers.
 
     `step_async` and `step_wait` are the halves of `step`: whoever has two such environments acts for one while the
     other's step is on its way. A worker that was replaced has new environments: the episodes of its rows are cut. They
@@ -194,7 +189,7 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         return tuple(self._insist(worker, "call", name, args) for worker in range(len(self._rows)))
 
     def close_extras(self, **kwargs: Any) -> None:
-        """The workers are their owner's."""
+        """Does nothing: the workers belong to their owner."""
 
     def _result(self, worker: int, asked: Any) -> Step:
         """One worker's step."""
@@ -228,13 +223,13 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         return found
 
     def _insist(self, worker: int, method: str, *arguments: Any) -> Any:
-        """Ask until there is an answer; a new worker's rows are told of at the next step."""
+        """Repeat a call until there is an answer; rows of a new worker are cut at the next step."""
         while (answer := self._workers.answer(self._workers.ask(worker, method, self._group, *arguments))) is LOST:
             pass
         return answer
 
     def _fresh_seed(self, worker: int) -> int | None:
-        """A seed for environments that begin anew in a new worker, where the run has one.
+        """A seed for the new environments of a replaced worker, if the run has one.
 
         It depends on nothing that happened to other workers, so that a run in which the same happens is the same.
         """
@@ -252,7 +247,7 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def joined(infos: Sequence[dict[str, Any]], rows: Sequence[slice]) -> dict[str, Any]:
-    """Infos of groups as one, by Gymnasium's rules: where a group has not set a key, there are zeros (or None).
+    """Infos of groups as one, by Gymnasium's rules: rows without a key get zeros (or None).
 
     Args:
         infos: of each group, arrays of its rows.
@@ -274,7 +269,7 @@ def joined(infos: Sequence[dict[str, Any]], rows: Sequence[slice]) -> dict[str, 
 
 
 def _emptied(infos: dict[str, Any]) -> dict[str, Any]:
-    """The same keys, and nobody has set them."""
+    """The same keys with zeros."""
     return {name: _emptied(value) if isinstance(value, dict) else np.zeros_like(value) for name, value in infos.items()}
 
 

@@ -1,1 +1,1 @@
-"""Environments of the trainings: each stands alone, and knows neither the runtime nor a learner."""
+"""Environments of the trainings, independent of the runtime and of learners."""

@@ -82,10 +82,6 @@ def _imported(module: str) -> ModuleType:
         return importlib.import_module(module)
 
 
-# ----
-# Observations as rows.
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What rows of observations hold.
@@ -250,10 +246,6 @@ def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[_Leaf]
             _collect(part, (*path, number), found)
     else:
         found.append(_Leaf(path, space))
-
-
-# ----
-# Actions.
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from gymnasium import spaces
 from pettingzoo import AECEnv
 
-# ----
 # The world of the treasure hunt: walls, gems, agents, and the rules. Arrays and one random generator, nothing else.
 #
 # A turn begins with what is no agent: gems that were taken may grow again elsewhere. Then the agents move in their
@@ -27,7 +26,7 @@ FIRST_GEM = 2  # kinds of gems follow
 
 
 class Move(IntEnum):
-    """What an agent can do."""
+    """Actions of an agent."""
 
     UP = 0
     DOWN = 1
@@ -41,7 +40,7 @@ _STEPS = {Move.UP: (-1, 0), Move.DOWN: (1, 0), Move.LEFT: (0, -1), Move.RIGHT: (
 
 @dataclass(frozen=True, slots=True)
 class TreasureConfig:
-    """How the world is made.
+    """Settings of a world.
 
     Attributes:
         agents: how many.
@@ -101,7 +100,7 @@ class World:
         self.reset()
 
     def reset(self) -> None:
-        """A new world: other walls, other gems, other places."""
+        """Create a new random world."""
         self.turn = 0
         self.tiles = self._walled()
         for kind, number in enumerate(self.config.gems):
@@ -138,7 +137,7 @@ class World:
                     self._missing[kind] -= 1
 
     def pov(self, agent: int) -> npt.NDArray[np.uint8]:
-        """What an agent sees: (planes, view, view) uint8 of 0 and 1. Beyond the world there are walls.
+        """The observation of an agent: (planes, view, view) uint8 of 0 and 1. Outside of the world are walls.
 
         Planes: walls, other agents, then gems by kind. It does not see itself.
         """
@@ -149,7 +148,7 @@ class World:
         return window
 
     def act(self, agent: int, move: int) -> float:
-        """Move an agent; gives its reward: the value of the gem it took, or 0."""
+        """Move an agent; returns its reward: the value of the gem it took, or 0."""
         row, column = self.places[agent]
         down, right = _STEPS[Move(move)]
         there = (int(row + down), int(column + right))
@@ -176,7 +175,7 @@ class World:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be what `state` told."""
+        """Restore what `state` returned."""
         self.tiles = np.array(state["tiles"], np.uint8)
         self.places = np.array(state["places"], np.int64)
         self.turn = int(state["turn"])
@@ -209,10 +208,6 @@ class World:
 
 
 _RING = ((-1, 0), (-1, 1), (0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1))
-
-
-# ----
-# The treasure hunt with PettingZoo's AEC interface: agents take turns, each sees what the ones before it have done.
 
 
 Observation = npt.NDArray[np.uint8]
@@ -257,7 +252,7 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
         return self._action_spaces[agent]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        """A new episode; without a seed the generator goes on."""
+        """Begin an episode; without a seed the generator continues."""
         if self.world is None or seed is not None:
             self.world = World(self.config, np.random.default_rng(seed))
         else:

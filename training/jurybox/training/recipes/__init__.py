@@ -1,1 +1,1 @@
-"""Trainings, ready to run: settings, the loop, and what a run leaves behind. Import the module you need."""
+"""The trainings: settings, plans or loops, reports. Import the module you need."""

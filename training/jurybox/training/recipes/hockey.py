@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.td3 import TD3
-from jurybox.training.cluster.endpoints import BOOK, Serves
+from jurybox.training.cluster.endpoints import REGISTRY, Serves
 from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.policies import Acts, Description
 from jurybox.training.recipes.hockey_actor import fields
@@ -43,7 +43,7 @@ _EVALUATOR_NICE = 10  # it takes its time; collectors and learner have their pac
 
 
 def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
-    """Of an observation and of an action.
+    """The sizes of an observation and of an action.
 
     Raises:
         ConfigError: the environment cannot be made.
@@ -57,7 +57,7 @@ def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
 
 
 def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = None, engine: str | None = None) -> Plan:
-    """The run that these settings ask for.
+    """The plan of these settings.
 
     Args:
         folder: of the run; past selves are kept in its ``pool/``.
@@ -70,7 +70,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
     sizes = sizes_of(settings)
     told: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
     past = None if served is None else served.names[POOL_MODEL]
-    folders = {POOL: str(folder.resolve() / "pool")} | ({BOOK: str(folder.resolve() / "engines")} if engine else {})
+    folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
     layout = WeightsLayout.of(TD3(*sizes, settings.learner).acting().state_dict())
     return Plan(
         roles=(
@@ -136,10 +136,6 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
     )
 
 
-# ----
-# A hockey training from its settings to the report: what `jurybox train hockey` does.
-
-
 def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description:
     """How the published weights act: against the weak bot, unless whoever plays them says otherwise."""
     observation, action = sizes
@@ -163,7 +159,7 @@ def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description
 
 
 def columns(settings: HockeyTraining) -> tuple[str, ...]:
-    """Of metrics.csv, for every run with the same anchors the same."""
+    """The columns of metrics.csv, which depend on the anchors."""
     return (
         *OF_EVERY_RUN,
         "wins",

@@ -1,4 +1,4 @@
-"""The playing roles of a hockey training: collectors and the evaluator. No torch: their processes start quickly."""
+"""The actor and the evaluator of a hockey training. They do not import torch, so their processes start quickly."""
 
 from __future__ import annotations
 
@@ -65,32 +65,28 @@ def evaluate(games: Sequence[Game], policy: Policy, opponent: str, n: int, *, se
     return Standing.of(play(games, matches, policy))
 
 
-# ----
-# Collecting hockey: games in two halves, one of which steps while the other's actions are being computed.
-
-
 LONGEST = 252  # steps of a game, the original's one more counted in
 Rows = npt.NDArray[np.float32]
 
 
 class Policies(Protocol):
-    """Who acts for the collector: the learner's newest policy, and its opponents under the league's names."""
+    """The policies of a collector: the learner's newest, and its opponents by their names in the league."""
 
     def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
-        """Begin to compute actions for one half: its observations (n, o), its opponents and what those see (n, o)."""
+        """Begin to compute actions for one half: observations (n, o), opponents and their observations (n, o)."""
 
     def actions(self, half: int) -> Rows:
-        """The learner's actions (n, a) for what was asked last; opponents have theirs then, too."""
+        """The learner's actions (n, a) of the last `ask`; opponents have theirs as well."""
 
     def player(self, name: str) -> Opponent:
-        """A player of its own for one match at a time; KeyError when nobody plays under that name."""
+        """A player for one match; KeyError for an unknown name."""
 
     def odds(self) -> Mapping[str, float]:
-        """How likely each opponent is to be the next one."""
+        """The probability of each opponent."""
 
 
 def fields(observation_size: int, action_size: int) -> dict[str, Field]:
-    """What a row of the replay holds; rows are linked by episode, so next observations are not stored twice."""
+    """Fields of the replay; rows are linked by episode, so next observations are not stored."""
     return {
         "observation": Field((observation_size,)),
         "action": Field((action_size,)),
@@ -100,7 +96,7 @@ def fields(observation_size: int, action_size: int) -> dict[str, Field]:
 
 
 def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
-    """The reward that the learner is given for a step of `player`."""
+    """The shaped reward of a step of `player`."""
     info = turn.infos[player]
     return float(
         GOAL_REWARD * info["winner"]
@@ -111,7 +107,7 @@ def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
 
 
 class Collector:
-    """Plays match after match in each game, and writes what was seen.
+    """Plays matches in each game, and writes their transitions.
 
     A match's chance (opponent, start, noise) comes from the training's seed, the collector and the match's number
     alone.
@@ -174,7 +170,7 @@ class Collector:
         return len(slots), [result for _, result in over]
 
     def abandon(self) -> None:
-        """Leave all matches where they are, uncounted: a physics engine in the midst of a game cannot be kept."""
+        """Abandon all matches without a result: the state of the physics engine cannot be saved."""
         for half in (0, 1):
             if self._asked[half]:
                 self._policies.actions(half)
@@ -196,7 +192,7 @@ class Collector:
         self._asked[half] = True
 
     def match(self, slot: int, *, warm: bool) -> Match:
-        """The next match, to be played in game `slot`."""
+        """Choose the next match of game `slot`."""
         rng = np.random.default_rng((self._settings.seed, self._number, self.begun))
         self.begun += 1
         name = draw(self._policies.odds(), rng)
@@ -217,20 +213,16 @@ class Collector:
                 stream.end(observation=turn.observations[player])
 
 
-# ----
-# The roles of a hockey training that play: collectors and the evaluator. No torch: their processes start quickly.
-
-
 _CARRIED = 10.0  # seconds that a past self may be on its way from the learner's machine
 
 
 def number_of(opponent: str, anchors: tuple[str, ...]) -> int:
-    """A league's name as a number for a row: -1, -2, ... for anchors, the version for the pool."""
+    """The number of a league's name, for a row: -1, -2, ... for anchors, the version for the pool."""
     return -1 - anchors.index(opponent) if opponent in anchors else int(opponent.removeprefix("pool:"))
 
 
 def name_of(number: int, anchors: tuple[str, ...]) -> str:
-    """The name that `number_of` made a number of."""
+    """The inverse of `number_of`."""
     return anchors[-1 - number] if number < 0 else f"pool:{number}"
 
 
@@ -308,7 +300,7 @@ class HockeyActor(Actor):
 
 
 class HockeyEvaluator(Evaluator):
-    """Games without noise against the anchors, the same ones each time; what it calls points marks the best weights."""
+    """Games without noise against the anchors, the same ones each time; `points` marks the best weights."""
 
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any]) -> None:
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""The learning role of a hockey training: TD3 on the shared replay, and the league that all collectors play by."""
+"""The learner of a hockey training: TD3 on the shared replay, and the league of all collectors."""
 
 from __future__ import annotations
 
@@ -124,8 +124,6 @@ class HockeyLearner(Learner):
 
     def close(self) -> None:
         self._resources.close()
-
-    # ---- inside
 
     def _look(self) -> None:
         self._take_results()

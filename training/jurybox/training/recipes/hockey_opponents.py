@@ -1,4 +1,4 @@
-"""Who acts in a collector: the newest published policy, bots for anchors, kept weights for the pool; in its process."""
+"""Policies in a collector's process: the newest published one, bots as anchors, weights of past policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class PublishedActor:
-    """Keeps a `NumpyActor` at the newest publication; a role follows it.
+    """Keeps a `NumpyActor` at the newest publication.
 
     Attributes:
         version: of its weights; 0 before the first.
@@ -34,7 +34,7 @@ class PublishedActor:
         self._spare, self._state = reader.buffers(), reader.buffers()
 
     def refresh(self, timeout: float = 1.0) -> bool:
-        """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
+        """Load the newest publication if it is newer; returns whether it was. Raises Timeout."""
         if not self._reader.newer_than(self.version):
             return False
         state, self.version, extra = self._reader.read(out=self._spare, timeout=timeout)
@@ -50,7 +50,7 @@ class PublishedActor:
 
 
 class Pool:
-    """Weights of past selves: a file for each, written once by the learner, read by whoever plays against one.
+    """Weights of past policies: a file for each, written by the learner, read by collectors.
 
     When a member has left the league its file goes soon after (`retain`), and nobody holds more than `most` of them in
     memory; the learner's checkpoints have those of its league with them.
@@ -65,16 +65,16 @@ class Pool:
         self._actors: dict[str, NumpyActor] = {}  # the newest use last
 
     def keep(self, name: str, actor: NumpyActor) -> None:
-        """`actor` plays under `name` ("pool:17") from now on."""
+        """Store `actor` under `name` ("pool:17")."""
         self._folder.mkdir(parents=True, exist_ok=True)
         write_state(self._path(name), {"state": actor.state})
 
     def names(self) -> list[str]:
-        """All that are there, oldest first."""
+        """All names, oldest first."""
         return [f"pool:{int(path.stem)}" for path in sorted(self._folder.glob("*.weights"))]
 
     def retain(self, names: Collection[str]) -> None:
-        """Let all others go, files and memory."""
+        """Remove all others, files and memory."""
         for name in set(self.names()) - set(names):
             self._path(name).unlink(missing_ok=True)
         self._actors = {name: actor for name, actor in self._actors.items() if name in names}
@@ -105,13 +105,13 @@ class Pool:
 
 
 class PastSelf:
-    """An opponent that acts as a published actor did."""
+    """An opponent with the weights of a past policy."""
 
     def __init__(self, actor: NumpyActor) -> None:
         self._actor = actor
 
     def reset(self, seed: int) -> None:
-        """Nothing to forget: the policy has no memory."""
+        """Does nothing: the policy has no state."""
 
     def act(self, observation: Rows) -> Rows:
         action: Rows = self._actor(observation[None])[0]
@@ -119,14 +119,14 @@ class PastSelf:
 
 
 class LocalPolicies:
-    """Everybody acts in this process: `Policies` for a collector."""
+    """`Policies` in the collector's process."""
 
     def __init__(self, published: PublishedActor, pool: Pool, action_size: int) -> None:
         self._published, self._pool, self._action_size = published, pool, action_size
         self._seen: dict[int, Rows] = {}
 
     def ask(self, half: int, seen: Rows, opponents: Sequence[Opponent], theirs: Rows) -> None:
-        """Remember what there is to compute; nobody else would compute it meanwhile."""
+        """Store the arguments: `actions` computes them."""
         self._seen[half] = seen
 
     def actions(self, half: int) -> Rows:

@@ -1,4 +1,4 @@
-"""The report of a hockey training: how it ended, curves, who beats whom, who worked when, a game to look at."""
+"""The report of a hockey training: result, curves, win matrix, timeline, a film of a game."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:
 
 
 def _games(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> list[Section | None]:
-    """Games won and lost in evaluations."""
+    """The chart of games won and lost in evaluations."""
     sections: list[Section | None] = []
     for what, told in (("wins", "won"), ("losses", "lost")):
         lines = []

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.client import Error, ModelNotFound, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
-from jurybox.training.cluster.endpoints import BOOK, EngineSpec, Feeds, find, reach
+from jurybox.training.cluster.endpoints import REGISTRY, EngineSpec, Feeds, find, reach
 from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
 from jurybox.training.recipes.hockey_settings import CHANNEL, POOL, HockeyTraining
@@ -145,8 +145,8 @@ class InCluster:
         self._weights = context.reader(CHANNEL)
 
     def connect(self) -> Server:
-        book = self._context.folder(BOOK)
-        return reach(self._name, lambda: find(book, self._name), _FOUND, self._context.alive)
+        registry = self._context.folder(REGISTRY)
+        return reach(self._name, lambda: find(registry, self._name), _FOUND, self._context.alive)
 
     def newest(self) -> int:
         """The newest version."""
@@ -226,8 +226,6 @@ class ServedPolicies:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._resources.close()
-
-    # ---- inside
 
     def _open(self) -> None:
         with ExitStack() as undo:

@@ -27,7 +27,7 @@ class LauncherMissing(RunError):
 
 @contextmanager
 def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
-    """The launcher of that name, for the length of the block.
+    """The launcher of that name; use it in a ``with``.
 
     Args:
         address: of the cluster, with "ray"; None: Ray on this machine alone.
@@ -47,7 +47,7 @@ def launcher_named(name: str, address: str | None = None) -> Iterator[Launcher]:
 
 
 def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
-    """Raises ConfigError where GPUs are to be set aside (number by setting) and nobody sets any aside."""
+    """Raises ConfigError if GPUs are requested (number by setting) and the launcher cannot reserve any."""
     if launcher is None or isinstance(launcher, Local):
         why = (
             "GPUs are set aside by --launcher ray; on one machine `device` or `device_per_agent` says where to compute"
@@ -56,13 +56,13 @@ def check_gpus(launcher: Launcher | None, gpus: Mapping[str, float]) -> None:
 
 
 def check_local(address: str | None) -> None:
-    """Raises LauncherMissing where an address is given, which "local" has no use for."""
+    """Raises LauncherMissing if an address is given for "local"."""
     if address is not None:
         raise LauncherMissing(f"an address ({address}) goes with --launcher ray")
 
 
 def require_ray(name: str, address: str | None) -> None:
-    """Make sure that the launcher's name is "ray", that Ray can be imported, and that it listens where it should.
+    """Check that the launcher's name is "ray" and that Ray can be imported; make Ray listen on the right interface.
 
     Raises:
         LauncherMissing: one of these is not so.
@@ -80,7 +80,7 @@ def require_ray(name: str, address: str | None) -> None:
 
 
 def _on_loopback() -> None:
-    """Ray of this machine alone then listens on its loopback, as it does on macOS. Read once, when Ray is imported."""
+    """Make a Ray of this machine listen on the loopback interface, as on macOS. Ray reads it at import."""
     asked = os.environ.setdefault(_LOOPBACK, "0")
     known = sys.modules.get("ray._private.ray_constants")
     if asked == "0" and known is not None and getattr(known, "ENABLE_RAY_CLUSTER", False):
@@ -88,10 +88,6 @@ def _on_loopback() -> None:
             f"Ray was imported before this launcher was asked for, without {_LOOPBACK}=0, and would listen on every "
             f"interface of this machine: set that variable before the first 'import ray' (to 1 if others may reach it)"
         )
-
-
-# ----
-# ``--launcher`` for the trainings that are no plans: who holds their environments.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ class Spread:
 
 @contextmanager
 def spread_named(name: str, address: str | None = None, needs: Needs | None = None) -> Iterator[Spread | None]:
-    """The cluster for the environments of a training, for the length of the block; None with "local".
+    """The cluster for the environments of a training; None with "local". Use it in a ``with``.
 
     Args:
         name, address: as `launcher_named` takes them.

@@ -1,4 +1,4 @@
-"""The multi-agent training: one world, agents that move one after another, an isolated learner for each of them."""
+"""The multi-agent training: worlds whose agents move one after another, and a separate learner for each agent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TREASURE = "jurybox.training.environments.treasure:TreasureHunt"
 
 
 class OnPolicy(BaseModel):
-    """What PPO needs beside what all algorithms have."""
+    """Further settings of PPO."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -170,7 +170,7 @@ class MarlTraining(ServedSettings):
         return MarlTraining(**{**said, **changes}) if changes else self
 
     def refuse_unused(self) -> None:
-        """Make sure that nothing is set that has no effect on this learner.
+        """Refuse settings that have no effect on this learner.
 
         Raises:
             ConfigError: something is; the message says what and why.
@@ -205,7 +205,7 @@ class MarlTraining(ServedSettings):
 
 
 def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None = None) -> Plan:
-    """The run that these settings ask for.
+    """The plan of these settings.
 
     Args:
         serve: has models served; None: the actor computes its policies itself.
@@ -319,7 +319,7 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
 
 
 def _of_groups(groups: Mapping[str, str], known: Mapping[str, Sight]) -> dict[str, Sight]:
-    """What the agents of every group see and do."""
+    """The spaces of each group."""
     found: dict[str, Sight] = {}
     for agent, group in groups.items():
         if found.setdefault(group, known[agent]) != known[agent]:

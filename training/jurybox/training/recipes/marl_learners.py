@@ -1,4 +1,4 @@
-"""Who learns in a multi-agent training: DQN or IQN from a replay, PPO from what was played by its own policy."""
+"""The learners of a multi-agent training: DQN or IQN from a replay, PPO on-policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEARNERS: dict[str, type[ValueLearner]] = {"dqn": DQN, "iqn": IQN}
 
 
 def _seed(context: RoleContext) -> int:
-    """The same for every life of a learner, and another for each learner."""
+    """The seed of a learner, the same after a restart."""
     return int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
 
 
@@ -68,7 +68,7 @@ class ReplayLearner(Learner):
 
     @property
     def epsilon(self) -> float:
-        """For the steps made so far."""
+        """Epsilon after the steps made so far."""
         high, low, steps = self._epsilon
         return max(low, high - (high - low) * self.context.own_steps / max(1, steps))
 
@@ -94,7 +94,7 @@ class ReplayLearner(Learner):
 
 
 class OnPolicyLearner(Learner):
-    """PPO on what its group's agents did since the last update, in the order in which they did it.
+    """PPO on the transitions of its group's agents since the last update, in order.
 
     A step takes the transitions that came since the one before it. Those of a policy that is more than `max_stale`
     publications' updates old are dropped, and counted as stale; those that the ring overwrote before they were taken
@@ -177,7 +177,7 @@ class OnPolicyLearner(Learner):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin with the rows that come from now on: the episodes that are going on end with a checkpoint."""
+        """Begin with new rows: a checkpoint ends the current episodes."""
         self._resident.refresh()
         self._looked_at = self._resident.taken
         self._held = self._open = torch.empty(0, dtype=torch.int64)

@@ -47,10 +47,6 @@ def make_network(
         return _OF_VALUES[algorithm](int(np.prod(shape)), actions, tuple(hidden), scale)
 
 
-# ----
-# Published policies as whoever acts sees them: frames in, actions and what is kept of the choice out.
-
-
 Observation = npt.NDArray[Any]
 _ANSWER = 10.0  # seconds
 _LOOK = 0.002

@@ -1,7 +1,7 @@
-"""Who acts in a multi-agent training: actors, each with a world of its own, and an evaluator.
+"""The actors of a multi-agent training, each with a world of its own, and the evaluator.
 
 An agent's observations are stacked, its transitions go to its group's replay, its policy comes from its group's
-channel. Nothing else is shared.
+channel. Agents share nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The worlds of a multi-agent training: PettingZoo's, of either interface; what agents see and do, as rows of a replay.
+"""The worlds of a multi-agent training: PettingZoo environments of either interface, and their spaces as rows.
 
 What networks compute with is float32. A row keeps an observation in its own dtype where that is no wider and torch
 computes with it, and else as float32; so nothing is lost on the way that the network would have seen.
@@ -61,7 +61,7 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one agent sees and does.
+    """The observation and action space of one agent.
 
     Attributes:
         shape, dtype: of its observations as rows hold them; Discrete and MultiDiscrete ones are one-hot.
@@ -79,7 +79,7 @@ class Sight:
 
     @classmethod
     def of(cls, seen: spaces.Space[Any], does: spaces.Space[Any], agent: str) -> Sight:
-        """What these spaces of `agent` come to.
+        """Check the spaces of `agent`.
 
         Raises:
             ConfigError: one of them is of a kind that is not known.
@@ -109,12 +109,12 @@ class Sight:
 
     @property
     def field(self) -> Field:
-        """Of a replay."""
+        """The replay's field."""
         return Field(self.shape, self.dtype, stored="bits" if self.binary else None)
 
 
 class Eyes:
-    """Makes rows of one agent's observations.
+    """Converts one agent's observations to rows.
 
     Args:
         seen: the agent's observation space.
@@ -126,7 +126,7 @@ class Eyes:
         self._declared = np.dtype(seen.dtype)
 
     def row(self, observation: Any) -> Observation:
-        """An observation as the replay and the networks have it.
+        """Convert an observation to a row.
 
         Raises:
             WorldError: it is not of the space.
@@ -167,7 +167,7 @@ class Eyes:
 
 
 def sights(world: AECEnv[Any, Any, Any]) -> dict[str, Sight]:
-    """What every agent sees and does."""
+    """The spaces of all agents."""
     return {
         agent: Sight.of(world.observation_space(agent), world.action_space(agent), agent)
         for agent in world.possible_agents
@@ -175,5 +175,5 @@ def sights(world: AECEnv[Any, Any, Any]) -> dict[str, Sight]:
 
 
 def eyes(world: AECEnv[Any, Any, Any]) -> dict[str, Eyes]:
-    """What makes rows of every agent's observations."""
+    """Converters of all agents' observations to rows."""
     return {agent: Eyes(agent, world.observation_space(agent), sight) for agent, sight in sights(world).items()}

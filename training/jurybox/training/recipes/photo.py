@@ -1,12 +1,12 @@
 """The photo training: Stable-Baselines3 PPO over env workers that are clients of the server.
 
-The settings were found on the photos that ship, with the panel as juror. What matters, in this order:
+The settings were found on the photos that ship, with the panel as juror. The most important, in this order:
 
-- discount 0: every edit step is paid at once by the change of the score, so nothing is gained by looking ahead, and
-  the advantage of a step is free of the noise of those after it;
+- discount 0: each edit step is rewarded at once by the change of the score, so later rewards only add noise to the
+  advantage of a step;
 - a narrow start (deviation 0.3 of the action range): nine tools are moved at once, and a wide one mostly spoils the
   photo in eight of them;
-- a learning rate that falls by ten: with few photos the late steps would learn these photos by heart.
+- a learning rate that falls by ten: with few photos the late steps would overfit.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PhotoTraining(Settings):
 
 
 def check_workers(settings: PhotoTraining) -> None:
-    """Raises ConfigError for other than one worker for each environment, as it is on one machine."""
+    """Raises ConfigError unless there is one worker for each environment, as on one machine."""
     if settings.workers not in (None, settings.n_envs):
         raise ConfigError(
             f"workers={settings.workers} with envs={settings.envs}: on one machine each environment has a process of "
@@ -298,10 +298,6 @@ def policy_of(model: PPO) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
         return action
 
     return act
-
-
-# ----
-# How long a rollout is in each environment, so that the learner sees the same amount whatever their number.
 
 
 def steps_per_environment(environments: int, rollout: int = ROLLOUT) -> int:

@@ -1,4 +1,4 @@
-"""What a photo policy is worth: the same damaged photos left alone, edited at random, and edited as learned."""
+"""Evaluation of a photo policy: the same degraded photos unedited, edited at random, and edited by the policy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PhotoEvaluation:
 def evaluate_policy(
     config: PhotoConfig, policy: Policy, damages: int, watcher: Watcher, *, threads: int = _THREADS
 ) -> PhotoEvaluation:
-    """Let the learned policy and a random one edit every held-out photo, damaged in `damages` ways.
+    """Evaluate the learned and a random policy on all held-out photos, degraded in `damages` ways.
 
     Args:
         config: of the training; its held-out photos are used.
@@ -116,7 +116,7 @@ def evaluate_policy(
     watcher.begin("evaluating", damages)
 
     def share(number: int) -> list[tuple[Outcome, Outcome, Picture]]:
-        environment = environment_maker(held_out, number, patience=0.0)()
+        environment = environment_maker(held_out, number, timeout=0.0)()
         try:
             found = []
             for seed in seeds[number::threads]:
@@ -152,7 +152,7 @@ def evaluate_policy(
 
 @contextmanager
 def judge(config: PhotoConfig) -> Iterator[Judge]:
-    """All that the juror says of some pictures, not only the score: a function that lives as long as the block."""
+    """A function that returns all outputs of the juror for pictures; use it in a ``with``."""
     if config.scorer == "local":
         scorer = LocalScorer(config.juror, threads=1)
         yield lambda pictures: _locally(scorer, pictures)
@@ -187,7 +187,7 @@ def _case(learned: Outcome, random: Outcome, original: Picture, ask: Judge) -> C
 
 
 def _undamaged(environment: PhotoEdit, outcome: Outcome) -> Picture:
-    """The photo before it was damaged: the crop drawn again, and checked to be the one that was."""
+    """The photo before its degradation: the crop is drawn again, and compared."""
     photos: dict[str, Photo] = {photo.name: photo for photo in environment.library.of(environment.split)}
     rng, _ = seeding.np_random(outcome.seed)
     rng.integers(len(photos))  # the environment draws a photo even where it is told which

@@ -1,4 +1,4 @@
-"""The report of a photo training: what was learned, shown and counted on photos that training never saw."""
+"""The report of a photo training: results and pictures on held-out photos."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POINTS = 40  # of the learning curve, at most: more would be a thicket
 
 @dataclass(frozen=True, slots=True)
 class PhotoRun:
-    """Everything that a report is made of.
+    """The data of a report.
 
     Attributes:
         evaluation: on held-out photos.

@@ -1,4 +1,4 @@
-"""What `jurybox train photo` and `jurybox demo photo` do."""
+"""A photo training from its settings to the report: `jurybox train photo` and `jurybox demo photo`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run(
 
 
 def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:
-    """The server's status document; None where there is no server, or it has none for who asks from afar."""
+    """The server's status document; None without a server, or if a remote client cannot get it."""
     if settings.environment.scorer == "local":
         return None
     try:
@@ -179,10 +179,6 @@ def juror_of(settings: PhotoTraining, folder: Path, *, http: bool = False) -> It
 
 
 TRAINING = Training("photo", PhotoTraining, _work)
-
-
-# ----
-# The demo: a server of its own, a short photo training against it, a report, and nothing left behind.
 
 
 JUROR = "jurybox.server.jurors:panel"

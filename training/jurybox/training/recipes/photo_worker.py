@@ -1,4 +1,4 @@
-"""The env worker of the photo training, without torch: its environments, and a scorer that outlives the server."""
+"""Env workers of the photo training, without torch: environments, and a scorer that survives a server's restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAUSE = 0.2
 
 
 class SteadyScorer:
-    """Wraps a scorer; a picture whose server went away is scored by the server that comes next.
+    """Wraps a scorer: if its server goes away, the next server scores the picture.
 
     Which pictures meet in a batch is chance, and can change the last bit of a score; a training makes another policy of
     it in a few thousand steps. So the demo's juror is served with `deterministic`: the same seed gives the same policy.
@@ -33,20 +33,20 @@ class SteadyScorer:
 
     Args:
         scorer: the one that asks the server; connects at its first use and again after ``close``.
-        patience: seconds that a picture waits for a server before the error is the caller's.
+        timeout: seconds that a picture waits for a server before the error is the caller's.
         sleep, clock: instead of the time module's, for tests.
     """
 
     def __init__(
         self,
         scorer: Scorer,
-        patience: float = 60.0,
+        timeout: float = 60.0,
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scorer = scorer
-        self._patience = patience
+        self._timeout = timeout
         self._sleep = sleep
         self._clock = clock
 
@@ -71,7 +71,7 @@ class SteadyScorer:
                 return self._scorer.score()
             except (ServerGone, Refused, Timeout):
                 now = self._clock()
-                give_up = now + self._patience if give_up is None else give_up
+                give_up = now + self._timeout if give_up is None else give_up
                 if now >= give_up:
                     raise
             self._scorer.close()
@@ -81,30 +81,22 @@ class SteadyScorer:
         self._scorer.close()
 
 
-# ----
-# The env worker of the photo training: from plain values to an environment, without torch.
-
-
-def environment_maker(config: PhotoConfig, index: int, patience: float) -> Callable[[], PhotoEdit]:
+def environment_maker(config: PhotoConfig, index: int, timeout: float) -> Callable[[], PhotoEdit]:
     """A picklable function that makes the i-th environment, seeded ``config.seed + index``."""
-    return partial(_make, config, index, patience)
+    return partial(_make, config, index, timeout)
 
 
-def _make(config: PhotoConfig, index: int, patience: float) -> PhotoEdit:
+def _make(config: PhotoConfig, index: int, timeout: float) -> PhotoEdit:
     environment = build(config, index)
-    environment.scorer = SteadyScorer(environment.scorer, patience)
+    environment.scorer = SteadyScorer(environment.scorer, timeout)
     return environment
 
 
-# ----
-# The photo training's environments on a cluster: what each worker makes, without torch.
-
-
-def env_group(config: PhotoConfig, numbers: Sequence[int], patience: float, way: Way | None) -> EnvGroup:
+def env_group(config: PhotoConfig, numbers: Sequence[int], timeout: float, way: Way | None) -> EnvGroup:
     """The environments of these numbers, seeded as on one machine.
 
     Args:
         way: to the server that scores; the address is this machine's. None: the juror is in the environment.
     """
     here = config if way is None else replace(config, address=way.here())
-    return EnvGroup([environment_maker(here, number, patience) for number in numbers])
+    return EnvGroup([environment_maker(here, number, timeout) for number in numbers])

@@ -1,4 +1,4 @@
-"""How a training is going, told in the terminal and to MLflow or Weights & Biases."""
+"""Progress of a training in the terminal, and its record in MLflow or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
 class Watcher(Protocol):
-    """Whoever wants to know how a run goes."""
+    """Observes the progress of a run."""
 
     def say(self, text: str) -> None:
-        """One line about what happens now."""
+        """Print a line."""
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        """A stretch of work of `total` steps starts."""
+        """Begin a phase of `total` steps."""
 
     def advance(self, done: int, numbers: Mapping[str, float] | None = None) -> None:
-        """`done` steps of it are done; `numbers` are worth showing."""
+        """`done` steps of the phase are done; `numbers` are shown."""
 
     def end(self) -> None:
-        """The stretch is over, or was given up."""
+        """End the phase."""
 
 
 class Silence:
-    """Tells nobody."""
+    """A watcher that does nothing."""
 
     def say(self, text: str) -> None: ...
     def begin(self, what: str, total: int, done: int = 0) -> None: ...
@@ -98,16 +98,12 @@ class ConsoleProgress:
         return "  ".join([*shown, f"{rate:.0f}/s"])
 
 
-# ----
-# MLflow and Weights & Biases, for whoever asks for them; neither belongs to the plain install.
-
-
 class TrackerMissing(RuntimeError):
-    """A tracker was asked for that is not installed."""
+    """A requested tracker is not installed."""
 
 
 def require(*, mlflow: bool, wandb: bool) -> None:
-    """Raise TrackerMissing when one that is wanted is not installed; asked before a training starts."""
+    """Raise TrackerMissing if a requested tracker is not installed; called before a training starts."""
     wanted = {"mlflow": mlflow, "wandb": wandb}
     for package in (package for package, asked in wanted.items() if asked):
         if importlib.util.find_spec(package) is None:
@@ -117,7 +113,7 @@ def require(*, mlflow: bool, wandb: bool) -> None:
 def trackers(
     name: str, folder: Path, settings: Mapping[str, Any], *, mlflow: bool = False, wandb: bool = False
 ) -> list[Tracker]:
-    """Those that were asked for, each with a run of its own begun.
+    """The requested trackers, each with a new run.
 
     Args:
         name: of the training.

@@ -38,7 +38,7 @@ _LEFT = (
 
 
 def begin_anew(folder: Path, settings: Settings) -> str:
-    """Make room for a run that is to be resumed and was ended before its first checkpoint: it begins anew.
+    """Prepare a folder for starting again: its run ended before its first checkpoint and is to be resumed.
 
     What it had recorded until then is moved to a folder beside.
 
@@ -67,7 +67,7 @@ def begin_anew(folder: Path, settings: Settings) -> str:
 
 
 def resumed(folder: Path, settings: Settings, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint of the run in a folder; None where it was ended before its first, and begins anew.
+    """The newest checkpoint of the run in a folder; None if it ended before its first and starts again.
 
     Args:
         say: is called with a sentence where it begins anew.
@@ -125,10 +125,6 @@ def check_same(folder: Path, settings: Settings) -> None:
             f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to resume it, or "
             "another folder to start anew"
         )
-
-
-# ----
-# A plan carried out with everything that a training leaves in its folder: settings, metrics, summary, report.
 
 
 Metrics = Sequence[Mapping[str, float]]
@@ -222,7 +218,7 @@ def recorded_run(
 def failed_report(
     folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any], command: str = ""
 ) -> None:
-    """The report of a training whose end failed: what there is, and why there is no more."""
+    """Write the report of a training that failed at its end, with the error."""
     said = [
         headline,
         f"What should follow here could not be made: {type(error).__name__}: {error}",

@@ -1,8 +1,8 @@
-"""Recording a Stable-Baselines3 training: counts, metrics, checkpoints, progress, and the order to stop.
+"""Recording of a Stable-Baselines3 training: counters, metrics, checkpoints, progress, interrupts.
 
 A checkpoint has ``model.zip`` (SB3's own file, for people who load it with SB3) and what `restore` needs beside its
-tensors. Nothing pickled is read: the model is made anew from the settings, and only tensors are taken from the file.
-What is not kept is the episode that every environment is in: a resumed run begins new ones.
+tensors. Nothing pickled is read: the model is created from the settings, and only tensors are read from the file.
+The current episodes are not saved: a resumed run begins new ones.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class Recorder(BaseCallback):
 
     @property
     def seconds(self) -> float:
-        """Spent on training, earlier parts counted in."""
+        """Seconds of training, earlier parts included."""
         return self._seconds_before + self._clock() - self._began
 
     def counted(self) -> dict[str, Any]:
-        """What a checkpoint has to keep of this."""
+        """The counters for a checkpoint."""
         return {"episodes": self.episodes, "returns": list(self.returns), "seconds": self.seconds}
 
     def _on_training_start(self) -> None:
@@ -178,7 +178,7 @@ class Recorder(BaseCallback):
 
 
 def learner_steps(model: BaseAlgorithm) -> int:
-    """Optimiser steps so far, as Adam counts them; its state travels in checkpoints."""
+    """Optimiser steps so far, as counted by Adam, whose state is saved in checkpoints."""
     states = list(model.policy.optimizer.state.values())
     return int(states[0]["step"]) if states else 0
 
@@ -208,7 +208,7 @@ def save(
 
 
 def restore(model: BaseAlgorithm, checkpoint: Checkpoint, fresh_seed: int) -> None:
-    """Put a new model of the same settings, its environments and the global random generators where they were.
+    """Restore a new model of the same settings, its environments and the global random generators.
 
     Args:
         fresh_seed: where there are more environments than before, the additional ones are seeded from it and their

@@ -52,10 +52,6 @@ def gym_policy(
     return ServedModel(network, {"observation": TensorSpec(dtype, (size,))}, outputs)
 
 
-# ----
-# The search's network as a model of the server.
-
-
 class _Named(ActorCritic):
     """The network with named outputs; its weights keep the names that the learner publishes."""
 
@@ -70,10 +66,6 @@ def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> Serve
         {"observation": TensorSpec("float32", (observation,))},
         {"logits": TensorSpec("float32", (actions,)), "value": TensorSpec("float32", ())},
     )
-
-
-# ----
-# Networks of multi-agent trainings: what their policies choose by, under the names that the learners publish.
 
 
 class _Quantiles(QuantileNetwork):
@@ -108,10 +100,6 @@ def choosing_policy(
         {"observation": TensorSpec(dtype, tuple(shape))},
         {"logits" if algorithm == "ppo" else "values": TensorSpec("float32", (actions,))},
     )
-
-
-# ----
-# The mean of Stable-Baselines3's Gaussian policy, which acts without its noise.
 
 
 class _Mean(nn.Module):

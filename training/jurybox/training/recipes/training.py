@@ -1,8 +1,8 @@
-"""The skeleton of every training: its settings are read, its launcher chosen, its run carried out, its end told.
+"""The skeleton of every training: it reads settings, chooses the launcher, runs the training and reports the result.
 
-A training is a `Training`: a name, its `Settings`, and a function that does the work. Whether that function hands a
-plan to the runtime (`carry_out`) or has a loop of its own, the command line, signals, trackers, exit status and what an
-error says are the same for all of them.
+A training is a `Training`: a name, its `Settings`, and a function that does the work. That function passes a plan
+to the runtime (`carry_out`) or has a loop of its own; command line, signals, trackers, exit statuses and error messages
+are the same for all.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ or see the whole with a server of its own: jurybox demo photo --out demo-out"""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training's work is given beside its settings.
+    """The arguments of a training's work, beside its settings.
 
     Attributes:
         folder: where everything goes.
@@ -79,7 +79,7 @@ class Run:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse(self, why: Mapping[str, str]) -> None:
-        """Raises ConfigError where an option is given that has no effect; `why` by the option's name."""
+        """Raises ConfigError if an option is given that has no effect; `why` by option."""
         from jurybox.training.runtime.plan import refuse_unused
 
         given = {
@@ -117,7 +117,7 @@ def train(
     debug_state: bool = False,
     **options: Any,
 ) -> None:
-    """Do what a training's command says, and end the process with its exit status.
+    """Run the command of a training, and exit with its status.
 
     Args:
         training: where the `Training` is: "package.module:NAME". It is imported when the extra is known to be there.
@@ -156,7 +156,7 @@ def train(
 
 
 def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
-    """Have a plan carried out where the run's launcher says; gives how it ended, if it came to an end of its own.
+    """Run a plan with the run's launcher; returns the outcome, unless it was interrupted.
 
     Args:
         start: takes serial, resume, console, signals, command, trackers and launcher, as `recorded_run` does.
@@ -193,7 +193,7 @@ class RunFailed(RuntimeError):
 
 
 def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | None, *, told: str) -> None:
-    """Do the work and end the process with its exit status; whatever happens, what it started is stopped.
+    """Do the work, stop all that it started, and exit with its status.
 
     An error is told in a sentence. The traceback of one that nobody foresaw is written to a file, in `out` if it is
     there.
@@ -218,7 +218,7 @@ def until_interrupted(work: Callable[[Console, ExitStack], str], out: Path | Non
 
 
 def _status_of(error: Exception) -> int:
-    """Exit status for an error: those that the user can mend are told without a traceback."""
+    """The exit status of an error."""
     if isinstance(error, ExtraMissing):  # first: what follows imports what is missing
         return _USAGE
     from jurybox.client import Error
@@ -237,7 +237,7 @@ def _status_of(error: Exception) -> int:
 
 
 def _sentence(error: Exception, out: Path | None) -> str:
-    """What to tell of an error: what it says itself, and for one that nobody foresaw also where its traceback is."""
+    """The message of an error; of an unexpected one also the file with its traceback."""
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         return f"{package or error} is not installed, and this training needs it: pip install 'jurybox[training]'"
@@ -255,7 +255,7 @@ def _sentence(error: Exception, out: Path | None) -> str:
 
 
 def _written(error: Exception, out: Path | None) -> Path | None:
-    """The file that the traceback was written to; None where that could not be."""
+    """Write the traceback to a file; returns its path, or None if that failed."""
     text = "".join(traceback.format_exception(error))
     for folder in (out, Path(tempfile.gettempdir())):
         if folder is not None and folder.is_dir():
@@ -270,7 +270,7 @@ def _written(error: Exception, out: Path | None) -> Path | None:
 
 
 class ExtraMissing(RuntimeError):
-    """What trainings need is not installed."""
+    """The packages of the extra `training` are not installed."""
 
 
 def require_extra() -> None:

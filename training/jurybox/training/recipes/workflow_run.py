@@ -30,15 +30,12 @@ from jurybox.training.search.report import WorkflowRun, conclusion, render
 from jurybox.training.search.settings import WorkflowTraining, describe
 from jurybox.training.search.trainer import WorkflowTrainer
 
-# ----
-# The networks of a search, where its launcher wants them.
-
 
 @contextmanager
 def networks(
     settings: WorkflowTraining, spread: Spread | None, *, serial: bool = False
 ) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
-    """Those of training and of evaluation, for the length of the block, and what counts replaced env workers.
+    """The networks of training and evaluation, and a counter of replaced env workers; use it in a ``with``.
 
     Args:
         spread: the cluster that holds them; None: this machine.
@@ -79,10 +76,6 @@ def networks(
         yield streams[0], streams[1], lambda: workers.restarts
 
 
-# ----
-# `jurybox train workflow`: a search over workflows with its folder: logs, checkpoints, report.
-
-
 METRICS = (
     "phase",
     "workflow",
@@ -118,7 +111,7 @@ def run(
     spread: Spread | None = None,
     serial: bool = False,
 ) -> str:
-    """Search, and write the report; returns what came of it in a few sentences.
+    """Search, and write the report; returns the conclusion.
 
     Args:
         spread: the cluster that holds the networks; None: this machine.
@@ -164,7 +157,7 @@ def run(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For networks this small: threads wait for each other longer than they compute."""
+    """Use one thread of torch: more are slower for small networks."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -177,7 +170,7 @@ def _one_thread() -> Iterator[None]:
 def _trainer(
     settings: WorkflowTraining, folder: Path, spread: Spread | None, serial: bool
 ) -> Iterator[tuple[WorkflowTrainer, Callable[[], int]]]:
-    """The trainer, and what tells how many env workers were replaced."""
+    """The trainer, and a counter of replaced env workers."""
     with (
         networks(settings, spread, serial=serial) as (env, evaluation, restarts),
         served_policy(settings, folder / "server.log") as policy,
@@ -233,7 +226,7 @@ def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> float:
 
 
 def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:
-    """workflows.csv: the search's trace, a row for each workflow tried."""
+    """Write workflows.csv, with a row for each tried workflow."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(_WORKFLOW_COLUMNS)

@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class WeightsNotAdopted(RunError):
-    """The policy server answers, but not with the weights that were published to it."""
+    """The policy server does not use the published weights."""
 
 
 class ServedPolicy:

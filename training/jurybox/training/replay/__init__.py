@@ -1,4 +1,4 @@
-"""Replay: transitions in shared memory, at the memory's speed, between many actors and learners."""
+"""Replay: a shared-memory ring of transitions between actors and learners."""
 
 from jurybox.training.replay.batch import Batch
 from jurybox.training.replay.options import Damaged, Episodes, Field, NotEnoughRows, RateLimiter, Windows

@@ -78,7 +78,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """What an error message calls it."""
+        """Its name in error messages."""
         what = {Kind.ROWS: "rows", Kind.LINKS: "links", Kind.PRIORITIES: "priorities"}.get(self.kind)
         where = f"{what} of slots {self.first}..{self.first + self.rows - 1} of part {self.part}" if what else "commit"
         return f"chunk {self.number} ({where}, at byte {self.offset - RECORD_BYTES})"
@@ -86,7 +86,7 @@ class Record:
 
 @dataclass(slots=True)
 class Saved:
-    """What a save wrote, kept for the next incremental one.
+    """The state of a save, for the next incremental one.
 
     Attributes:
         path: the file.
@@ -144,7 +144,7 @@ def decompress(codec: int, data: Any, raw_bytes: int) -> Any:
 
 
 class Archive:
-    """A saved file, opened: its layout, the records that count, and what is wrong with it.
+    """An opened file: its layout, its records, and its damage.
 
     Attributes:
         layout: of the saved replay.
@@ -224,7 +224,7 @@ class Archive:
             at, number = record.offset + record.stored_bytes, number + 1
 
     def _ends_with_commit(self) -> bool:
-        """Whether the file's last bytes are a whole commit; it is taken up then."""
+        """Whether the file ends with a whole commit, which is read then."""
         tail = max(self._begin, len(self.data) - _LONGEST_COMMIT)
         place = bytes(self.data[tail:]).rfind(_COMMIT_MAGIC)
         record = self._record(tail + place, 0) if place >= 0 else None
@@ -269,7 +269,7 @@ class Archive:
         )
 
     def _commit_follows(self, at: int) -> bool:
-        """Whether a whole commit lies behind `at`: then what is there is damage, not an unfinished save."""
+        """Whether a whole commit follows `at`: then the bytes there are damaged, not an unfinished save."""
         rest = bytes(self._map[at + 1 :])
         place = rest.find(_COMMIT_MAGIC)
         while place >= 0:
@@ -292,7 +292,7 @@ class Archive:
         return record if record.offset + record.stored_bytes <= len(self.data) else None
 
     def _read_ahead(self, at: int) -> None:
-        """Have the kernel read what lies behind byte `at`, so that nobody waits for the disk chunk by chunk."""
+        """Ask the kernel to read ahead from byte `at`."""
         if self._asked - at < _READ_AHEAD // 2:
             first, self._asked = max(self._asked, at), at + _READ_AHEAD
             os.posix_fadvise(self._fd, first, self._asked - first, os.POSIX_FADV_WILLNEED)
@@ -300,7 +300,7 @@ class Archive:
     def bring(
         self, records: list[Record], targets: list[int], memory: npt.NDArray[np.uint8], bare: Segment | None
     ) -> list[Record]:
-        """Put records' bytes at `targets` in `memory`, without the interpreter's lock; gives those that are damaged.
+        """Read records to `targets` in `memory`, without the interpreter's lock; returns the damaged ones.
 
         When recovering, a damaged record leaves what lies there: that may be whole rows of an earlier save.
 
@@ -355,7 +355,7 @@ class Archive:
         return raw if memoryview(raw).nbytes == record.raw_bytes else None
 
     def damaged(self, record: Record, recover: bool) -> None:
-        """Note, or raise, that a record's payload is not what was written."""
+        """Record, or raise, that a record's payload is damaged."""
         self.lost.append(record.name)
         if not recover:
             raise Damaged(

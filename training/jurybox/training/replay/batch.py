@@ -1,4 +1,4 @@
-"""Samples of a replay: named arrays that are filled again and again, and the next ones prepared on a thread."""
+"""Batches of sampled rows: reusable named arrays, and prefetching on a thread."""
 
 from __future__ import annotations
 
@@ -127,15 +127,11 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         return self._tensors or {name: torch.from_numpy(array) for name, array in self._arrays.items()}
 
 
-# ----
-# The next batches, ready before they are asked for.
-
-
 _SLICE = 0.1  # seconds between two looks whether to stop
 
 
 class Prefetch:
-    """An endless iterator over samples of `n` rows that a thread draws ahead.
+    """An endless iterator over samples of `n` rows, which a thread draws in advance.
 
     On the host it gives `Batch` objects, which are filled again: a batch is the caller's until the next is asked for.
     With a device it gives dicts of tensors there (and "indices", "weights"), copied from page-locked memory on a

@@ -1,4 +1,4 @@
-"""Readers that follow a replay: rows in the order in which they came, each handed out once."""
+"""Cursors: readers that get each new row of a replay once, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jurybox.training.replay.part import Part, Parts, packed_strides
 
 
 class Cursor:
-    """One reader's place in a replay whose fields are stored as they are.
+    """A reader of a replay whose fields are stored unpacked.
 
     Rows that were overwritten or given up before they were taken are missed, and so is one that its writer had not
     finished when a later one was taken (a killed writer never does): what must not be lost is not to be told this way.
@@ -38,7 +38,7 @@ class Cursor:
         self.at = int(self._part.ring.reserved)
 
     def take(self) -> dict[str, npt.NDArray[np.generic]]:
-        """What came since the last time, by field: (n, *shape)."""
+        """The new rows since the last call, by field: (n, *shape)."""
         part, ring = self._part, self._part.ring
         end = int(ring.reserved)
         first = max(self.at, end - part.capacity, int(ring.tail))
@@ -64,7 +64,6 @@ class Cursor:
         return np.ndarray((n, *shape), dtype, rows.data, self._offsets[name] if n else 0, strides).copy()
 
 
-# ----
 # What came into a replay since the last look: whole rows in the order of their tickets, and how they hang together.
 #
 # A row that is taken gets a position, counted from 0; its neighbours are told by theirs. So whoever keeps the rows
@@ -82,7 +81,7 @@ _ENDED_WORD = np.uint64(2**64 - 1)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some new rows.
+    """A part of the new rows.
 
     Attributes:
         first: position of the first one; the others follow.
@@ -107,7 +106,7 @@ class Piece:
 
 
 class NewRows:
-    """Takes rows out of one ring; belongs to one thread of one process, since it may give their slots back.
+    """Reads the new rows of one ring, and may free their slots. Belongs to one thread.
 
     Attributes:
         taken: rows taken so far, and the next one's position.
@@ -138,7 +137,7 @@ class NewRows:
 
     @property
     def waiting(self) -> int:
-        """Rows that came since the last look."""
+        """The number of new rows."""
         return int(self._part.ring.reserved) - self._next
 
     def take(self, staging: npt.NDArray[np.uint8], most: int | None = None) -> Iterator[Piece]:
@@ -176,7 +175,7 @@ class NewRows:
         return positions
 
     def discard(self) -> None:
-        """Give the slots of the rows that were taken back to writers that wait for room."""
+        """Free the slots of the rows that were read, for waiting writers."""
         self._require_own()
         # What is still being written stays, and all behind it.
         upto = min(self._late, default=self._next)

@@ -1,4 +1,4 @@
-"""Where everything lies in a replay's segment: a description that any process can read, then the parts.
+"""The layout of a replay's segment: a description in JSON, then the parts.
 
 A segment is ``magic, length, JSON``, then for each part a control block, slots, links and a sum tree, each at its own
 page. A slot is a sequence word and the fields of one row side by side: a drawn row is one run of memory, so a small
@@ -65,7 +65,7 @@ class PartLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All that the processes sharing a replay must agree on."""
+    """The layout that all processes of a replay share."""
 
     capacity: int
     fields: dict[str, Field]
@@ -114,8 +114,6 @@ class Layout:
             limiter=RateLimiter(*data["limiter"]) if data["limiter"] else None,
         )
 
-    # ---- the segment
-
     def head(self) -> bytes:
         text = json.dumps(self.as_json()).encode()
         return _HEAD.pack(MAGIC, VERSION, len(text)) + text
@@ -160,7 +158,7 @@ class Layout:
         return layout
 
     def native_fields(self) -> list[tuple[str, np.dtype[Any], list[int], int, int, int, float, int]]:
-        """The fields as the native ring wants them."""
+        """The fields for the native ring."""
         return [
             (
                 name,

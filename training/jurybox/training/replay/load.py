@@ -1,4 +1,4 @@
-"""Bringing a saved replay back: on all cores, every chunk checked."""
+"""Loads saved replays: on all cores, with checksums of all chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HIGHEST_UNLESS_SAID = 1 << 24  # 1.0
 def load(
     path: Path, name: str | Path, opened: Callable[[Segment, Layout, str | Path], Loaded], *, recover: bool
 ) -> Loaded:
-    """Make replay `name` of the file at `path`.
+    """Create replay `name` from the file at `path`.
 
     Args:
         opened: makes the replay object of its memory, layout and place.
@@ -60,7 +60,7 @@ def load(
 
 
 def restore(replay: Parts, path: Path, *, recover: bool) -> None:
-    """Put the rows of the file at `path` in the place of the replay's; nobody may write or sample meanwhile.
+    """Replace the rows of a replay by those of the file at `path`; nobody may write or sample meanwhile.
 
     Raises:
         Damaged: the file is not what was written; with recover=False it is then left half restored, without rows.
@@ -86,7 +86,7 @@ def restore(replay: Parts, path: Path, *, recover: bool) -> None:
 
 
 def put_in_order(replay: Parts) -> None:
-    """Make a replay usable again whose processes are all gone: what they left unfinished is given up."""
+    """Repair a replay whose processes are all gone: unfinished rows are dropped."""
     for part in replay.parts:
         unfinished = part.sequences % np.uint64(2) == 1
         part.sequences[unfinished] = 0
@@ -94,7 +94,7 @@ def put_in_order(replay: Parts) -> None:
 
 
 def _fill(replay: Parts, archive: Archive, recover: bool, bare: Segment | None) -> None:
-    """Put an archive's records where they belong; `bare`: the memory, where its slots are yet to be allocated."""
+    """Copy an archive's records to their slots; `bare`: the memory, if its slots are not allocated yet."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-load") as pool:
         placing: list[Future[list[Record]]] = []
 
@@ -122,7 +122,7 @@ def _fill(replay: Parts, archive: Archive, recover: bool, bare: Segment | None) 
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Neighbouring records, read in one way, enough to work long without the interpreter; [] for a commit."""
+    """Batches of neighbouring records with the same codec; [] for a commit."""
     batch: list[Record] = []
     size = 0
     for record in records:
@@ -140,7 +140,7 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _place(replay: Parts, archive: Archive, records: list[Record], bare: Segment | None) -> list[Record]:
-    """Put records where they belong; gives those that are damaged."""
+    """Copy records to their slots; returns the damaged ones."""
     targets = [_target(replay, record) for record in records]
     fitting = [(record, at) for record, at in zip(records, targets, strict=True) if at is not None]
     damaged = [record for record, at in zip(records, targets, strict=True) if at is None]
@@ -174,7 +174,7 @@ def _target(replay: Parts, record: Record) -> int | None:
 
 
 def _settle(part: Part, counters: dict[str, int] | None, damaged: bool) -> None:
-    """Make counters, priorities and links agree with the rows that are there."""
+    """Set counters, priorities and links to fit the rows."""
     sequences = part.sequences
     tickets = (sequences[sequences != 0] // np.uint64(2)) - np.uint64(1)
     newest = int(tickets.max()) + 1 if len(tickets) else 0

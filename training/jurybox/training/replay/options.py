@@ -1,4 +1,4 @@
-"""What a replay is made with: fields, episodes, a rate limiter; what a sample may look like; what a replay raises."""
+"""Options of a replay (fields, episodes, rate limiter), of its samples (windows), and its errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ class Damaged(Refused, ValueError):
     code = Code.MALFORMED
 
 
-# ----
-# What a row of a replay is made of: named fields, each handed out as one dtype and kept as it or a narrower one.
-
-
 class Codec(IntEnum):
-    """How a field is kept; the numbers are those of the native code and of files."""
+    """The stored form of a field; the numbers are used by the native code and in files."""
 
     RAW = 0
     BITS = 1
@@ -111,7 +107,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as handed out."""
+        """Bytes of one returned row."""
         return self.elements * self.numpy_dtype.itemsize
 
     @property
@@ -138,7 +134,7 @@ class Field:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of one row as kept."""
+        """Bytes of one stored row."""
         match self.codec:
             case Codec.BITS | Codec.BITS_OF_BYTES:
                 return (self.elements + 7) // 8
@@ -164,10 +160,6 @@ class Field:
         return cls(tuple(data["shape"]), data["dtype"], data["stored"], data["scale"], data["nonzero"])
 
 
-# ----
-# What a replay is made with beside its fields, episodes and a rate limiter, and what a sample may look like.
-
-
 FullMode = Literal["overwrite", "block", "drop_newest"]
 FULL_MODES: tuple[FullMode, ...] = ("overwrite", "block", "drop_newest")
 
@@ -187,7 +179,7 @@ class Episodes:
     reward: str | None = "reward"
 
     def of(self, fields: Mapping[str, Field]) -> Episodes:
-        """The same with only names that a row has: a side left at its default may be missing.
+        """The same, without default names that the row does not have.
 
         Raises:
             ValueError: a field that was named is missing, or is not one number kept as it is.
@@ -210,7 +202,7 @@ class Episodes:
 
 @dataclass(frozen=True, slots=True)
 class RateLimiter:
-    """Holds writers and samplers together: about `samples_per_insert` rows sampled for each row added.
+    """Couples writers and samplers: about `samples_per_insert` rows sampled for each row added.
 
     The rule is Reverb's SampleToInsertRatio (Cassirer et al., 2021, arXiv:2102.04736): with d = added * ratio -
     sampled, adding waits while d would rise above ratio * least_rows + error, sampling while it would fall below
@@ -244,7 +236,7 @@ class RateLimiter:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What is handed out around each drawn row. All of it stays inside the row's episode.
+    """The rows that are returned around each drawn row, within its episode.
 
     Attributes:
         n_step: 0, or the number of steps of n-step returns (R. Sutton, 1988): the reward field then holds

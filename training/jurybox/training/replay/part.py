@@ -1,4 +1,4 @@
-"""Where a replay lies: a named segment or a file, mapped, and in it one ring or two, the pool and the anchor."""
+"""The memory of a replay: a mapped segment or file with one or two rings, the pool and the anchor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_NAME = 100
 
 
 def check_name(where: str | Path) -> str | Path:
-    """`where`, if it can name a replay.
+    """Validate the name of a replay.
 
     Raises:
         ValueError: it is a name that cannot.
@@ -73,7 +73,7 @@ def make_segment(where: str | Path, size: int, *, allocate: bool = True) -> Segm
 
 
 def join_segment(where: str | Path) -> tuple[Segment, bool]:
-    """Existing memory, held as by its maker; and whether nobody else has it (a file that its processes left).
+    """Map existing memory; also returns whether no other process has it (a file of dead processes).
 
     Raises:
         SharedMemoryError: there is none.
@@ -97,12 +97,8 @@ def join_segment(where: str | Path) -> tuple[Segment, bool]:
 
 
 def share_segment(segment: Segment) -> None:
-    """Let others in again, after `join_segment` found nobody."""
+    """Allow other processes again, after `join_segment` found none."""
     try_lock(segment.fd, OWNER_LOCK, shared=True)
-
-
-# ----
-# One ring of a replay, mapped into this process: the pool, or the anchor.
 
 
 ANCHOR_MARK = 1 << 62
@@ -229,7 +225,7 @@ def open_parts(
 
 
 class Parts(Protocol):
-    """What saving, loading and following need of a replay: how it is laid out, and its rings."""
+    """The layout and the rings of a replay, for saving, loading and cursors."""
 
     @property
     def layout(self) -> Layout: ...
@@ -241,7 +237,7 @@ class Parts(Protocol):
 
 
 def standing_of(part: Part) -> dict[str, int]:
-    """Where a ring stands, for one that is to go on from there: in a file, or after its processes."""
+    """The position of a ring, to continue it from a file, or after its processes."""
     ring = part.ring
     reserved, retried, _, _, sampled, _ = ring.counters()
     return {
@@ -282,13 +278,9 @@ def packed_strides(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# ----
-# What happened to a replay, counted in its shared memory.
-
-
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What happened to a replay since it was made, all processes together.
+    """Counters of a replay since its creation, over all processes.
 
     Attributes:
         added: rows written, those of killed writers included.

@@ -42,7 +42,7 @@ _TIMEOUT = 10.0  # seconds
 
 
 class Replay:
-    """One replay as this process sees it. Make it with `create`, join it with `attach`, bring it back with `load`.
+    """A replay. `create` it, `attach` to an existing one, or `load` a saved one.
 
     Every method may be called from several threads at once, but rows of one episode stream come from one thread.
     A row costs its fields' stored sizes and a sequence word of 8 bytes.
@@ -81,8 +81,6 @@ class Replay:
         self.extend: Adding = self._pool.ring.extend
         forks.register(self)
         weakref.finalize(self, segment.close)  # who drops it without a word leaves no descriptor behind
-
-    # ---- coming and going
 
     @classmethod
     def create(
@@ -168,7 +166,7 @@ class Replay:
             raise
 
     def close(self) -> None:
-        """Let go of the memory in this process. Arrays of reservations stay valid; the replay stays for others."""
+        """Unmap the memory in this process. Arrays of reservations stay valid; the replay stays for others."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -188,27 +186,25 @@ class Replay:
             self.unlink()
         self.close()
 
-    # ---- adding
-
     def reserve(self, rows: int) -> Reservation:
         """`rows` rows to be written in place: ``with replay.reserve(8) as r: r["observation"][:] = ...``."""
         return Reservation(self._pool, rows)
 
     def stream(self) -> Streams:
-        """A writer of one env's episodes, apart from this object's own."""
+        """A writer of one environment's episodes."""
         return Streams(self._pool, 1, group=False)
 
     def streams(self, n: int) -> Streams:
-        """A writer for n envs side by side: `add` takes n rows, one for each env."""
+        """A writer for n environments: `add` takes n rows, one for each."""
         return Streams(self._pool, n, group=True)
 
     def end_episode(self) -> None:
-        """The last row that this object's `add` or `extend` wrote was the last of its episode."""
+        """End the episode of the last row that this object's `add` or `extend` wrote."""
         self._pool.ring.end_episode()
 
     @property
     def anchor(self) -> Streams:
-        """The writer of the part that is kept for good (demonstrations, say); full, it drops what comes.
+        """The writer of the permanent part (demonstrations, say); once full it drops rows.
 
         Raises:
             Refused: the replay was made without one.
@@ -218,13 +214,11 @@ class Replay:
         return Streams(self.parts[1], 1, group=False)
 
     def discard(self, rows: int) -> int:
-        """Give up the `rows` oldest rows, so that a full replay that blocks or drops takes new ones; how many went."""
+        """Discard the `rows` oldest rows, to make room in a full replay that blocks or drops; returns their number."""
         return int(self._pool.ring.discard(rows))
 
-    # ---- sampling
-
     def batch(self, n: int, windows: Windows = _PLAIN, *, pinned: bool = False) -> Batch:
-        """Memory for samples of n rows, to be used again and again; `pinned` page-locks it for copies to a GPU."""
+        """Reusable memory for samples of n rows; `pinned` page-locks it for copies to a GPU."""
         return Batch(self.layout, [part.ring for part in self.parts], n, windows, pinned=pinned)
 
     def sample(
@@ -238,7 +232,7 @@ class Replay:
         beta: float = 0.4,
         anchor_ratio: float = 0.25,
     ) -> Batch:
-        """Draw n rows, each of them whole: a row that is overwritten while it is copied is drawn anew.
+        """Draw n rows; a row that is overwritten while it is copied is drawn again.
 
         Args:
             out: a batch of `batch()`, filled and given back; None: a new one. Its own windows count.
@@ -284,21 +278,19 @@ class Replay:
         return sum(int(part.ring.update_priorities(indices, values, part.mark)) for part in self.parts)
 
     def prefetch(self, n: int, *, depth: int = 2, device: str | None = None, **options: Any) -> Prefetch:
-        """The next batches, made ready on a thread; with device="cuda" already there. Options are `sample`'s."""
+        """Sample batches in advance on a thread, with device="cuda" on the device. Options as for `sample`."""
         return Prefetch(self.batch, self.sample, n, depth=depth, device=device, options=options)
 
     def resident(self, device: str, *, capacity: int | None = None, seed: int | None = None) -> Resident:
-        """The rows in a device's memory, drawn there: see `jurybox.training.replay.resident`."""
+        """A copy of the rows in a device's memory, which samples there: see `jurybox.training.replay.resident`."""
         from jurybox.training.replay.resident import Resident
 
         return Resident(self, device, capacity=capacity or self.layout.capacity, seed=seed)
 
     def seed(self, seed: int) -> None:
-        """Begin this process's draws anew: the same calls on the same rows draw the same."""
+        """Seed this process's random numbers: the same calls on the same rows draw the same."""
         for number, part in enumerate(self.parts):
             part.ring.seed(seed + number)
-
-    # ---- files
 
     def save(self, path: str | Path, *, incremental: bool = False, codec: str = "lz4") -> Saved:
         """Write all rows to a file while writers go on; see `jurybox.training.replay.save`."""
@@ -308,7 +300,7 @@ class Replay:
     def save_in_background(
         self, path: str | Path, *, incremental: bool = False, codec: str = "lz4"
     ) -> saving.BackgroundSave:
-        """The same on a thread: ``.result()`` waits for it and raises what it raised."""
+        """Save on a thread; ``.result()`` waits for it and raises its exception."""
         return saving.BackgroundSave(partial(self.save, path, incremental=incremental, codec=codec))
 
     @classmethod
@@ -321,7 +313,7 @@ class Replay:
         threads: int | None = None,
         seed: int | None = None,
     ) -> Replay:
-        """Make a replay of what `save` wrote; see `jurybox.training.replay.load`."""
+        """Create a replay from a file of `save`; see `jurybox.training.replay.load`."""
 
         def opened(segment: Segment, layout: Layout, where: str | Path) -> Replay:
             return cls(segment, layout, name=where, threads=threads, seed=seed, timeout=_TIMEOUT)
@@ -329,10 +321,8 @@ class Replay:
         return loading.load(Path(path), name, opened, recover=recover)
 
     def restore(self, path: str | Path, *, recover: bool = False) -> None:
-        """Put what `save` wrote into this replay, in the place of its rows; nobody else may use it meanwhile."""
+        """Replace the rows of this replay by those of a file; nobody else may use it meanwhile."""
         loading.restore(self, Path(path), recover=recover)
-
-    # ---- looking
 
     @property
     def capacity(self) -> int:
@@ -357,7 +347,7 @@ class Replay:
         return Counters.of(self.parts)
 
     def repair(self) -> None:
-        """Sum the priorities anew; for a replay at rest, after a process was killed in the midst of setting some."""
+        """Recompute the sums of the priorities, after a process was killed while setting some; for an unused replay."""
         for part in self.parts:
             part.ring.rebuild_sums()
 

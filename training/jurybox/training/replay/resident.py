@@ -16,7 +16,6 @@ from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.options import Codec, Field, NotEnoughRows, Windows
 from jurybox.training.replay.part import Part
 
-# ----
 # Rows on a device: stored as in a shared replay, widened and linked to their neighbours when they are drawn.
 #
 # A row is known by its position: rows count up from 0 as they come, and row p lies at p modulo capacity.
@@ -28,7 +27,7 @@ FINAL, TERMINATED = 1, 2
 
 @dataclass(slots=True)
 class _Around:
-    """Rows around n drawn ones.
+    """The rows around n drawn ones.
 
     Attributes:
         positions: (n, back + 1 + ahead), the drawn row in column `back`.
@@ -67,10 +66,8 @@ class Rows:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self._slots, self._before, self._after, self._flags))
 
-    # ---- coming in
-
     def put(self, positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
-        """Copy whole slots (n, slot bytes), `capacity` of them at most, from the host to where rows `positions` lie."""
+        """Copy slots (n, slot bytes), at most `capacity`, from the host to rows `positions`."""
         self._slots[self._at(positions)] = slots.to(self._device)
 
     def link(
@@ -80,7 +77,7 @@ class Rows:
         after: npt.NDArray[np.int64],
         flags: npt.NDArray[np.uint8],
     ) -> None:
-        """Set the neighbours of new rows, and make them the next rows of those before them."""
+        """Link new rows with their predecessors."""
         at = self._at(positions)
         self._before[at] = torch.from_numpy(before).to(self._device)
         self._after[at] = torch.from_numpy(after).to(self._device)
@@ -89,20 +86,18 @@ class Rows:
         self._after[self._at(before[there])] = torch.from_numpy(positions[there]).to(self._device)
 
     def end(self, positions: npt.NDArray[np.int64]) -> None:
-        """These rows were the last of their episodes."""
+        """Mark these rows as the last of their episodes."""
         self._after[self._at(positions)] = ENDED
 
     def _at(self, positions: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(positions % self._capacity).to(self._device)
 
-    # ---- going out
-
     def fits(self, drawn: torch.Tensor, windows: Windows, taken: int) -> torch.Tensor:
-        """(n,) bool: whether a row has around it what the windows ask for."""
+        """(n,) bool: whether the windows of a row are complete."""
         return self._around(drawn, windows, taken).fits
 
     def columns(self, drawn: torch.Tensor, windows: Windows, taken: int) -> dict[str, torch.Tensor]:
-        """What `Batch` holds for the same rows, by name; masks as "valid_<name>" (uint8)."""
+        """The columns of these rows by name, as in a `Batch`; masks as "valid_<name>" (uint8)."""
         out: dict[str, torch.Tensor] = {}
         fields, w, n = self._layout.fields, windows, len(drawn)
         if not w.any:
@@ -207,7 +202,7 @@ class Rows:
 
 
 def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
-    """Stored bytes (m, stored bytes) as they are handed out, (m, ...)."""
+    """Unpack stored bytes (m, stored bytes) to values (m, ...)."""
     m, dtype = len(stored), torch.from_numpy(np.empty(0, spec.numpy_dtype)).dtype
     stored = stored.contiguous()
     match spec.codec:
@@ -231,7 +226,6 @@ def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
     return values.reshape(m, *spec.shape)
 
 
-# ----
 # A replay that lives in a device's memory: rows go there once, and every draw is made there.
 #
 # The shared replay is the way in: actors of any process write into it, `refresh` brings what is new to the device, in
@@ -308,10 +302,8 @@ class Resident:
         extra = 0 if self._priorities is None else self._priorities.nbytes
         return self.rows.nbytes + extra
 
-    # ---- coming in
-
     def refresh(self) -> int:
-        """Bring the rows that were added since the last call; how many came."""
+        """Copy the rows that were added since the last call; returns their number."""
         before, linked = self.taken, self._layout.episodes is not None
         for piece in self._new.take(self._staging.numpy()):
             positions = piece.positions
@@ -325,8 +317,6 @@ class Resident:
         if self._layout.full != "overwrite":
             self._new.discard()
         return self.taken - before
-
-    # ---- drawing
 
     def sample(
         self, n: int, *, windows: Windows = _PLAIN, replace: bool = True, uniform: bool = False, beta: float = 0.4
@@ -354,7 +344,7 @@ class Resident:
         return out
 
     def _fitting(self, n: int, windows: Windows, *, replace: bool, prioritized: bool) -> torch.Tensor:
-        """Positions of rows that have around them what the windows ask for."""
+        """Positions of rows with complete windows."""
         low = self.taken - len(self)
         if not replace:
             order = low + torch.randperm(len(self), generator=self._generator, device=self.device)
@@ -390,7 +380,7 @@ class Resident:
         return self.taken - 1 - (self.taken - 1 - slots) % self.capacity
 
     def update_priorities(self, indices: torch.Tensor, errors: torch.Tensor) -> None:
-        """Set the priorities of rows to (|error| + 1e-6) ** alpha; rows that were replaced since are passed by.
+        """Set the priorities of rows to (|error| + 1e-6) ** alpha; rows that were replaced since are ignored.
 
         Raises:
             Refused: the replay is not prioritized.

@@ -40,7 +40,7 @@ _TRY_AGAIN = 16
 
 
 class _Output:
-    """A file that many threads append records to; a thread of its own keeps the disk busy."""
+    """A file to which many threads append records, with a thread that writes."""
 
     def __init__(self, fd: int, at: int) -> None:
         self.fd = fd
@@ -94,7 +94,7 @@ class _Output:
 
 
 class _Compressor:
-    """Compresses where it pays: not data that came out no smaller lately."""
+    """Compresses data, unless it was not compressible lately."""
 
     def __init__(self, codec: str) -> None:
         self._number = CODECS.index(codec) if codec in CODECS else 0
@@ -304,13 +304,13 @@ class BackgroundSave:
             self._error = error
 
     def done(self) -> bool:
-        """Whether `result` would not wait. Raises Refused in a forked child, where nobody saves."""
+        """Whether the save has ended. Raises Refused in a forked child."""
         if self._forked:
             raise Refused("this save runs on a thread of the process before its fork: ask there, or save in this one")
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Saved:
-        """Wait for the end of the save; raises what it raised, or TimeoutError; Refused in a forked child."""
+        """Wait for the end of the save; raises its exception, TimeoutError, or Refused in a forked child."""
         if not self.done():
             self._thread.join(timeout)
         if not self.done():

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's replay buffer over a shared one: other processes may fill it, and it may hold more than they see.
+"""Stable-Baselines3's replay buffer over a shared replay, which other processes may fill.
 
 Use it as ``SAC("MlpPolicy", env, replay_buffer_class=SharedReplayBuffer, replay_buffer_kwargs={"name": "sac"})``.
 """
@@ -92,7 +92,7 @@ class SharedReplayBuffer(ReplayBuffer):
         weakref.finalize(self, _leave, self.replay, os.getpid(), unlink=not attach)
 
     def size(self) -> int:
-        """Transitions an env, as the base class counts."""
+        """Transitions of each environment, as the base class counts."""
         return len(self.replay) // self.n_envs
 
     @property
@@ -112,7 +112,7 @@ class SharedReplayBuffer(ReplayBuffer):
         """Kept for the base class, which sets it; the replay knows by itself."""
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         self.replay.discard(self.replay.capacity)
 
     def add(
@@ -124,7 +124,7 @@ class SharedReplayBuffer(ReplayBuffer):
         done: npt.NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """One transition of each env; a time-out is not a termination, as in Stable-Baselines3."""
+        """Add one transition of each environment; a time-out is not a termination, as in Stable-Baselines3."""
         ended = np.asarray(done, np.float32)
         if self.handle_timeout_termination:
             cut = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.float32)

@@ -34,7 +34,7 @@ class SharedStorage(Storage):  # type: ignore[misc]
         self.drawn: tuple[torch.Tensor, TensorDict] | None = None
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
-        """Add rows; the replay itself knows where they go, so `cursor` does not count."""
+        """Add rows; the replay chooses the slots, so `cursor` is ignored."""
         if not isinstance(data, TensorDictBase | Mapping):
             raise SpecMismatch(
                 f"expected a tensordict with {', '.join(self.replay.layout.fields)}, came {type(data).__name__}"
@@ -48,7 +48,7 @@ class SharedStorage(Storage):  # type: ignore[misc]
             self.replay.extend(**rows)
 
     def get(self, index: Any) -> Any:
-        """What the sampler has just drawn as `index`."""
+        """The rows that the sampler has drawn as `index`."""
         if self.drawn is not None and isinstance(index, torch.Tensor) and torch.equal(index, self.drawn[0]):
             return self.drawn[1]
         raise Refused(
@@ -72,7 +72,7 @@ class SharedStorage(Storage):  # type: ignore[misc]
         self.replay.save(folder / "replay.jbr")
 
     def loads(self, path: Any) -> None:
-        """Bring back what `dumps` saved, in the place of the replay's rows."""
+        """Replace the replay's rows by those of `dumps`."""
         self.replay.restore(Path(path) / "replay.jbr")
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class SharedSampler(Sampler):  # type: ignore[misc]
         return index, weights
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
-        """Set priorities from TD errors; rows that have been overwritten since are passed by."""
+        """Set priorities from TD errors; overwritten rows are ignored."""
         if isinstance(storage, SharedStorage):
             indices = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
             errors = torch.as_tensor(priority, dtype=torch.float32).expand(indices.shape)
@@ -132,7 +132,7 @@ class SharedSampler(Sampler):  # type: ignore[misc]
 
 
 def as_drawn(rows: TensorDict) -> TensorDict:
-    """The `collate_fn` to give with a `SharedStorage`: what it hands out is a batch already."""
+    """The `collate_fn` for a `SharedStorage`, which returns whole batches."""
     return rows
 
 

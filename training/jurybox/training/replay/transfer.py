@@ -1,4 +1,4 @@
-"""Rows of another replay of the same fields, put into this one with their episodes: the far end of `NewRows`."""
+"""Transfers rows with their episodes from one replay to another of the same fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEVER = np.uint64(1 << 61)
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """What came into one replay and goes into another.
+    """New rows of one replay, for another.
 
     Attributes:
         piece: the rows.
@@ -29,7 +29,7 @@ class RowBatch:
 
 
 class Exporter:
-    """Takes what is new in a replay, as batches that can travel.
+    """Reads the new rows of a replay as batches that can be sent.
 
     Args:
         replay: whose rows; stays the caller's to close.
@@ -44,7 +44,7 @@ class Exporter:
         self._staging = np.empty((self._most, size), np.uint8)
 
     def batch(self) -> RowBatch | None:
-        """The next rows in memory of their own; None where there are none, and no episode has ended."""
+        """A copy of the next rows; None without new rows and ended episodes."""
         pieces = [_copied(piece) for piece in self.new.take(self._staging, self._most)]
         ended = self.new.ended()
         if not pieces and not len(ended):
@@ -58,7 +58,7 @@ class Exporter:
 
 
 class Importer:
-    """Puts one source's batches into a replay, in the order in which they were made.
+    """Adds one source's batches to a replay, in order.
 
     A batch that was lost on the way costs its rows, and the rows after it begin where what was before is not known.
 
@@ -75,7 +75,7 @@ class Importer:
         self._ticket_at = np.zeros(span, np.uint64)
 
     def put(self, batch: RowBatch) -> int:
-        """Add the rows; how many.
+        """Add the rows; returns their number.
 
         Raises:
             SpecMismatch: they are of a replay with other fields.
@@ -86,7 +86,7 @@ class Importer:
         if n:
             tickets = np.zeros(n, np.uint64)
             within, before, flags, ended = self._links(piece)
-            self._ring.graft(piece.slots.reshape(-1), within, before, flags, ended, tickets)
+            self._ring.import_rows(piece.slots.reshape(-1), within, before, flags, ended, tickets)
             at = piece.positions % len(self._position_at)
             self._position_at[at], self._ticket_at[at] = piece.positions, tickets
         if len(batch.ended):
@@ -97,7 +97,7 @@ class Importer:
     def _links(
         self, piece: Piece
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """What the native ring wants: place of the row before in this batch, its ticket plus one, flags, ended."""
+        """The arguments of the native ring: index of the previous row, its ticket plus one, flags, ended."""
         n = len(piece)
         if not self._linked:
             return np.full(n, -1), np.zeros(n, np.uint64), np.zeros(n, np.uint8), np.ones(n, np.uint8)

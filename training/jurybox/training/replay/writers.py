@@ -70,22 +70,18 @@ class Reservation:
             self.abandon()
 
     def commit(self) -> None:
-        """Make the rows visible."""
+        """Commit the rows: readers see them."""
         self._require_own()
         self._finish(commit=True)
 
     def abandon(self) -> None:
-        """Give the slots back; the rows that were in them are gone."""
+        """Release the slots; their former rows are lost."""
         self._finish(commit=False)
 
     def _finish(self, *, commit: bool) -> None:
         if self._first is not None:
             first, self._first = self._first, None
             self._part.ring.finish_run(first, self._rows, commit)
-
-
-# ----
-# Writers that know their episodes: one env after another row, or many envs side by side.
 
 
 class Adding(Protocol):
@@ -123,7 +119,7 @@ class Streams:
         return len(self._native)
 
     def end(self, which: int = 0, **final: Any) -> None:
-        """The episode of stream `which` is over.
+        """End the episode of stream `which`.
 
         Args:
             final: the observation after its last step, by field (needed to bootstrap from an episode that was

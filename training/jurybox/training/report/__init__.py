@@ -1,1 +1,1 @@
-"""Reports of trainings: one self-contained HTML file that says what was learned, and whether it was anything."""
+"""Reports of trainings: one self-contained HTML file with the results."""

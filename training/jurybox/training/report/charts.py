@@ -166,7 +166,7 @@ def _inline(drawn: bytes, title: str, style: str, box: str) -> str:
 
 
 def told(mark: Artist, text: str) -> None:
-    """Let a mark show a text to the pointer."""
+    """Add a tooltip to a mark."""
     mark.set_gid(_TOLD + text)
 
 
@@ -392,7 +392,7 @@ def dot(axes: Axes, x: float, y: float, wide: float, style: str) -> Artist:
 
 
 def _end(run: Timeline) -> float:
-    """Where those who mostly worked stopped: a last evaluation, say, that all others wait for tells nothing."""
+    """The end of the time in which most roles worked, without a final evaluation."""
     worked = [
         max((end for _, end, what in lane.intervals if not what), default=0.0) for lane in run.lanes if lane.busy > 0.5
     ]
@@ -400,7 +400,7 @@ def _end(run: Timeline) -> float:
 
 
 def _joined(intervals: list[tuple[float, float, str]], gap: float) -> list[tuple[float, float, str]]:
-    """Neighbours that the eye could not tell apart, as one."""
+    """Merge neighbours that are too close to be distinguished."""
     joined: list[tuple[float, float, str]] = []
     for start, end, what in intervals:
         if joined and start - joined[-1][1] < gap:

@@ -1,6 +1,6 @@
-"""The page itself: what it is made of, and one HTML file of it that needs nothing beside it.
+"""Renders a report as one self-contained HTML file.
 
-A report says what to show, in the parts below; page.html alone says how it looks as HTML, and escapes every text.
+A report consists of the parts below; the template page.html has all HTML, and escapes all text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; columns after the first are set flush right."""
+    """A table; columns after the first are right-aligned."""
 
     kind: ClassVar[str] = "table"
     header: Sequence[str]
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts that are shown when asked for."""
+    """Collapsed parts."""
 
     kind: ClassVar[str] = "details"
     summary: str
@@ -87,7 +87,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One picture of a gallery, with what it scored and by how much that is better; None: not said."""
+    """One picture of a gallery, with its score and its improvement, or None."""
 
     picture: Picture
     style: str
@@ -120,7 +120,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of it all: `answer` ("yes", "no" or "undecided") gives its colour."""
+    """The result: `answer` ("yes", "no" or "undecided") sets its colour."""
 
     kind: ClassVar[str] = "answer"
     answer: str
@@ -130,7 +130,7 @@ class Answer:
 
 
 def render(title: str, heading: str, sections: Iterable[Section | Answer | None]) -> str:
-    """A whole document; of the sections, those that are None are left out."""
+    """Render a document; sections that are None are left out."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -154,7 +154,7 @@ def return_curve(rows: Sequence[Mapping[str, float]], heading: str, across: str,
 
 
 def worked_when(timeline: Path) -> Section:
-    """Who worked when, from a run's timeline.json."""
+    """The timeline of the roles, from a run's timeline.json."""
     drawn = charts.timeline(Timeline.read(timeline), "when each process worked, in the last seconds")
     note = "Filled: at work. Line: waiting. Percentages are of the whole run."
     return Section("Who worked when", [drawn], note)
@@ -168,7 +168,7 @@ def the_run(
     packages: Sequence[str] = ("numpy",),
     note: str = "",
 ) -> Section:
-    """What was run, where, with which versions of which packages, and the command that runs it again."""
+    """The section on the run: settings, machine, versions of packages, and the command that runs it again."""
     versions = [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
     versions += [f"{name} {metadata.version(name)}" for name in packages]
     every_run = {

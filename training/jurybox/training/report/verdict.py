@@ -1,4 +1,4 @@
-"""Did it learn? From paired scores to an interval, and from intervals to "yes", "no" or "undecided"."""
+"""The statistical answer whether a policy beats baselines: "yes", "no" or "undecided"."""
 
 from __future__ import annotations
 

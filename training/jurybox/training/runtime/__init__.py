@@ -1,1 +1,1 @@
-"""The actor-learner runtime: roles written once, driven serially or as processes that watch over each other."""
+"""The actor-learner runtime: roles that run serially or as processes."""

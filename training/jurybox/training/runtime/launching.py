@@ -1,4 +1,4 @@
-"""Where the processes of roles run and how the orchestrator reaches them: the `Launcher` protocol, and `Local`."""
+"""Launchers start the processes of roles: the `Launcher` protocol, and `Local` for this machine."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ MODULE = "jurybox.training.runtime.process"
 
 
 class RoleProcess(Protocol):
-    """The process of one role, as its orchestrator holds it."""
+    """The orchestrator's handle of a role's process."""
 
     @property
     def pid(self) -> int:
-        """On the machine where it runs; 0 while it is not there yet."""
+        """The process id on its machine; 0 before it has started."""
 
     @property
     def lost(self) -> bool:
-        """Whether it is gone with the machine that it ran on, through no fault of its own."""
+        """Whether it was lost together with its machine."""
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send it a message; raises OSError when it is gone."""
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What it said meanwhile; raises EOFError when it is gone."""
+        """New messages; raises EOFError when it is gone."""
 
     def kill(self) -> None:
-        """End it at once; `messages` then says that it is gone."""
+        """Kill it; `messages` then raises."""
 
     def end(self, timeout: float) -> int:
-        """Wait for its end, kill it after `timeout` seconds, and free what is kept for it; gives its exit status."""
+        """Wait for its end, kill it after `timeout` seconds, and free its resources; returns the exit status."""
 
 
 class Launcher(Protocol):
     """Starts the processes of a plan's roles. Each method is called from the orchestrator's thread."""
 
     def begin(self, plan: Plan, shared: SharedResources) -> None:
-        """A run begins, whose shared memory on this machine is `shared`."""
+        """Begin a run, whose shared memory on this machine is `shared`."""
 
     def start(
         self, number: int, life: int, state: Path | None, log: Path, evaluated: Path | None = None
@@ -62,16 +62,16 @@ class Launcher(Protocol):
         """
 
     def wait(self, processes: Sequence[RoleProcess], timeout: float) -> Collection[RoleProcess]:
-        """Those that said something or are gone, waited for up to `timeout` seconds."""
+        """Wait up to `timeout` seconds for processes with messages, or that are gone."""
 
     def settle(self, timeout: float) -> bool:
-        """While all roles rest: bring what is under way to where it belongs; whether that was done in time."""
+        """While all roles are paused: complete all transfers; returns whether that was done in time."""
 
     def save_replay(self, name: str, path: Path) -> None:
         """Write the replay that the plan calls `name` to a file on this machine."""
 
     def end(self) -> None:
-        """The run is over and every process is gone."""
+        """End a run whose processes are gone."""
 
 
 def configuration(
@@ -105,7 +105,7 @@ def start_process(
 
 
 def status_of(process: subprocess.Popen[bytes], timeout: float) -> int:
-    """Wait for a process's end, or end it after `timeout` seconds; its exit status."""
+    """Wait for a process, or kill it after `timeout` seconds; returns the exit status."""
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -174,14 +174,11 @@ class Local:
         self._shared.replay(name).save(path)
 
     def end(self) -> None:
-        """Nothing is left to do."""
-
-
-# ---- One role's process over all its restarts.
+        """Does nothing."""
 
 
 class Child:
-    """A role's process, and the account of its lives on the scoreboard.
+    """A role's process, and its restarts on the scoreboard.
 
     Args:
         launcher: starts it.
@@ -221,16 +218,16 @@ class Child:
 
     @property
     def failures(self) -> int:
-        """In a row."""
+        """The number of failures in a row."""
         return self._orders[Told.FAILURES]
 
     @property
     def lost(self) -> bool:
-        """Whether its machine is gone, and it with that."""
+        """Whether it was lost together with its machine."""
         return self.process is not None and self.process.lost
 
     def start(self, now: float, state: Path | None) -> None:
-        """Start the process; `state` is the file of what the role saved."""
+        """Start the process; `state` is the file of the role's saved state."""
         self._condemned = False
         self._orders[Told.LIFE] += 1
         self._orders[Told.STARTED_AT] = int(now * 1e9)
@@ -239,20 +236,20 @@ class Child:
         self.process = self._launcher.start(self.number, self._orders[Told.LIFE], state, self._log, self._evaluated)
 
     def order(self, order: Order) -> None:
-        """Tell the role what to do; it sees that between two steps."""
+        """Give the role an order, which it reads between two steps."""
         self._orders[Told.ORDER] = order
 
     def save_to(self, file: Path) -> None:
-        """Have a pausing role save to `file`; it answers with a message."""
+        """Make a paused role save to `file`; it answers with a message."""
         self._say("save", file=str(file))
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What the role said meanwhile; raises EOFError when it is dead."""
+        """New messages of the role; raises EOFError when it is dead."""
         assert self.process is not None
         yield from self.process.messages()
 
     def reap(self, now: float) -> str:
-        """Clean up after a process whose control pipe ended, plan the restart, and say how it died.
+        """Clean up after a dead process, schedule the restart, and return how it died.
 
         One that had been at work for `settled` seconds begins its count of failures anew.
         """
@@ -274,18 +271,18 @@ class Child:
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
     def condemn(self) -> bool:
-        """Kill it on the watchdog's word; False where that was done already, and it only takes its time to go."""
+        """Kill it for the watchdog; False if that was done before."""
         first, self._condemned = not self._condemned, True
         self.kill()
         return first
 
     def kill(self) -> None:
-        """End it at once; `messages` then says that it is dead."""
+        """Kill it; `messages` then raises."""
         if self.process is not None:
             self.process.kill()
 
     def finish(self, timeout: float) -> bool:
-        """After the order to stop: wait for its end, or end it; whether it ended by itself."""
+        """After the order to stop: wait for its end, or kill it; returns whether it ended by itself."""
         return self.process is None or self._end(timeout) == 0
 
     def _say(self, kind: str, **fields: Any) -> None:

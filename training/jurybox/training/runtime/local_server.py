@@ -1,4 +1,4 @@
-"""A server of one's own: started beside a training, stopped with it, gone when it is."""
+"""A server that a training starts and stops."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _short_folder() -> Path:
 
 
 class LocalServer:
-    """One `jurybox serve` on this machine's CPU, with addresses that nobody else has.
+    """A `jurybox serve` on this machine's CPU, with addresses of its own.
 
     It runs in a session of its own, so that Ctrl-C in the terminal reaches it when its owner says so and not before.
 
@@ -83,7 +83,7 @@ class LocalServer:
         self.http = ""
 
     def start(self) -> None:
-        """Start it; `wait` says when it serves. Call `stop` whatever happens, also when this was interrupted."""
+        """Start it; then call `wait`. Always call `stop`, also after an interrupt."""
         with interrupts.held():
             self._folder = _short_folder()
             self.address = f"ipc://{self._folder / 'engine'}"
@@ -140,7 +140,7 @@ class LocalServer:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Stop it, at the latest by force, and remove its folder. Harmless before `start` and after `stop`."""
+        """Stop it, if needed by force, and remove its folder. May be called before `start` and again."""
         with interrupts.held():
             process, self._process = self._process, None
             if process is not None:
@@ -184,7 +184,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

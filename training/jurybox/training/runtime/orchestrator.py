@@ -77,7 +77,7 @@ class Orchestrator:
         self._finished_since: float | None = None
 
     def run(self, ending: Callable[[], End | None], *, at_once: Callable[[], bool], tick: Callable[[], None]) -> End:
-        """Start everything, and return when the run is over and every process is gone.
+        """Start all processes, and return when the run is over and all are gone.
 
         Args:
             ending: gives a reason to end in order, from outside or by the budget.
@@ -100,8 +100,6 @@ class Orchestrator:
             self._launcher.end()
         self._metrics.row_if_due(last=True)
         return reason
-
-    # ---- the loop
 
     def _loop(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
         while True:
@@ -126,7 +124,7 @@ class Orchestrator:
             self._save_if_due()
 
     def _listen(self, timeout: float) -> None:
-        """Take in what was said, and who died."""
+        """Handle messages and deaths."""
         living = [child for child in self._children if child.process is not None]
         spoke = self._launcher.wait([child.process for child in living if child.process is not None], timeout)
         for child in [child for child in living if child.process in spoke]:
@@ -191,7 +189,7 @@ class Orchestrator:
         return self.latest.state_path(child.name)
 
     def _is_finished(self) -> bool:
-        """Whether every step of the budget is made, and everybody who had to answer has."""
+        """Whether the budget is used up, and all answers have arrived."""
         evaluated = (
             self._scoreboard.waits_for(number)[0] is Subject.WORK
             and self._scoreboard.words[number][Word.EVALUATED_AT] >= self._scoreboard.env_steps
@@ -207,8 +205,6 @@ class Orchestrator:
         elif self._finished_since is None:
             self._finished_since = now
         return self._finished_since is not None and now - self._finished_since > 2 * _TICK_SECONDS
-
-    # ---- checkpoints and the end
 
     def _save_last(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -241,7 +237,7 @@ class Orchestrator:
             self._told(f"no checkpoint at {self._scoreboard.env_steps} steps ({before}): {why}")
 
     def _save(self, checkpoints: Checkpoints, until: float) -> bool:
-        """Pause everybody, have everybody save, and go on.
+        """Pause all roles, make them save, and continue.
 
         Raises:
             OSError: a file could not be written, or weights not be read whole.
@@ -272,7 +268,7 @@ class Orchestrator:
                 child.order(Order.RUN)
 
     def _all(self, until: float, answered: Callable[[Child], bool]) -> bool:
-        """Listen until everybody has answered; False when somebody died, or did not in time."""
+        """Listen until all have answered; False after a death or a time-out."""
         while not all(answered(child) for child in self._savers):
             over = self._at_once() or time.monotonic() > until or bool(self._unsaved)
             if over or not all(child.alive for child in self._savers):
@@ -284,7 +280,7 @@ class Orchestrator:
         return child.alive and self._scoreboard.words[child.number][Word.STATE] == State.RUNNING
 
     def _stop(self) -> None:
-        """Have everybody finish the step they are in."""
+        """Stop all roles after their current steps."""
         for child in self._children:
             child.order(Order.STOP)
         until = time.monotonic() + self._plan.timeouts.stop

@@ -1,6 +1,6 @@
-"""A run as plain data: its roles, replays, weights channels, pace, budget and timeouts; its errors, and how it ended.
+"""The plan of a run as plain data: roles, replays, weights channels, pace, budget and timeouts; errors and outcome.
 
-A plan doesn't say how it is carried out: `serial` and `orchestrator` read the same one.
+The same plan can be run by `serial` and by `orchestrator`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLICY_FILE = "policy.json"  # in a checkpoint: how its weights act
 
 
 class Kind(IntEnum):
-    """What a role is for."""
+    """The kind of a role."""
 
     ACTOR = 1
     LEARNER = 2
@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """One role: an object that is made in a process of its own, or in the serial driver.
+    """One role: an object in a process of its own, or in the serial driver.
 
     Attributes:
         name: unique in the plan ("actor-0"); of its log file and in every message.
@@ -108,7 +108,7 @@ class PolicyServer:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How learner steps and environment steps go together, counted over the whole run.
+    """The ratio of learner steps to environment steps over the whole run.
 
     After `warmup` environment steps each learner makes `learn` steps for every `collect` steps of all actors together.
     Serially this is the schedule. In parallel a learner waits for steps that are not there yet, and actors wait when
@@ -134,17 +134,17 @@ class Pace:
             raise PlanError(f"expected collect and learn >= 1, warmup and slack >= 0, got {self}")
 
     def learner_steps(self, env_steps: int) -> int:
-        """Steps that a learner should have made after so many environment steps."""
+        """The number of learner steps due after so many environment steps."""
         return max(0, env_steps - self.warmup) // self.collect * self.learn
 
     def env_steps(self, learner_steps: int, slack: int) -> int:
-        """Environment steps from which on actors wait for a learner that has made so many steps."""
+        """The number of environment steps at which actors wait for a learner with so many steps."""
         return self.warmup + (learner_steps // self.learn + 1) * self.collect + slack
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When a run is over: whatever comes first.
+    """The limits of a run; the first one ends it.
 
     Attributes:
         steps: environment steps of all actors together.
@@ -159,7 +159,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long anything may take, in seconds, and how often it may fail.
+    """Time-outs in seconds, and limits of failures.
 
     Attributes:
         start: of a process, until its role is made (imports included).
@@ -183,13 +183,13 @@ class Timeouts:
     back_off: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 
     def of(self, kind: Kind) -> float:
-        """How long a running role of this kind may give no sign of life."""
+        """The time-out for signs of life of a role of this kind."""
         return {Kind.ACTOR: self.actor, Kind.LEARNER: self.learner, Kind.EVALUATOR: self.evaluator}[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole run.
+    """The plan of a run.
 
     Attributes:
         seed: from which every role's own is derived.
@@ -228,12 +228,12 @@ class Plan:
         check(self)
 
     def of_kind(self, kind: Kind) -> list[int]:
-        """Which roles are of this kind, by number."""
+        """The numbers of the roles of this kind."""
         return [number for number, role in enumerate(self.roles) if role.kind is kind]
 
 
 def check(plan: Plan) -> None:
-    """Raise PlanError where the plan contradicts itself."""
+    """Raise PlanError if the plan is inconsistent."""
     for what, names in (
         ("role", [role.name for role in plan.roles]),
         ("replay", [replay.name for replay in plan.replays]),
@@ -264,7 +264,7 @@ def check(plan: Plan) -> None:
 
 
 def load(make: str) -> Callable[..., Any]:
-    """The callable that "package.module:name" names.
+    """Import the callable "package.module:name".
 
     Raises:
         PlanError: there is no such module or name in it.
@@ -282,27 +282,24 @@ def load(make: str) -> Callable[..., Any]:
     return made
 
 
-# ---- Errors. Each message says what to change.
-
-
 class RunError(ValueError):
-    """The run cannot be as it was asked for."""
+    """The run is not possible as requested."""
 
 
 class PlanError(RunError):
-    """The plan contradicts itself, or names something that is not there."""
+    """The plan is inconsistent, or names something that does not exist."""
 
 
 class NotRunning(RunError):
-    """No run is going on in that folder."""
+    """There is no run in that folder now."""
 
 
 class ConfigError(RunError):
-    """Settings that don't go together, or a file that cannot be read; the message says which."""
+    """Inconsistent settings, or an unreadable file; the message says which."""
 
 
 def refuse_unused(given: Collection[str], unused: Mapping[str, str]) -> None:
-    """Make sure that nobody has set what has no effect: he would take the result for that of his setting.
+    """Refuse settings that have no effect, as the result would be attributed to them.
 
     Args:
         given: names of the settings that were set; those left at their defaults are no matter.
@@ -316,11 +313,8 @@ def refuse_unused(given: Collection[str], unused: Mapping[str, str]) -> None:
         raise ConfigError(f"{told}. Leave it out, or change what it goes with")
 
 
-# ---- The result of a run.
-
-
 class End(Enum):
-    """Why a run is over."""
+    """The reason for the end of a run."""
 
     STEPS = "all steps of the budget are made"
     SECONDS = "the time is up"
@@ -331,7 +325,7 @@ class End(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         end: why it is over; `text` says more where there is more to say.

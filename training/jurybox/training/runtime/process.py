@@ -27,7 +27,7 @@ _log = logging.getLogger("jurybox.role")
 
 
 class Told(logging.Handler):
-    """Sends warnings and worse to whoever watches the run, beside the process's own log."""
+    """A log handler that sends warnings and errors to the orchestrator."""
 
     def __init__(self, reports: Reports) -> None:
         super().__init__(logging.WARNING)
@@ -38,7 +38,7 @@ class Told(logging.Handler):
 
 
 class Reports:
-    """Sends messages up the control pipe; where the orchestrator does not take them, they are dropped and counted."""
+    """Sends messages to the orchestrator; if it does not read them, they are dropped and counted."""
 
     def __init__(self, control_pipe: ControlPipe) -> None:
         self._control_pipe = control_pipe
@@ -52,7 +52,7 @@ class Reports:
         self.certainly(message)
 
     def certainly(self, message: Message) -> None:
-        """Send what must not be dropped."""
+        """Send a message that must not be dropped."""
         self._control_pipe.send(**message)
 
 
@@ -130,7 +130,7 @@ def _take_turns(turn: Turn, context: RoleContext, control_pipe: ControlPipe, rep
 
 
 def _rest(turn: Turn, context: RoleContext, control_pipe: ControlPipe, reports: Reports) -> None:
-    """Pause between two steps, and save when told to."""
+    """Pause between two steps, and save on request."""
     context.report(now=True)
     context.enter(State.PAUSED)
 

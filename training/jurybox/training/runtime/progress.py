@@ -1,4 +1,4 @@
-"""How a run is going: metrics gathered from the roles' reports, the terminal view, and the timeline for the report."""
+"""Progress of a run: metrics from the roles' reports, the terminal view, and the timeline for the report."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ COLUMNS = (
 
 
 class Sink(Protocol):
-    """Where rows go: `jurybox.training.run_folder.RunLog`, or whatever else takes them."""
+    """Receives rows of metrics, such as `jurybox.training.run_folder.RunLog`."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers after `step` environment steps."""
 
 
 class RunMetrics:
-    """Gathers reports and writes rows.
+    """Collects reports and writes rows.
 
     Attributes:
         returns, lengths: of the last 100 episodes.
@@ -83,11 +83,11 @@ class RunMetrics:
 
     @property
     def seconds(self) -> float:
-        """Spent on the run, earlier parts of a resumed one counted in."""
+        """Seconds of the run, earlier parts of a resumed one included."""
         return self._before + self._clock() - self._began
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this, as JSON holds it."""
+        """The state for a checkpoint, as JSON values."""
         return {
             "seconds": self.seconds,
             "returns": list(self.returns),
@@ -97,7 +97,7 @@ class RunMetrics:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         self._before, self._row_at = state["seconds"], state["row_at"]
         if state["best"] is not None:
             self._scoreboard.set_best(state["best"])
@@ -105,7 +105,7 @@ class RunMetrics:
         self.lengths.extend(state["lengths"])
 
     def take(self, message: Message) -> None:
-        """Take in a role's report or evaluation; other messages are nothing to this."""
+        """Process a role's report or evaluation; other messages are ignored."""
         if message["kind"] == "report":
             for episode in message["episodes"]:
                 self.returns.append(episode["return"])
@@ -119,7 +119,7 @@ class RunMetrics:
             self._keep_best(message)
 
     def row_if_due(self, *, last: bool = False) -> None:
-        """Write a row when `log_every` environment steps have been made since the one before."""
+        """Write a row if `log_every` environment steps have been made since the last one."""
         steps = self._scoreboard.env_steps
         new = steps - self._row_at
         if new < self._plan.log_every and not (last and (new or self._sums)):
@@ -166,12 +166,9 @@ class RunMetrics:
             self._scoreboard.set_best(value)
 
 
-# ---- The timeline: when each role worked, when it waited, and for what.
-
-
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One role.
+    """The timeline of one role.
 
     Attributes:
         role: its name.
@@ -187,13 +184,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All roles on one clock."""
+    """The timelines of all roles, on one clock."""
 
     lanes: tuple[Lane, ...]
 
     @classmethod
     def of(cls, scoreboard: Scoreboard) -> Timeline:
-        """What is on the scoreboard now."""
+        """The timeline on the scoreboard."""
         everything = [scoreboard.intervals(number) for number in range(len(scoreboard.named.roles))]
         first = min((int(rows["start"][0]) for rows in everything if len(rows)), default=0)
         lanes = []
@@ -218,7 +215,7 @@ class Timeline:
 
     @classmethod
     def read(cls, path: Path) -> Timeline:
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         said = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             tuple(
@@ -227,8 +224,6 @@ class Timeline:
             )
         )
 
-
-# ---- The view: a table on a terminal, a line from time to time elsewhere, and every message in run.log.
 
 _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 _DRAW_EVERY = 0.25
@@ -263,7 +258,7 @@ class View:
             self._log = log.open("a", encoding="utf-8")
 
     def say(self, text: str) -> None:
-        """One line about what happened."""
+        """Print a line."""
         if self._log is not None:
             with suppress(OSError):  # a full disk, of which this line may tell
                 self._log.write(f"{datetime.now().isoformat(timespec='milliseconds')} {text}\n")
@@ -272,7 +267,7 @@ class View:
             self._console.print(text, highlight=False, markup=False)
 
     def tick(self) -> None:
-        """Show how it goes, if it is time."""
+        """Update the view, if it is due."""
         if self._console is None:
             return
         now = self._clock()
@@ -287,7 +282,7 @@ class View:
             self._lined = now
 
     def line(self, now: float) -> str:
-        """The run in one line; speeds since the line before (on a terminal: in the last seconds)."""
+        """The state of the run in one line; speeds since the line before (on a terminal: in the last seconds)."""
         then, env_steps, learner_steps = self._before
         steps, learned = self._scoreboard.env_steps, self._scoreboard.learner_steps
         seconds = max(now - then, 1e-9)
@@ -343,6 +338,6 @@ class View:
 
 
 def busy(scoreboard: Scoreboard, number: int) -> float:
-    """The part of a role's running time in which it did not wait, 0 to 1."""
+    """The share of a role's running time without waits, 0 to 1."""
     words = scoreboard.words[number]
     return words[Word.BUSY] / max(1, words[Word.BUSY] + words[Word.WAITED])

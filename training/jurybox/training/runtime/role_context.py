@@ -38,12 +38,12 @@ _MOST_EPISODES = 512  # in one report
 
 
 class Follows(Protocol):
-    """Something that keeps itself at the newest weights, such as `algorithms.torch_states.TorchWeights`."""
+    """Keeps itself at the newest weights, such as `algorithms.torch_states.TorchWeights`."""
 
     version: int
 
     def refresh(self, timeout: float = 1.0) -> bool:
-        """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
+        """Load the newest publication if it is newer; returns whether it was. Raises Timeout."""
 
 
 class KeepingReader(WeightsReader):
@@ -68,7 +68,7 @@ class KeepingReader(WeightsReader):
 
 
 class RoleContext:
-    """What a driver gives to a role.
+    """The interface of a driver to its role.
 
     Args:
         number: of the role in the plan.
@@ -119,8 +119,6 @@ class RoleContext:
         self._sums: dict[str, tuple[float, int]] = {}
         self._reported = time.monotonic()
 
-    # ---- what a role uses
-
     def replay(self, name: str | None = None) -> Replay:
         """The replay of that name; without one, the only one that the role's spec names."""
         return self.shared.replay(name or _only((*self.spec.writes, *self.spec.samples), "replay", self.name))
@@ -133,16 +131,16 @@ class RoleContext:
         return self._keeping.setdefault(name, KeepingReader(self.shared.channel(name)))
 
     def folder(self, name: str) -> Path:
-        """The run's folder of that name on this machine; a file that a role elsewhere wrote comes soon after."""
+        """The run's folder of that name on this machine; files of roles on other machines arrive later."""
         return Path(self._folders[name])
 
     def publisher(self) -> Publisher:
-        """The publisher's place on the channel that the role publishes on; the driver takes it."""
+        """The publisher of the role's channel, for the driver."""
         assert self.spec.publishes is not None
         return self.shared.publisher(self.spec.publishes)
 
     def follow(self, name: str, weights: Follows) -> None:
-        """Have the driver keep `weights` new: before an actor's steps and an evaluator's evaluations.
+        """Make the driver refresh `weights` before an actor's steps and an evaluator's evaluations.
 
         In between, every `sync_every` steps; at once when the role is more than `max_lag` publications behind.
         """
@@ -150,34 +148,32 @@ class RoleContext:
 
     @property
     def env_steps(self) -> int:
-        """Of the whole run."""
+        """Environment steps of the whole run."""
         return self.scoreboard.env_steps
 
     @property
     def own_steps(self) -> int:
-        """Steps that this role has made, in all its lives: environment steps of an actor, a learner's own."""
+        """Steps of this role, over all restarts: environment steps of an actor, learner steps of a learner."""
         return self.words[Word.ENV_STEPS] or self.words[Word.LEARNER_STEPS]
 
-    # ---- what a role reports
-
     def episode(self, *, total: float, length: int, **numbers: float) -> None:
-        """An episode has ended with this return; further numbers get columns of their own."""
+        """Report an episode with its return; further numbers get columns of their own."""
         self.words[Word.EPISODES] += 1
         if len(self._episodes) < _MOST_EPISODES:
             self._episodes.append({"return": float(total), "length": float(length), **numbers})
 
     def metrics(self, **numbers: float) -> None:
-        """Numbers of this moment; what is recorded is their mean since the last report."""
+        """Report numbers; their mean since the last report is recorded."""
         for name, value in numbers.items():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + float(value), count + 1)
 
     def say(self, text: str) -> None:
-        """A line for whoever watches the run."""
+        """Print a line in the run's view and log."""
         self._send({"kind": "said", "text": text})
 
     def report(self, *, now: bool = False) -> None:
-        """Send what has gathered, at most twice a second unless `now`; drivers call it after every step."""
+        """Send collected reports, at most twice a second unless `now`; drivers call it after every step."""
         moment = time.monotonic()
         if not now and moment - self._reported < _REPORT_SECONDS:
             return
@@ -188,7 +184,7 @@ class RoleContext:
             self._episodes, self._sums = [], {}
 
     def evaluated(self, env_steps: int, numbers: dict[str, float]) -> None:
-        """An evaluation is done; where it is the best so far, its weights are written down for whoever keeps them."""
+        """Report an evaluation; if it is the best so far, its weights are saved."""
         message: Message = {"kind": "evaluation", "env_steps": env_steps, "numbers": numbers}
         if self._evaluated is not None and numbers.get(str(self.plan.best), math.nan) > self.scoreboard.best:
             message |= self._written(self._evaluated, env_steps, numbers)
@@ -216,15 +212,13 @@ class RoleContext:
             return {"unkept": f"{self.name} could not write them: {error}"}
         return {"kept": str(folder)}
 
-    # ---- life and waits, for drivers
-
     @property
     def order(self) -> Order:
-        """What the orchestrator wants; one load from shared memory."""
+        """The current order; one load from shared memory."""
         return Order(self._told[Told.ORDER])
 
     def begin(self) -> None:
-        """The role is made and runs from now on; the time that took is not counted as work."""
+        """Mark the role as running; the start is not counted as work."""
         self._mark = self._busy_from = time.monotonic_ns()
         self.words[Word.READY_AT] = self._mark
         self.words[Word.WAITS_FOR] = Subject.NOTHING
@@ -232,19 +226,19 @@ class RoleContext:
         self.enter(State.RUNNING)
 
     def enter(self, state: State) -> None:
-        """Show another state."""
+        """Set the state."""
         self.alive()
         self.words[Word.STATE] = state
 
     def alive(self) -> None:
-        """A sign of life, and the account of time up to now; drivers give one after every step."""
+        """Give a sign of life, and update the accounted time; drivers call it after every step."""
         now = time.monotonic_ns()
         self.words[Word.BUSY] += now - self._mark
         self.words[Word.HEARTBEAT] = now
         self._mark = now
 
     def wait_until(self, holds: Callable[[], bool], subject: Subject, which: int = 0, timeout: float = 1.0) -> bool:
-        """Wait until `holds()`, an order to do something else, or the timeout; whether it holds.
+        """Wait until `holds()`, an order, or the timeout; returns whether it holds.
 
         Everybody sees meanwhile what this role waits for, and that it lives.
         """
@@ -284,7 +278,7 @@ class RoleContext:
         self.words[Word.INTERVALS] = count + 1
 
     def finish_timeline(self) -> None:
-        """Draw the stretch of work that is under way."""
+        """Complete the current interval of the timeline."""
         self.alive()
         if self._mark - self._busy_from > _SHORT_WAIT_NS:
             self._draw(self._busy_from, self._mark, Subject.NOTHING)
@@ -297,17 +291,14 @@ def _only(names: tuple[str, ...], what: str, role: str) -> str:
     return names[0]
 
 
-# ---- The base classes of roles.
-
-
 class Role:
-    """What the three have in common."""
+    """The base class of all roles."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
 
     def save(self) -> dict[str, Any]:
-        """Everything that going on needs, random states included: JSON-able values, arrays, CPU tensors; nested.
+        """Everything that `restore` needs, random states included: JSON-able values, arrays, CPU tensors; nested.
 
         Called between two steps. What cannot be kept (a physics engine in the midst of an episode) is to be begun anew
         here, so that the run which goes on does the same as one that is resumed: for an actor that is ending the
@@ -316,18 +307,18 @@ class Role:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `save` gave, before the first step. Tensors come back as NumPy arrays, tuples as lists."""
+        """Restore what `save` returned, before the first step. Tensors come back as NumPy arrays, tuples as lists."""
 
     def close(self) -> None:
-        """Free what the role holds beside memory."""
+        """Free resources."""
 
 
 class Actor(Role, ABC):
-    """Acts in environments and writes what happens into replays."""
+    """Acts in environments, and writes transitions to replays."""
 
     @abstractmethod
     def step(self) -> int:
-        """One step (of all its environments, if it has several); gives the environment steps made.
+        """One step (of all its environments, if it has several); returns the number of environment steps.
 
         They count when this returns. Whoever is killed inside has made none. Episodes that ended are reported with
         ``context.episode(...)``.
@@ -335,7 +326,7 @@ class Actor(Role, ABC):
 
 
 class Learner(Role, ABC):
-    """Samples, improves, and has something to publish."""
+    """Learns from samples, and publishes weights."""
 
     def ready(self) -> bool:
         """Whether a step can be made, the pace aside: enough rows, say. Asked before every step."""
@@ -343,14 +334,14 @@ class Learner(Role, ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """One optimiser step; it counts when this returns. Numbers worth a look go to ``context.metrics(...)``."""
+        """One optimiser step; it counts when this returns. Report numbers with ``context.metrics(...)``."""
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         """What to publish: a module, state_dict or dict of arrays of the channel's layout, and the extra with it."""
         raise NotImplementedError(f"{type(self).__name__} publishes nothing: leave RoleSpec.publishes empty")
 
     def adopt(self, published: WeightsReader) -> None:
-        """Go on from the newest publication, which a predecessor left that died; the optimiser may begin anew.
+        """Load the newest publication of a predecessor that died; the optimiser may start afresh.
 
         Called after `restore`, and only in a life after the first.
         """
@@ -361,4 +352,4 @@ class Evaluator(Role, ABC):
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, float]:
-        """Numbers by name, of the weights as they are now. May take long; a sign of life is ``context.alive()``."""
+        """Evaluate the current weights; returns numbers by name. Call ``context.alive()`` in a long evaluation."""

@@ -1,4 +1,4 @@
-"""Carrying out a plan: shared memory made and removed, processes or one process, and what becomes of a failure."""
+"""Runs a plan: creates and removes the shared memory, and uses processes or the serial driver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(
     watch: Callable[[SharedResources], None] | None = None,
     launcher: Launcher | None = None,
 ) -> Outcome:
-    """Carry out a plan to its end.
+    """Run a plan to its end.
 
     Args:
         folder: gets ``logs/`` (one file a process, and run.log with everything said), ``checkpoints/`` and
@@ -156,7 +156,7 @@ def _keep_best(checkpoints: Checkpoints, told: Callable[[str], None], message: M
 
 
 def _restore_best(plan: Plan, shared: SharedResources, checkpoints: Checkpoints) -> None:
-    """What a killed run evaluated after its last checkpoint was good nevertheless, and its weights are there."""
+    """Restore the best value of a killed run, which may be of an evaluation after its last checkpoint."""
     said = checkpoints.best()
     value = said["numbers"].get(plan.best) if said is not None else None
     if value is not None and value > shared.scoreboard.best:

@@ -32,7 +32,7 @@ _PAGE = 4096
 
 
 class Word(IntEnum):
-    """A role's record: which word holds what. Times are nanoseconds of CLOCK_MONOTONIC."""
+    """The words of a role's record. Times are nanoseconds of CLOCK_MONOTONIC."""
 
     STATE = 0
     PID = 1
@@ -70,7 +70,7 @@ class Told(IntEnum):
 
 
 class State(IntEnum):
-    """Where a role is in its life."""
+    """The state of a role."""
 
     ABSENT = 0
     STARTING = 1
@@ -80,7 +80,7 @@ class State(IntEnum):
 
 
 class Order(IntEnum):
-    """What the orchestrator wants of a role; looked at between two steps and while waiting."""
+    """An order for a role, which reads it between two steps and while waiting."""
 
     RUN = 0
     PAUSE = 1
@@ -88,7 +88,7 @@ class Order(IntEnum):
 
 
 class Subject(IntEnum):
-    """What a role waits for."""
+    """The object of a role's wait."""
 
     NOTHING = 0
     STEPS = 1  # a learner: environment steps
@@ -109,7 +109,7 @@ _INTERVAL = np.dtype([("start", "<i8"), ("end", "<i8"), ("subject", "<i8")])
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Who is who on a scoreboard."""
+    """The names on a scoreboard."""
 
     roles: tuple[tuple[str, Kind], ...]
     replays: tuple[tuple[str, str], ...]  # (name in the plan, name of the Replay)
@@ -155,8 +155,7 @@ class Scoreboard:
 
     @classmethod
     def create(cls, name: str, plan: Plan, replays: dict[str, str], channels: dict[str, str]) -> Scoreboard:
-        """Make the scoreboard of a run; `replays` and `channels` say what the plan's names are called in shared
-        memory."""
+        """Create the scoreboard of a run; `replays` and `channels` map the plan's names to those of shared memory."""
         named = Named(
             tuple((role.name, role.kind) for role in plan.roles), tuple(replays.items()), tuple(channels.items())
         )
@@ -190,16 +189,14 @@ class Scoreboard:
 
     @property
     def best(self) -> float:
-        """The highest value so far of what the plan calls best; -inf before the first."""
+        """The highest value of the plan's `best` so far; -inf before the first."""
         value: float = struct.unpack("<d", struct.pack("<q", self.orders[0][Told.BEST]))[0]
         return value
 
     def set_best(self, value: float) -> None:
-        """Show it; the orchestrator's to call."""
+        """Set `best`; only the orchestrator calls it."""
         for orders in self.orders:
             orders[Told.BEST] = struct.unpack("<q", struct.pack("<d", value))[0]
-
-    # ---- sums over all roles; each is a moment's picture
 
     @property
     def env_steps(self) -> int:
@@ -230,7 +227,7 @@ class Scoreboard:
         return np.array(self.timeline[number][order])
 
     def close(self) -> None:
-        """Let go of the segment; its owner also removes it."""
+        """Close the segment; its owner also removes it."""
         for words in (*self.words, *self.orders):
             words.release()
         self.words, self.orders = [], []
@@ -239,14 +236,12 @@ class Scoreboard:
             self.segment.unlink()
 
 
-# ---- The scoreboard of a run in progress, as text.
-
 # Says which shared memory a run uses, for as long as it runs.
 RUNNING = "running.json"
 
 
 def going_on(folder: Path) -> int | None:
-    """The process whose run is going on in `folder`; None where there is none, or it was killed."""
+    """The process of the run in `folder`; None if there is none, or it was killed."""
     try:
         said = json.loads((folder / RUNNING).read_text(encoding="utf-8"))
         scoreboard = Scoreboard.attach(said["scoreboard"], keep_alive=False)
@@ -259,7 +254,7 @@ def going_on(folder: Path) -> int | None:
 
 
 def debug_state(folder: Path) -> str:
-    """What the run in `folder` shares at this moment.
+    """The shared state of the run in `folder`, as text.
 
     Raises:
         NotRunning: there is none, or it ended just now.

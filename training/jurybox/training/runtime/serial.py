@@ -1,7 +1,7 @@
-"""The serial driver: every role in one process, in one fixed order, without a clock. The same plan, the same turns.
+"""The serial driver: every role in one process, in one fixed order, without a clock.
 
-What it does depends on the plan and the seed alone, so a run can be stepped through in a debugger, and a resumed run
-does what the one that was never stopped did.
+It depends on the plan and the seed alone, so a run can be debugged step by step, and a resumed run equals an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
 
 class Stuck(RuntimeError):
-    """No role can take a turn: each waits for something that nobody will do."""
+    """A deadlock: no role can take a turn."""
 
 
 class Serial:
@@ -99,7 +99,7 @@ class Serial:
                 self.save()
 
     def _next_actor(self) -> Turn:
-        """The one with the fewest steps: in turns, also after a resumption."""
+        """The actor with the fewest steps."""
         return min(self._actors, key=lambda turn: turn.context.words[Word.EPOCHS])
 
     def save(self) -> None:
@@ -130,7 +130,7 @@ class Serial:
         self._turns = []
 
     def _close(self) -> None:
-        """The time is up: learners use up what is there, evaluators have a last look."""
+        """The time is up: learners use the remaining steps, evaluators evaluate once more."""
         self._rules.close()
         for turn in self._others:
             while turn.may():

@@ -1,6 +1,6 @@
-"""The base of every training's settings: read from a TOML file and the command line, checked, written down.
+"""The base class of all trainings' settings, which are read from a TOML file and the command line.
 
-A training declares its settings as fields of a subclass of `Settings`. Names are those of Stable-Baselines3 where it
+A training declares its settings as fields of a subclass of `Settings`. Names are those of Stable-Baselines3 if it
 has one: ``learning_rate``, ``gamma``, ``batch_size``, ``buffer_size``, ``learning_starts``, ``gradient_steps``,
 ``train_freq``, ``tau``, ``gae_lambda``, ``n_epochs``, ``ent_coef``, ``clip_range``.
 """
@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> Self:
-        """Settings of a TOML file (if there is one) with `changes`, which win.
+        """Read the settings of a TOML file (if there is one); `changes` override them.
 
         Raises:
             ConfigError: the file cannot be read, or a setting is unknown, out of its bounds or without effect.
@@ -85,7 +85,7 @@ class Settings(BaseModel):
         return self.checked({**said, **changes})
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, as JSON holds it, for settings.json, reports and trackers: parts as ``part.NAME``."""
+        """Flat JSON values for settings.json, reports and trackers: parts as ``part.NAME``."""
         found: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json").items():
             part = getattr(self, name)
@@ -142,7 +142,7 @@ def changes_of(changes: Iterable[str], given: Mapping[str, Any]) -> dict[str, An
 
 
 def merged(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, tables within them joined too: ``learner.tau = 0.01`` changes that one alone."""
+    """Merge two dicts of settings, nested tables included: ``learner.tau = 0.01`` changes that one alone."""
     found = dict(said)
     for name, value in changes.items():
         before = found.get(name)

@@ -1,6 +1,6 @@
 """The shared memory of a run: scoreboard, replays and weights channels. Made by its owner, attached by every role.
 
-`SharedResources.save` and `restore` are the part of a checkpoint that no role holds: counters, replays, weights.
+`SharedResources.save` and `restore` handle the part of a checkpoint that no role has: counters, replays, weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COUNTS = (
 
 
 class SharedResources:
-    """Everything that the processes of a run share. Make it with `create` (its owner) or `attach` (the roles).
+    """The shared memory of a run. The owner calls `create`, the roles `attach`.
 
     Nothing is left of it when its owner is gone: in order it removes every name; killed, the kernel drops its locks and
     those of its children, who die with it, and the next start of anything of Jurybox sweeps the memory away.
@@ -85,7 +85,7 @@ class SharedResources:
 
     @classmethod
     def attach(cls, scoreboard: str, instead: Mapping[str, str] | None = None) -> SharedResources:
-        """Join the run whose scoreboard has this name; replays and channels are attached when they are asked for.
+        """Attach to the run whose scoreboard has this name; replays and channels are attached on demand.
 
         Args:
             instead: by the plan's name, the names of replays that are taken in the place of those the scoreboard names.
@@ -111,7 +111,7 @@ class SharedResources:
         return WeightsReader(self.channel(name))
 
     def publisher(self, name: str) -> Publisher:
-        """The place of the publisher on the channel that the plan calls `name`.
+        """The publisher of the channel that the plan calls `name`.
 
         Raises:
             Refused: somebody living has it.
@@ -182,7 +182,7 @@ class SharedResources:
                     publisher.publish(published["state"], published["extra"], version=published["version"])
 
     def close(self) -> None:
-        """Let go of everything; the owner also removes the names."""
+        """Close everything; the owner also removes the names."""
         for replay in self._replays.values():
             if self.owned:
                 replay.unlink()

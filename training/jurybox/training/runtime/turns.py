@@ -1,6 +1,6 @@
-"""One turn of each kind of role: when it may be taken, what it consists of, what it counts. Both drivers take these.
+"""One turn of each kind of role: its conditions, its work, its counters. Both drivers use them.
 
-A turn never waits. It says whether it may be taken, and what it is waiting for if not; waiting is the driver's.
+A turn never waits. It tells whether it may be taken, and if not, what for; the driver waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _READ_SECONDS = 1.0
 
 
 class Rules:
-    """Who may take a turn, from the shared counters alone.
+    """The conditions of turns, from the shared counters alone.
 
     Args:
         slack: environment steps that actors may be ahead; None: any number. Serial runs have 0.
@@ -31,35 +31,35 @@ class Rules:
         self._orders = scoreboard.orders[0]
 
     def collected(self) -> bool:
-        """Whether all environment steps have been made that the budget has, or the time is up."""
+        """Whether all environment steps of the budget have been made, or the time is up."""
         return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[Told.CLOSING])
 
     def close(self) -> None:
-        """Let nobody make environment steps from now on, so that learners and evaluators come to an end."""
+        """Stop environment steps, so that learners and evaluators can finish."""
         for orders in self._scoreboard.orders:
             orders[Told.CLOSING] = 1
 
     def over(self) -> bool:
-        """Whether all steps have been collected, and every learner that is waited for has learned from them."""
+        """Whether all steps have been collected, and all learners have used them."""
         if not self.collected():
             return False
         return self._slack is None or all(self._scoreboard.words[number][Word.DONE] for number in self._learners)
 
     def may_collect(self) -> bool:
-        """Whether no learner is too far behind for another environment step."""
+        """Whether another environment step is allowed by the learners' progress."""
         if self._slack is None or not self._learners:
             return True
         slowest = min(self._scoreboard.words[number][Word.LEARNER_STEPS] for number in self._learners)
         return self._scoreboard.env_steps < self._pace.env_steps(slowest, self._slack)
 
     def may_learn(self, number: int) -> bool:
-        """Whether there are environment steps that learner `number` has not used up."""
+        """Whether there are unused environment steps for learner `number`."""
         env_steps = min(self._scoreboard.env_steps, self._budget.steps)
         return self._scoreboard.words[number][Word.LEARNER_STEPS] < self._pace.learner_steps(env_steps)
 
 
 class Following:
-    """Keeps what a role follows at the newest weights, as often as the plan says."""
+    """Keeps a role's weights at the newest version, as often as the plan says."""
 
     def __init__(self, context: RoleContext) -> None:
         self._context = context
@@ -69,18 +69,18 @@ class Following:
         self._numbers = [channels.index(name) for name, _, _ in context.followed]
 
     def missing(self) -> int | None:
-        """The number of a channel on which nothing has been published yet."""
+        """The number of a channel without a publication."""
         for number, (_, reader, weights) in zip(self._numbers, self._context.followed, strict=True):
             if not weights.version and not reader.newest:
                 return number
         return None
 
     def at_once(self) -> None:
-        """Look for newer weights before the next step."""
+        """Check for newer weights before the next step."""
         self._since = self._every
 
     def sync(self) -> None:
-        """Look for newer weights if it is time, or if the role is too far behind."""
+        """Check for newer weights if due, or if the role is too far behind."""
         if not self._context.followed:
             return
         lag = max(reader.newest - weights.version for _, reader, weights in self._context.followed)
@@ -122,11 +122,11 @@ class Turn:
         raise NotImplementedError
 
     def take(self) -> None:
-        """Take it; counted when it is complete."""
+        """Take the turn, and count it."""
         raise NotImplementedError
 
     def saved(self) -> None:
-        """A checkpoint was made: whatever follows must depend on it alone."""
+        """A checkpoint was made, which determines all that follows."""
 
     def close(self) -> None:
         self.role.close()
@@ -137,7 +137,7 @@ class Turn:
 
 
 class ActorTurn(Turn):
-    """Newer weights if it is time, then a step."""
+    """Newer weights if due, then a step."""
 
     def __init__(self, role: Actor, context: RoleContext, rules: Rules) -> None:
         super().__init__(role, context, rules)
@@ -167,7 +167,7 @@ class ActorTurn(Turn):
 
 
 class LearnerTurn(Turn):
-    """A step, then a publication if it is time."""
+    """A step, then a publication if due."""
 
     def __init__(self, role: Learner, context: RoleContext, rules: Rules, *, publish: bool) -> None:
         super().__init__(role, context, rules)
@@ -219,7 +219,7 @@ class LearnerTurn(Turn):
 
 
 class EvaluatorTurn(Turn):
-    """The newest weights, then an evaluation: every so many environment steps, and once when all have been made."""
+    """The newest weights, then an evaluation: at intervals of environment steps, and once at the end."""
 
     def __init__(self, role: Evaluator, context: RoleContext, rules: Rules) -> None:
         super().__init__(role, context, rules)
@@ -251,7 +251,7 @@ class EvaluatorTurn(Turn):
 
 
 def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) -> Turn:
-    """Make the role of this context, bring it to where it was, and give its turns.
+    """Create the role of this context, restore its state, and return its turn.
 
     Args:
         state: what the role saved, or None.
@@ -276,7 +276,7 @@ def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) 
 
 
 def _goes_on(learner: Learner, context: RoleContext) -> bool:
-    """Whether there are published weights already; who comes after a killed learner adopts them."""
+    """Whether there are published weights, which the successor of a killed learner adopts."""
     if context.spec.publishes is None:
         return False
     reader = context.shared.reader(context.spec.publishes)

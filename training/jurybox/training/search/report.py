@@ -1,4 +1,4 @@
-"""The report of a search over workflows: what it ended with, what it tried, how it learned."""
+"""The report of a search over workflows: result, tried workflows, learning curves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITHIN = 0.15  # of the unconstrained return that a workflow may cost
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRun:
-    """Everything that a report is made of.
+    """The data of a report.
 
     Attributes:
         trainer: at the end of its run.
@@ -39,7 +39,7 @@ class WorkflowRun:
 
 
 def conclusion(trainer: WorkflowTrainer) -> list[str]:
-    """What came of it, in sentences; where the goal was missed, why."""
+    """The conclusion in sentences; if the goal was missed, the reason."""
     final, reference, settings = trainer.final, trainer.reference, trainer.settings
     if final is None or trainer.best is None:
         return ["The budget ended before a workflow was tried."]

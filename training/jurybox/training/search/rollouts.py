@@ -1,4 +1,4 @@
-"""Whole episodes of a policy under a workflow, and whether a defender kept to it."""
+"""Episodes of a policy under a workflow, and their compliance with it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from jurybox.training.algorithms.ppo import Rollout
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.search.settings import ENCODED, encode
 
-# ----
-# Does a defender keep to a workflow? What counts as a fix, when it complies, and what that is worth.
+# Compliance of a defender with a workflow: fixes, when they comply, and their reward.
 #
 # A fix is a Remove or a Restore. It complies when its target is of the type that comes first in the workflow among
 # those that are compromised in the truth BEFORE the action. Compromised is a host with any session of red's, except
@@ -24,11 +23,12 @@ from jurybox.training.search.settings import ENCODED, encode
 #
 # Cases that this leaves open, as they are decided here:
 #
-# - Remove and Restore of User0 are no fixes at all: a policy that is paid for its rate would repeat them to pad it; -
-# a fix while nothing is compromised counts, and does not comply; - a fix of a clean host complies if its type comes
-# first. Such a Remove costs nothing, so a policy can still pad its rate with it; the strict rule, an option, wants
-# the target itself compromised; - an episode without a fix has the rate 0 and costs `no_fix_penalty` x lambda at its
-# end; - a gate asks for a least number of fixes, so that nobody passes it by hardly ever fixing anything.
+# - Remove and Restore of User0 are not fixes: a policy that is rewarded for its rate would repeat them;
+# - a fix while nothing is compromised counts, and does not comply;
+# - a fix of a clean host complies if its type comes first. Such a Remove costs nothing, so a policy can still raise its
+#   rate with it; the strict rule, an option, requires that the target itself is compromised;
+# - an episode without a fix has the rate 0 and costs `no_fix_penalty` x lambda at its end;
+# - a gate requires a minimum number of fixes, so that a policy cannot pass it by hardly ever fixing anything.
 
 
 Bools = npt.NDArray[np.bool_]
@@ -61,7 +61,7 @@ def judge(
 
 @dataclass(slots=True)
 class Alignment:
-    """Counts fixes of running episodes and pays for compliance as it changes.
+    """Counts fixes of running episodes, and rewards changes of compliance.
 
     The reward of a step is lambda times the change of the episode's rate, so an episode's sum is lambda x its final
     rate, whenever it was earned.
@@ -106,12 +106,8 @@ class Alignment:
 
 
 def pooled_rate(fixes: int, complied: int) -> float:
-    """Of all fixes together, the share that complied; 0 without a fix."""
+    """The share of all fixes that complied; 0 without a fix."""
     return complied / fixes if fixes else 0.0
-
-
-# ----
-# Whole episodes of a policy under a workflow, as the learner wants them and as the log wants them.
 
 
 INPUTS = 4 * t.N_HOSTS + ENCODED
@@ -121,7 +117,7 @@ Part = VectorEnv[Any, Any, Any]
 
 
 class Policy(Protocol):
-    """Who acts: `PPO`, or one that asks a server."""
+    """A policy: `PPO`, or one on a server."""
 
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
@@ -131,7 +127,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """What came of n episodes.
+    """The results of n episodes.
 
     Attributes:
         returns: float64 (n,), of the environment's own rewards; alignment is not in it.
@@ -203,7 +199,7 @@ def play(
 
 
 class _Game:
-    """The episodes of one part, which go into its rows of the rollout."""
+    """The episodes of one part, written to its rows of the rollout."""
 
     def __init__(
         self, env: Part, rows: slice, alignment: Alignment, rollout: Rollout, returns: npt.NDArray[np.float64]
@@ -218,7 +214,7 @@ class _Game:
         return self._alignment.fixes, self._alignment.complied
 
     def act(self, step: int, policy: Policy, *, greedy: bool) -> None:
-        """Choose this step's actions and set the environments going."""
+        """Choose actions and begin the step."""
         rollout, rows = self._rollout, self.rows
         seen = rollout.observations[step, rows]
         seen[:, : 4 * t.N_HOSTS] = self.observation
@@ -230,7 +226,7 @@ class _Game:
         self._result = _begin(self._env, actions)
 
     def finish(self, step: int) -> None:
-        """Wait for them, and write down what came of it."""
+        """Wait for the step, and record the results."""
         before, rollout, rows = self._info["true_state"], self._rollout, self.rows
         self.observation, rewards, terminated, truncated, self._info = self._result()
         over = terminated | truncated
@@ -241,7 +237,7 @@ class _Game:
 
 
 def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
-    """Step, and give what waits for the result."""
+    """Begin a step; returns a function that waits for the result."""
     begin: Callable[..., None] | None = getattr(env, "step_async", None)
     if begin is not None:
         begin(actions)

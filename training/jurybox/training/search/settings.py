@@ -15,7 +15,6 @@ from jurybox.training.environments.cage import RedName
 from jurybox.training.environments.cage.tables import UNIT_TYPES
 from jurybox.training.runtime.settings import ServedSettings
 
-# ----
 # Workflows: the 120 orders in which the five types of units may have priority.
 #
 # An order is a tuple of five type numbers (see `tables.UNIT_TYPES`), first the type to be fixed first.
@@ -62,10 +61,6 @@ def _signs(orders: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Per pair of types which one comes first, -1 or 1: (n, 10)."""
     places = np.argsort(orders, axis=1)
     return np.stack([np.sign(places[:, b] - places[:, a]) for a, b in _PAIRS], axis=1).astype(np.float64)
-
-
-# ----
-# What a search over workflows can be told.
 
 
 class WorkflowTraining(ServedSettings):

@@ -1,7 +1,7 @@
-"""The search itself: without a workflow first, then workflow after workflow until each is complied with, then the best.
+"""The search: training without a workflow first, then with one workflow after another, then with the best.
 
-One `advance` is one update of the learner; between two of them everything can be written down and gone on from. The
-loop knows neither files nor processes.
+One `advance` is one update of the learner; between two of them the whole state can be saved. The loop uses neither
+files nor processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A workflow that was trained: when it was chosen, how long that took, and what came of it."""
+    """A tried workflow: its proposal, its training, its evaluation."""
 
     order: Order
     mean: float
@@ -57,7 +57,7 @@ class Tried:
 
 
 class WorkflowTrainer:
-    """Searches.
+    """The search.
 
     Args:
         env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
@@ -96,7 +96,7 @@ class WorkflowTrainer:
 
     @property
     def environments(self) -> tuple[Parts, Parts]:
-        """Those of training and of evaluation."""
+        """The environments of training and of evaluation."""
         return self._env, self._evaluation
 
     @property
@@ -105,13 +105,13 @@ class WorkflowTrainer:
 
     @property
     def order(self) -> Order | None:
-        """What is trained now."""
+        """The current workflow."""
         if self.phase == SEARCH:
             return None if self._proposal is None else self._proposal.order
         return self.best if self.phase in (FINAL, DONE) else None
 
     def advance(self) -> dict[str, float]:
-        """One update, and what is due after it; returns numbers of the moment."""
+        """Make one update, and the transitions that are due; returns current numbers."""
         settings = self.settings
         if self.phase == SEARCH and self._proposal is None:
             self._begin()
@@ -146,7 +146,7 @@ class WorkflowTrainer:
         return numbers
 
     def evaluate(self, order: Order | None, episodes: int) -> Evaluated:
-        """Fresh episodes with the learner's policy as it acts in training."""
+        """Evaluate the learner's policy, as it acts in training, on new episodes."""
         runs = [
             play(
                 self._evaluation,
@@ -170,7 +170,7 @@ class WorkflowTrainer:
         )
 
     def passes(self, rate: float, fixes: float) -> bool:
-        """Whether this is compliance: the gate, with enough fixes an episode to mean anything."""
+        """Whether the gate is passed, with a minimum number of fixes."""
         return rate >= self.settings.gate and fixes >= self.settings.min_fixes
 
     def state(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class WorkflowTrainer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; the environments' random numbers are not in it."""
+        """Restore what `state` returned; the environments' random states are not in it."""
         self.phase = state["phase"]
         self.episodes, self.updates, self.env_steps, self._learner_steps, self._began = state["counted"]
         self.recent = list(state["recent"])
@@ -240,7 +240,7 @@ class WorkflowTrainer:
         self._proposal = None
 
     def _keep(self, played: Episodes) -> None:
-        """Remember the policy that just played, when it is the best of those that comply."""
+        """Keep the current policy if it is the best that complies."""
         if not self.passes(played.rate, played.fixes / self.settings.envs):
             return
         returns = float(played.returns.mean())

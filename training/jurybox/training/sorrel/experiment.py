@@ -84,7 +84,7 @@ _ROLES = "jurybox.training.sorrel.roles"
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One that is over.
+    """A finished experiment.
 
     Attributes:
         env: the environment; its models are what was learned.

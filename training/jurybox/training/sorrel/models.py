@@ -1,4 +1,4 @@
-"""What the runtime needs to know of a sorrel model: what acts in it, what it remembers, whether it is on-policy."""
+"""Inspection of sorrel models: the acting network, the memory, on-policy or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learned(agents: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def acting_part(model: Any) -> nn.Module:
-    """The network that actions come from: what sorrel itself makes policy snapshots of."""
+    """The acting network, of which sorrel makes policy snapshots."""
     of_two = getattr(model, "models", None)
     if isinstance(of_two, Mapping) and isinstance(of_two.get("local"), nn.Module):
         found: nn.Module = of_two["local"]
@@ -62,7 +62,7 @@ def fields_of(memory: Any) -> dict[str, Field]:
 
 
 class Tap:
-    """Writes what goes into a model's memory to a replay too, for the model's learner.
+    """Copies additions to a model's memory to a replay, for the model's learner.
 
     Args:
         add: of the replay.
@@ -75,7 +75,7 @@ class Tap:
         self._put_in()
 
     def mark(self, kind: int, epoch: int) -> None:
-        """An epoch begins or ends."""
+        """Mark the beginning or the end of an epoch."""
         self._put_in()
         self._write(**{**self._nothing, "kind": kind, "epoch": epoch})
 
@@ -124,7 +124,7 @@ class ModelWeights:
         self.version = 0
 
     def refresh(self, timeout: float = 1.0) -> bool:
-        """Take over the newest publication if there is a newer one; whether it did. Raises Timeout as a reader does."""
+        """Load the newest publication if it is newer; returns whether it was. Raises Timeout."""
         if not self._weights.refresh(timeout):
             return False
         self.version = self._weights.version

@@ -194,6 +194,6 @@ class SorrelLearner(Learner):
 
 
 def put_back(model: Any, state: Mapping[str, Any]) -> None:
-    """Make a model what its learner saved: weights and epsilon."""
+    """Restore a model from its learner's state: weights and epsilon."""
     model.load_state_dict(as_tensors(state["model"]))
     model.epsilon = state["epsilon"]

@@ -1,4 +1,4 @@
-"""What environments and their worker share: arrays over one segment, and infos by Gymnasium's rules."""
+"""Shared arrays of environments and their worker over one segment, and infos by Gymnasium's rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 
 from jurybox.protocol.segment import Segment
 
-# ----
 # What environments and their worker share: arrays over one segment, laid out the same way on both sides.
 #
 # A batch of a Gymnasium space is a tree: an array for Box, Discrete, MultiBinary and MultiDiscrete, a dict for Dict,
@@ -55,7 +54,7 @@ class Shared:
 def arrange(
     n: int, observation: Space[Any], action: Space[Any], fields: InfoFields, *, finals: bool, segment: Segment | None
 ) -> tuple[Shared, int]:
-    """Lay the arrays out over a segment and say how many bytes that takes; without one they are only counted.
+    """Place the arrays over a segment; returns them and their size in bytes. Without a segment only the size counts.
 
     Raises:
         TypeError: a space that has no rows of fixed shape.
@@ -134,12 +133,8 @@ def _tree(space: Space[Any], place: Callable[[npt.DTypeLike, tuple[int, ...]], A
     )
 
 
-# ----
-# Infos of many environments as one dictionary, by Gymnasium's rules: every key has a mask of who set it.
-
-
 def shared_infos(fields: dict[str, Any], told: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """Copies of the declared fields, those that nobody set left out."""
+    """Copies of the declared fields that were set."""
     infos: dict[str, Any] = {}
     for name, field in fields.items():
         mask = told[name][rows]

@@ -1,4 +1,4 @@
-"""Any Gymnasium environments in worker processes, as one VectorEnv; in lock-step, or whoever is ready first.
+"""Any Gymnasium environments in worker processes, as one VectorEnv; in lock-step, or in the order of completion.
 
 Observations, actions, rewards, ends and the infos that are declared lie in one shared memory; a message to or from a
 worker names environments and no more. The asynchronous half follows EnvPool's send and recv
@@ -234,7 +234,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._after_loss(self._pool.give(kind, numbers, lambda part: np.array(part, np.int32).tobytes()))
 
     def _send_to_new(self, numbers: list[int]) -> list[int]:
-        """See to those whose action finds no episode, because they were replaced; returns the others."""
+        """Handle actions for replaced environments without an episode; returns the other environments."""
         told = self._told_cut.copy()
         for number in numbers:
             if self._is_new(number) and self._told_cut[number] < self._life(number):
@@ -261,7 +261,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
                     self._ready.extend(numbers)
 
     def _after_loss(self, numbers: list[int]) -> None:
-        """These are new: those that were asked answer that their episode was cut, the others will when asked."""
+        """Cut the episodes of replaced environments: of those with an action now, of others at their next action."""
         done = set(self._ready)
         if asked := [number for number in numbers if self._asked[number] and number not in done]:
             self._cut(asked)
@@ -309,7 +309,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         return int(np.random.SeedSequence((seed, number, replaced)).generate_state(1)[0])
 
     def _forget_what_runs(self) -> None:
-        """Steps under way are waited for and dropped."""
+        """Wait for steps in flight and drop their results."""
         while any(self._pool.pending):
             for _ in self._pool.wait(None):
                 pass

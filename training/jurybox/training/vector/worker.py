@@ -49,14 +49,14 @@ class WorkerFailed(RuntimeError):
 
 
 def bound(end: socket.socket, seconds: float) -> None:
-    """Let no send or receive at this end of a pipe take longer: it then raises BlockingIOError."""
+    """Set the time-out of a socket's sends and receives, after which they raise BlockingIOError."""
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         whole, part = divmod(seconds, 1.0)
         end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(whole), int(part * 1e6)))
 
 
 def bind_to(parent: int) -> None:
-    """Leave the terminal's signals to the parent, and die with it."""
+    """Ignore the terminal's signals, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked from before the first instruction until here
     if sys.platform == "linux":
@@ -135,7 +135,7 @@ _TELL_EVERY = 100e-6  # seconds; steps shorter than that are told of together
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a worker is told at its start.
+    """The first message to a worker.
 
     Attributes:
         path: sys.path of the learner, so that what it can import can be imported here.
@@ -151,7 +151,7 @@ class Orders:
 
 
 def done_message(numbers: Any, extras: dict[int, Any]) -> bytes:
-    """The message that these environments are done; `extras` are what does not fit into shared memory, by number."""
+    """The message that these environments are done; `extras` are infos that are not in shared memory, by number."""
     head = DONE + _COUNT.pack(len(numbers)) + np.asarray(numbers, np.int32).tobytes()
     return head + pickle.dumps(extras) if extras else head
 
@@ -277,7 +277,7 @@ class SharedAnswers:
 
 
 def _keep(number: int, info: dict[str, Any], fields: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Write what has a place in shared memory there, and return the rest."""
+    """Write declared infos to shared memory, and return the rest."""
     for name, field in fields.items():
         if name in info:
             field[number] = info[name]

@@ -1,4 +1,4 @@
-"""The worker processes of a vector environment: started, spoken to, replaced when they are gone."""
+"""The worker processes of a vector environment: start, messages, replacement."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class WorkerProcess:
         return found
 
     def share(self, n: int, fields: InfoFields, segment: Segment) -> None:
-        """Hand it the memory, as a descriptor: so the segment needs no name, and none is left whatever dies."""
+        """Send the memory as a descriptor, so that the segment needs no name."""
         self.pipe.send((n, fields, segment.size))
         with socket.socket(fileno=os.dup(self.pipe.fileno())) as channel:
             socket.send_fds(channel, [b"m"], [segment.fd])
@@ -167,7 +167,7 @@ _DEATHS = 3  # of one worker, with nothing done between them, before it is given
 
 
 class WorkerPool:
-    """Starts the workers and keeps them going.
+    """Starts workers, and replaces those that die.
 
     Args:
         make: one function for each environment.
@@ -319,7 +319,7 @@ class WorkerPool:
             member.busy_since = None
 
     def _replace(self, member: WorkerProcess) -> list[int]:
-        """Put a new process in the place of one; returns all its environments."""
+        """Replace a process; returns all its environments."""
         said = member.described()
         self._deaths[member.index] += 1
         if self._deaths[member.index] > _DEATHS:

@@ -196,10 +196,6 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
 
 
-# ----
-# What a dialect checks of the fields that came.
-
-
 def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any]:
     """Get a field that is a list, of n values if n is given. Raises SpecMismatch."""
     values = body.get(name)

@@ -55,10 +55,6 @@ _LONGEST_NAME = 80  # of a global in the text form
 _DIMENSIONS = 4  # of an array
 
 
-# ----
-# What stands for a global, and for an object that is still being made. None of it leaves this module.
-
-
 @dataclass(frozen=True, slots=True)
 class _Name:
     name: str  # of _GLOBALS' values
@@ -135,8 +131,6 @@ class _Reader:
             )
         return _Result(self._limits, self._limits.repeated + size).of(self._stack[0], 0)
 
-    # ---- bytes, stack and memo
-
     def take(self, n: int) -> memoryview:
         if n > self._size - self._at:
             raise NotPlain(f"the pickle claims {n} bytes at {self._at}, {self._size - self._at} are there")
@@ -192,8 +186,6 @@ class _Reader:
         if at not in self._memo:
             raise NotPlain(f"the pickle gets value {at} of its memo, which it has not put there")
         self.push(self._memo[at])
-
-    # ---- plain values
 
     def protocol(self) -> None:
         if (version := self.number(1)) > _NEWEST:
@@ -256,8 +248,6 @@ class _Reader:
 
     def tuple_since_mark(self) -> None:
         self.push(tuple(self.since_mark()))
-
-    # ---- globals, and the few things that are made with them
 
     def global_of_text(self) -> None:
         self._global(self.line(), self.line())
@@ -487,10 +477,6 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Any:
     {'images': [], 'only_strict': True}
     """
     return _Reader(data, limits).read()
-
-
-# ----
-# Writing. Clients run what they are sent: an answer has values alone, no global.
 
 
 def dumps(value: Any) -> bytes:

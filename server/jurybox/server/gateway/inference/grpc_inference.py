@@ -131,10 +131,6 @@ def _told(target: Any, parameters: Mapping[str, Any]) -> None:
         setattr(target[name], field, value)
 
 
-# ----
-# The Open Inference Protocol over gRPC: inference.GRPCInferenceService.
-
-
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio has no types
 
 _PIPELINED = 64  # requests of one stream in flight
@@ -158,8 +154,6 @@ class InferenceServicer:
     def __init__(self, oip: OpenInference, room: Room) -> None:
         self._oip = oip
         self._room = room
-
-    # ---- health and metadata
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=await self._oip.live())
@@ -185,8 +179,6 @@ class InferenceServicer:
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         found = await self._oip.statistics(request.name, request.version)
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
-
-    # ---- inference
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         return message_of(await self._oip.inference.infer(request_of(request, context.time_remaining())))
@@ -235,8 +227,6 @@ class InferenceServicer:
             return pb.ModelStreamInferResponse(error_message=said(error, _MOST_SAID), infer_response=named)
         return pb.ModelStreamInferResponse(infer_response=answer)
 
-    # ---- model repository
-
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         found = await self._oip.index(request.repository_name, ready=request.ready)
         return ParseDict({"models": found}, pb.RepositoryIndexResponse())
@@ -254,8 +244,6 @@ class InferenceServicer:
         given = {name: plain_value(name, value) for name, value in request.parameters.items()}
         await self._oip.repository.unload(request.repository_name, request.model_name, given)
         return pb.RepositoryModelUnloadResponse()
-
-    # ---- shared memory
 
     async def SystemSharedMemoryStatus(
         self, request: pb.SystemSharedMemoryStatusRequest, context: Context

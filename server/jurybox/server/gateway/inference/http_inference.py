@@ -195,10 +195,6 @@ def _flag(value: object, name: str) -> bool:
     return value
 
 
-# ----
-# The Open Inference Protocol over HTTP: the paths under /v2.
-
-
 MAX_BODY_BYTES = 64 << 20
 _PIECE = 1 << 20  # bytes that are unpacked at a time, so that nobody waits for all of a body
 _MODEL = "/v2/models/{name:path}"

@@ -16,7 +16,7 @@ from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
-from jurybox.server.gateway.inference.lanes import PATIENCE, Held, Lanes
+from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held, Lanes
 from jurybox.server.gateway.inference.models import Repository
 from jurybox.server.gateway.inference.sequences import IDLE, Sequences, Turn
 from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
@@ -118,10 +118,6 @@ class InferResponse:
     parameters: Parameters = field(default_factory=dict)
 
 
-# ----
-# One inference: from a request as it came to arrays, through a lane, and back to an answer.
-
-
 _TRIES = 3  # lanes that a request is asked on where one after another is taken back
 _GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 _FINAL = {"triton_final_response": True}
@@ -168,7 +164,7 @@ class Inference:
 
     async def _infer(self, request: InferRequest, asked: Asked, turn: Turn | None) -> InferResponse:
         version = weights_version(request.version)
-        seconds = min(value for value in (asked.seconds, request.seconds, PATIENCE) if value is not None)
+        seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + seconds
         tries = _TRIES
         failed: Mapping[int, str] = {}
@@ -354,10 +350,6 @@ def _output(name: str, spec: TensorSpec, rows: Rows, failed: Mapping[int, str], 
 
 def _variable_sizes(spec: TensorSpec, shape: tuple[int, ...]) -> list[int]:
     return [size for want, size in zip(spec.shape, shape, strict=True) if want < 0]
-
-
-# ----
-# The Open Inference Protocol in the gateway: what HTTP and gRPC share.
 
 
 class OpenInference:

@@ -29,7 +29,7 @@ from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
 
 T = TypeVar("T")
 
-PATIENCE = 60.0  # seconds a request has that brings no time-out of its own
+DEFAULT_TIMEOUT = 60.0  # seconds a request has that brings no time-out of its own
 _CONNECT = 2.0  # seconds the server has for an answer on the control socket
 _AGAIN = 1.0  # seconds between two tries to lease more rows than one
 _BATCHES = 2  # in flight on a lane: one computed, one waiting
@@ -129,7 +129,7 @@ class Lanes:
         held.in_use += 1
         try:
             if n <= held.piece:
-                return await held.together.ask(inputs, n, seconds, version)
+                return await held.coalescer.ask(inputs, n, seconds, version)
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
         finally:
             held.in_use -= 1
@@ -198,27 +198,25 @@ class Lanes:
         if self._held.get(held.spec.name) is held:
             del self._held[held.spec.name]
         why = f"the lane of {held.spec.name!r} was taken back: ask again"
-        held.together.give_up(Refused(why, Code.STALE_LEASE))
+        held.coalescer.give_up(Refused(why, Code.STALE_LEASE))
         self.let_go(held)
 
     def let_go(self, held: Held) -> None:
         """Close a lane that was given up, once it is unused."""
-        if held.retired and not held.closed and not held.in_use and not held.together.busy:
+        if held.retired and not held.closed and not held.in_use and not held.coalescer.busy:
             held.closed = True
             self._thread.submit(held.model.close)
 
     def doubt(self) -> None:
         """An exception occurred where answers are received; any request may be affected."""
         for held in list(self._held.values()):
-            held.together.doubt()
+            held.coalescer.doubt()
 
     def close(self) -> None:
         """Release all lanes."""
         self._held.clear()
         self._thread.submit(self._disconnect)
         self._thread.shutdown(wait=False)
-
-    # ---- inside
 
     async def _in_pieces(self, held: Held, inputs: Arrays, n: int, until: float, version: int) -> tuple[Arrays, int]:
         outputs = held.codec.room(n)
@@ -231,7 +229,7 @@ class Lanes:
                 end = min(at + held.piece, n)
                 piece = {name: array[at:end] for name, array in inputs.items()}
                 try:
-                    answer, used = await held.together.ask(piece, end - at, until - time.monotonic(), version)
+                    answer, used = await held.coalescer.ask(piece, end - at, until - time.monotonic(), version)
                 except RowFailed as error:
                     errors.update({at + row: reason for row, reason in error.errors.items()})
                     held.codec.place(outputs, at, end - at, error.outputs)

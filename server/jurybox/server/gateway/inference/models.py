@@ -172,7 +172,6 @@ def _sum_ns(counts: list[int]) -> int:
     return round(sum(count * 2 ** (bucket - 0.5) for bucket, count in enumerate(counts) if bucket))
 
 
-# ----
 # The model-repository extension: loading and unloading models.
 #
 # A request may bring settings, which name code to import: as much of it as `server.remote_factories` lets in, which is

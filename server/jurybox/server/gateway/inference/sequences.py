@@ -152,8 +152,6 @@ class Turn:
         """The error to raise if the lane of its sequences is gone."""
         return self._lost(range(len(self.keys)))
 
-    # ---- inside
-
     def _overtook(self) -> bool:
         """Whether a step arrived before its predecessor."""
         for key, step in zip(self.keys, self._asked, strict=True):
@@ -271,8 +269,6 @@ class Sequences:
         """Refuse every step of this sequence until it is started again."""
         if (sequence := self._known.get((model, name))) is not None:
             sequence.coming += 1  # no state will ever be for that step
-
-    # ---- for turns
 
     def known(self, key: Key) -> _Sequence | None:
         """Get a sequence if it has not ended."""

@@ -137,7 +137,7 @@ class Source:
         raise NotImplementedError
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """The elements as n byte strings."""
+        """The elements as The elements as n byte strings."""
         raise NotImplementedError
 
 
@@ -220,7 +220,6 @@ class Values(Source):
         return level
 
 
-# ----
 # What may be said in a request's parameters: each is honoured or refused by name, none is ignored.
 #
 # After Triton's documentation: protocol extensions "parameters", "sequence", "classification", "binary tensor data".

@@ -265,10 +265,6 @@ def _require_bools(data: memoryview) -> None:
         raise Malformed("an array of bool holds other bytes than 0 and 1")
 
 
-# ----
-# Writing.
-
-
 def packb(value: Any) -> bytes:
     """Encode one message: None, bool, int, float, str, bytes, lists, tuples, dicts, and arrays in openpi's format.
 

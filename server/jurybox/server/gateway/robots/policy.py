@@ -47,17 +47,17 @@ class RobotPolicy:
         return self._clients - len(self._free)
 
     @contextlib.asynccontextmanager
-    async def episode(self, patience: float) -> AsyncIterator[Episode]:
+    async def episode(self, timeout: float) -> AsyncIterator[Episode]:
         """An episode for one connection; use it in an ``async with``.
 
         Args:
-            patience: seconds to wait for a place: one who comes again may be faster than the end of who left.
+            timeout: seconds to wait for a place: one who comes again may be faster than the end of who left.
 
         Raises:
             Busy: all places are taken.
         """
         try:
-            async with asyncio.timeout(patience), self._freed:
+            async with asyncio.timeout(timeout), self._freed:
                 await self._freed.wait_for(lambda: bool(self._free))
                 place = self._free.pop(0)  # the one that was left longest ago
         except TimeoutError:

@@ -27,7 +27,7 @@ from jurybox.server.gateway.robots.policy import Episode, RobotPolicy, require_a
 from jurybox.server.security.access import Access, Token
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path that asks for its variant
-_PATIENCE = 5.0  # seconds that a connection waits for a place
+_TIMEOUT = 5.0  # seconds that a connection waits for a place
 _PING = 20.0  # seconds between two pings, and until a connection without pong is over
 _MOST_IN_LOOP = 1 << 20  # bytes of a frame that is read in the event loop; larger ones in a thread
 _INTERNAL_ERROR, _TRY_AGAIN_LATER = (
@@ -124,7 +124,7 @@ class RobotServer:
         path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
         try:
-            async with self._policy.episode(_PATIENCE) as episode:
+            async with self._policy.episode(_TIMEOUT) as episode:
                 await connection.send(self._metadata)
                 async for frame in connection:
                     if not await self._answer(connection, dialect, episode, frame):

@@ -1,4 +1,4 @@
-"""CAGE Challenge 2: defend a network of 13 hosts, many at once. An own simulator, and an adapter to the real one."""
+"""CAGE Challenge 2: defend a network of 13 hosts. A vectorised simulator, and an adapter to CybORG."""
 
 from jurybox.training.environments.cage.cyborg import CyborgEnv, CyborgMissing
 from jurybox.training.environments.cage.environment import CageEnv, CageRows, CageVectorEnv

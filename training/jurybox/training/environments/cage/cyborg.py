@@ -1,4 +1,4 @@
-"""The real CAGE Challenge 2 simulator (CybORG 2.1) behind the interface of our own, where it is installed.
+"""The original CAGE Challenge 2 simulator (CybORG 2.1), if installed, with the interface of our own.
 
 CybORG is not on a package index: ``pip install -e`` its repository, https://github.com/cage-challenge/cage-challenge-2
 (folder CybORG). It speaks Gym's API from before 0.26: reset() returns an observation, step() four values.

@@ -103,7 +103,7 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
         return self._observations(), rewards, terminated, truncated, {**final, **self._info()}
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
-        """Actions that are not sure to fail, bool (num_envs, 145); blue knows them, since the decoys are its own."""
+        """Masks without actions that are certain to fail, bool (num_envs, 145); blue knows its decoys."""
         return self.networks.possible()
 
     def _begin(self, which: npt.NDArray[np.bool_]) -> None:
@@ -131,7 +131,7 @@ class CageVectorEnv(VectorEnv[Observations, npt.NDArray[Any], Any]):
 
 
 class CageRows(CageVectorEnv):
-    """Some of many networks: what `CageVectorEnv` of all would do with these rows, whoever has the others.
+    """Some rows of a `CageVectorEnv`: they do what they would do in the whole one.
 
     The generator is drawn from for all networks and only these rows' numbers are used, which is cheap: a step draws
     four numbers a network. That holds as long as all parts are reset and stepped equally often, and no row is reset
@@ -174,11 +174,11 @@ class CageRows(CageVectorEnv):
         return super().reset(options=options)
 
     def random_state(self) -> dict[str, Any]:
-        """Of the generator: the same in all parts."""
+        """The state of the generator, which is the same in all parts."""
         return dict(self.networks.random.bit_generator.state)
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `random_state` gave, of any part."""
+        """Restore what `random_state` returned, in any part."""
         self.networks.random.bit_generator.state = state
 
     def _info(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class CageRows(CageVectorEnv):
 
 
 class _RowsOfRandom(np.random.Generator):
-    """Draws for all networks and gives the numbers of some."""
+    """Draws for all networks, and returns the values of some."""
 
     def __init__(self, generator: np.random.Generator, first: int, count: int, of: int) -> None:
         super().__init__(generator.bit_generator)
@@ -209,10 +209,6 @@ def _reset_mask(options: dict[str, Any] | None, n: int) -> npt.NDArray[np.bool_]
             f"expected options['reset_mask'] as a bool array of shape ({n},) with a True in it, got {mask!r}"
         )
     return mask
-
-
-# ----
-# One network as an ordinary Gymnasium environment: a view of the vectorised one.
 
 
 class CageEnv(gymnasium.Env[Observations, Any]):
@@ -240,20 +236,16 @@ class CageEnv(gymnasium.Env[Observations, Any]):
         return observations[0], float(rewards[0]), False, bool(truncated[0]), {"true_state": info["true_state"][0]}
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
-        """Actions that are not sure to fail, bool (145,)."""
+        """A mask without actions that are certain to fail, bool (145,)."""
         mask: npt.NDArray[np.bool_] = self._vector.action_masks()[0]
         return mask
-
-
-# ----
-# Defenders that do not learn, to hold the simulator and what was learned against.
 
 
 Actions = npt.NDArray[np.int64]
 
 
 class Defender(Protocol):
-    """From observations int8 (n, 52) to actions int64 (n,)."""
+    """A policy: observations int8 (n, 52) to actions int64 (n,)."""
 
     def __call__(self, observations: Observations) -> Actions: ...
 

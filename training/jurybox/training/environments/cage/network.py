@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from jurybox.training.environments.cage import tables as t
 
-# ----
 # The two attackers of CAGE Challenge 2, over many networks at once: B_line and Meander.
 #
 # Each is told what came of its last action and says what it does next, a verb and a target per network: a host, or
@@ -23,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Verb(IntEnum):
-    """What red can do."""
+    """Actions of red."""
 
     SWEEP = 0
     SCAN = 1
@@ -40,7 +39,7 @@ class Red(Protocol):
     """
 
     def reset(self, which: Bools, chance: Floats) -> None:
-        """Begin anew in these networks; `chance` is uniform in [0, 1), (n,)."""
+        """Reset these networks; `chance` is uniform in [0, 1), (n,)."""
 
     def choose(
         self, success: Bools, known: t.Ints, scanned: t.Ints, subnets: t.Ints, chance: Floats
@@ -65,7 +64,7 @@ for _entry in _ENTRIES:
 
 
 class BLine:
-    """Goes straight for Op_Server0: a user host drawn once, the Enterprise host that it knows, Enterprise2."""
+    """Takes the shortest path to Op_Server0: a random user host, the known Enterprise host, Enterprise2."""
 
     def __init__(self, n: int) -> None:
         self.stage = np.zeros(n, np.int64)
@@ -85,7 +84,7 @@ class BLine:
 
 
 class Meander:
-    """Takes every host that it hears of, in random order, and Impact whenever it believes to own Op_Server0.
+    """Attacks all known hosts in random order, and uses Impact when it believes to own Op_Server0.
 
     It escalates on its foothold User0 first, and later exploits it like any other.
     """
@@ -133,7 +132,7 @@ class Meander:
         return verb, target
 
     def _forget(self, success: Bools) -> None:
-        """A failed exploit costs it all Op hosts, or having none all Enterprise hosts; else only the host is lost."""
+        """After a failed exploit forget all Op hosts, or without any all Enterprise hosts; else only the host."""
         bit = 1 << self.target
         lost_address = (self.verb == Verb.EXPLOIT) & ~success
         lost_host = ((self.verb == Verb.ESCALATE) | (self.verb == Verb.IMPACT)) & ~success
@@ -146,7 +145,6 @@ class Meander:
 REDS: dict[str, Callable[[int], Red]] = {"B_line": BLine, "Meander": Meander}
 
 
-# ----
 # Many networks of CAGE Challenge 2 stepped at once: one row of every array is one network, sets of hosts are masks.
 #
 # A step is blue's action, red's action, then blue's monitor sweep and the reward; green sleeps. At most two hosts
@@ -215,18 +213,18 @@ class Networks:
         return self.shells | self.sticky | self.root
 
     def true_state(self) -> npt.NDArray[np.int8]:
-        """Per host the truth: 0 clean, 1 a user's session, 2 a privileged one; int8 (n, 13)."""
+        """The true state by host: 0 clean, 1 a user's session, 2 a privileged one; int8 (n, 13)."""
         state: npt.NDArray[np.int8] = t.BITS[self.sessions] + t.BITS[self.root]
         return state
 
     def possible(self) -> Bools:
-        """Actions that are not sure to fail, bool (n, 145): a decoy wants its system and its port free."""
+        """Masks without actions that are certain to fail, bool (n, 145): a decoy needs its system and a free port."""
         free = (self.decoys[:, t.TARGET] & t.DECOY_NEEDS) == 0
         mask: Bools = t.POSSIBLE & free
         return mask
 
     def step(self, actions: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Do blue's actions, ids (n,), and what follows; returns the rewards, float64 (n,)."""
+        """Execute blue's actions, ids (n,), then red's; returns the rewards, float64 (n,)."""
         found = self._defend(actions)
         self.belief[:, :, :2] = 0
         chance = self.random.random((4, self.n))
@@ -239,7 +237,7 @@ class Networks:
         return rewards
 
     def _defend(self, actions: npt.NDArray[Any]) -> t.Ints:
-        """Blue's part; returns the sets of hosts on which Analyse found something."""
+        """Execute blue's actions; returns the sets of hosts on which Analyse found something."""
         removed, restored = t.REMOVE_HOST[actions], t.RESTORE_HOST[actions]
         self.shells &= ~(removed | restored)
         self.sticky &= ~restored

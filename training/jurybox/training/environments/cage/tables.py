@@ -1,4 +1,4 @@
-"""The network of CAGE Challenge 2 in tables: hosts, actions, exploits, what knows whom, what costs what.
+"""The network of CAGE Challenge 2 as tables: hosts, actions, exploits, knowledge, rewards.
 
 Facts of CybORG 2.1, Scenario 2 (https://github.com/cage-challenge/cage-challenge-2), partly documented there and partly
 measured on it. Hosts are indexed alphabetically; a set of hosts is a 13-bit mask, a set of ports an 8-bit mask.

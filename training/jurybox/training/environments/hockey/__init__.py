@@ -1,4 +1,4 @@
-"""Hockey for two on a small rink, after the public hockey environment of the Martius lab: same figures, own code."""
+"""Hockey for two on a small rink, with the physical parameters of the Martius lab's hockey environment."""
 
 from jurybox.training.environments.hockey.bots import BOTS, Bot, Opponent, RandomPlayer, make_opponent
 from jurybox.training.environments.hockey.game import Game, HockeyGame, Mode, Turn

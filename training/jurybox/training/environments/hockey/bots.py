@@ -1,4 +1,4 @@
-"""Opponents that come with the game: a controller that goes for the puck, weak or strong; one that acts at random."""
+"""Built-in opponents: a controller that chases the puck, weak or strong, and a random player."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SWING = 0.2  # radians of the racket's slow sine that pass in a step at most
 
 
 class Opponent(Protocol):
-    """Whoever plays the other side."""
+    """An opponent."""
 
     def reset(self, seed: int) -> None:
-        """A game begins."""
+        """Begin a game."""
 
     def act(self, observation: Observation) -> Action:
         """An action (4,) for an observation (18,) in the player's own frame."""
 
 
 class Bot:
-    """Runs through the puck where it is behind it, else goes home to where it can stop it.
+    """Hits the puck when it is behind it, else returns to defend the goal.
 
     A proportional controller on x, y and angle whose gains are those measured on the original's opponents (weak has a
     twentieth of strong's), and which brakes as well where it would be at its target within a tenth of a second (the
@@ -72,7 +72,7 @@ class Bot:
 
 
 class RandomPlayer:
-    """Uniform actions; the measure of whether something was learned at all."""
+    """Uniform actions, as a baseline."""
 
     def __init__(self, action_size: int = 4, seed: int = 0) -> None:
         self._size = action_size

@@ -1,4 +1,4 @@
-"""The game of two: starts, observations, rewards, the end. What the Gymnasium and PettingZoo environments share."""
+"""The game for two players, common to the Gymnasium and PettingZoo environments: starts, observations, rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _APART = 0.7  # of player and puck, so that they do not touch
 
 
 class Mode(IntEnum):
-    """What is played; the numbers are the original's."""
+    """The mode; numbers as in the original."""
 
     NORMAL = 0
     TRAIN_SHOOTING = 1
@@ -33,7 +33,7 @@ class Mode(IntEnum):
 
 
 class Turn(NamedTuple):
-    """What a step of both players brought; everything by player.
+    """The result of a step, by player.
 
     Attributes:
         observations: (2, 18) float32, each in its player's own frame.
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class Game(Protocol):
-    """Two players, one puck: this package's `HockeyGame`, or another environment made to look like it."""
+    """The interface of a game: `HockeyGame`, or another environment behind it."""
 
     @property
     def observation_size(self) -> int: ...
@@ -235,5 +235,5 @@ MIRROR_ACTION = np.array([1, -1, -1, 1], np.float32)
 
 
 def mirrors(observation_size: int, action_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """What observations and actions are multiplied by; of the sizes without the puck's hold too."""
+    """Factors of mirrored observations and actions, also for the sizes without holding the puck."""
     return MIRROR_OBSERVATION[:observation_size], MIRROR_ACTION[:action_size]

@@ -1,4 +1,4 @@
-"""Playing many games side by side in one process: one call of the policy for all of them."""
+"""Many games in one process, with one call of the policy for all of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Watch = Callable[[int, npt.NDArray[np.float32], npt.NDArray[np.float32], Turn], 
 
 
 class Table:
-    """Games side by side, each with the match that is played in it.
+    """Parallel games, each with its current match.
 
     Attributes:
         games: they stay their owner's to close.
@@ -72,7 +72,7 @@ class Table:
         self._steps, self._touches, self._scores = [0] * len(games), [0] * len(games), [0.0] * len(games)
 
     def begin(self, slot: int, match: Match) -> None:
-        """Play `match` in game `slot` from here on."""
+        """Begin `match` in game `slot`."""
         self.seen[slot] = self.games[slot].reset(match.seed, first=match.first)
         match.player.reset(match.seed)
         self._steps[slot], self._touches[slot], self._scores[slot] = 0, 0, 0.0

@@ -1,7 +1,7 @@
 """Making games: this package's own, or an environment with the original's interface, played as a `Game`.
 
-``hockey.hockey_env:HockeyEnv`` (github.com/martius-lab/hockey-env) is the one that this is for. It is not a dependency:
-where it is installed, ``--env hockey.hockey_env:HockeyEnv`` uses it. Needed of it are ``reset(one_starting=, mode=,
+``hockey.hockey_env:HockeyEnv`` (github.com/martius-lab/hockey-env) is the original. It is not a dependency:
+if it is installed, ``--env hockey.hockey_env:HockeyEnv`` uses it. It must have ``reset(one_starting=, mode=,
 seed=)``, ``step(action of both)``, ``obs_agent_two()`` and ``get_info_agent_two()``.
 """
 
@@ -37,7 +37,7 @@ def make_game(
 
 
 class OriginalGame:
-    """Two players over such an environment.
+    """A game over such an environment.
 
     Its end of time comes as ``terminated``; a game that ended so, without a winner, after its full time is reported
     as truncated, unless ``time_out="original"``.

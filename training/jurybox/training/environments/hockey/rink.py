@@ -1,11 +1,11 @@
 """The rink: two rackets and a puck under Box2D, without rules or rewards.
 
 Lengths are in units of which the rink is about 8 x 6.7, with the centre at (0, 0), y up; times in seconds, 50 steps a
-second. Player 0 is on the left. What a player does is told in its *own frame*: forward is +x for both, so player 1's
-frame is turned by 180 degrees.
+second. Player 0 is on the left. Actions are in the player's *own frame*: forward is +x for both, so player 1's
+frame is rotated by 180 degrees.
 
 The figures (sizes, masses, damping, forces) are those measured on the public hockey environment of the Martius lab
-(github.com/martius-lab/hockey-env 2.6), so that what is learned here plays there.
+(github.com/martius-lab/hockey-env 2.6), so that policies transfer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IS_PUCK, _IS_RACKET, _IS_WALL, _IS_GOAL = 1, 2, 4, 8
 
 
 class _Touches(b2ContactListener):  # type: ignore[misc]
-    """Remembers whose racket the puck began to touch, and how fast it was moving away from that player's goal."""
+    """Records whose racket the puck began to touch, and its speed away from that player's goal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Rink:
         puck: tuple[float, float],
         puck_velocity: tuple[float, float],
     ) -> None:
-        """Everything at its place and at rest but the puck.
+        """Reset all bodies; all but the puck are at rest.
 
         The world is made anew: Box2D keeps impulses of old contacts, so a world that is used again would remember the
         game before, and a game would not be a function of its seed.
@@ -185,12 +185,12 @@ class Rink:
                     self.caught[number] = True
 
     def kick(self, velocity: tuple[float, float]) -> None:
-        """The next step adds this to the puck's velocity."""
+        """Add this to the puck's velocity in the next step."""
         force = self._puck_mass / STEP
         self.puck.ApplyForceToCenter((force * velocity[0], force * velocity[1]), True)
 
     def _in_goal(self) -> int | None:
-        """Who has just scored.
+        """The player who has just scored.
 
         The box behind the mouth is looked at by place and not with a Box2D sensor: those have no continuous collision,
         and a puck just shot moves further in a step than the box is deep.
@@ -238,7 +238,7 @@ class Rink:
         body.ApplyTorque(torque, True)
 
     def _carry(self, number: int, *, shoot: bool) -> None:
-        """The puck goes where its holder goes; the last step of a hold, or the holder, shoots it.
+        """Move a held puck with its holder; the holder, or the end of the hold, shoots it.
 
         It is put into the racket, and Box2D moves it out through the nearest side, which is the front, without making
         it faster: so it stands before the racket after the step, and never in a wall.

@@ -1,4 +1,4 @@
-"""Photo editing against a juror: a Gymnasium environment whose workers need neither torch nor a copy of the picture."""
+"""Photo editing with a juror's score as reward: a Gymnasium environment without torch."""
 
 from jurybox.training.environments.photo.edits import TOOLS, Edits, apply
 from jurybox.training.environments.photo.environment import PhotoConfig, PhotoEdit, build, make_environment

@@ -1,4 +1,4 @@
-"""What can be done to a photo: the tools of a photographer, and damages at random but repeatably."""
+"""Editing tools, and reproducible random degradations of photos."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-# ----
 # The tools a photographer has, gathered in one recipe that is always applied to the original.
 #
 # A recipe (:class:`Edits`) is a point in the space of the tools' settings. Edit steps move that point; the picture is
@@ -172,7 +171,7 @@ def _turned(source: Image, degrees: float, enlarge: float) -> Image:
 
 
 def _stages(edits: Edits) -> list[Stage]:
-    """What has to be done, in order; a tool that is at rest costs nothing."""
+    """The stages of a recipe in order; tools at 0 are left out."""
     stages: list[Stage] = []
     # Noise is removed while neighbouring pixels are still independent and before contrast amplifies it.
     if edits.denoise >= 0.5:  # below half a grey level no pixel would move
@@ -189,7 +188,7 @@ def _stages(edits: Edits) -> list[Stage]:
 
 
 def tone_table(edits: Edits) -> Image:
-    """What exposure, white balance and contrast make of each level of each channel: uint8 (1, 256, 3)."""
+    """The look-up table of exposure, white balance and contrast for each channel: uint8 (1, 256, 3)."""
     stops = edits.exposure + white_balance_stops(edits.temperature, edits.tint)
     linear = _LINEAR[:, None] * np.exp2(stops)[None, :]
     # Not clipped in between: what exposure pushes past white, contrast may pull back.
@@ -213,7 +212,7 @@ def saturate(source: Image, out: Image, *, factor: float) -> None:
 
 
 def sharpen(source: Image, out: Image, *, amount: float) -> None:
-    """Unsharp mask: add ``amount`` times what a Gaussian of 1.2 pixels takes away."""
+    """Unsharp mask: add ``amount`` times the difference to a Gaussian blur of 1.2 pixels."""
     blurred = cv2.GaussianBlur(source, (5, 5), 1.2)
     cv2.addWeighted(source, 1.0 + amount, blurred, -amount, 0.0, dst=out)
 
@@ -244,7 +243,6 @@ def _through_table(source: Image, out: Image, *, table: Image) -> None:
     cv2.LUT(source, table, dst=out)
 
 
-# ----
 # What goes wrong with a photo, at random but repeatably.
 #
 # A few faults at a time, each strong enough to be seen. They are faults of light and camera, not the editor's tools
@@ -254,7 +252,7 @@ def _through_table(source: Image, out: Image, *, table: Image) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """What was done to a photo; all zeros is nothing.
+    """A degradation; all zeros is none.
 
     Attributes:
         exposure: stops (EV).

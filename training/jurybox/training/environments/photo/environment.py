@@ -1,4 +1,4 @@
-"""Photo editing as a task: mend a damaged photo so that a juror likes it better."""
+"""The photo editing environment: repair a degraded photo to raise a juror's score."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_SIZES = np.array([0.8, 0.5, 0.6, 0.5, 0.25, 0.4, 8.0, 2.0, 0.1])
 
 
 class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
-    """A photo was damaged; a few edit steps are left to mend it. The reward is the change of the juror's score.
+    """Repair a degraded photo in a few edit steps. The reward is the change of the juror's score.
 
     **Actions** are a ``Box(-1, 1, (9,))``: one small move of every tool at once, ``STEP_SIZES`` units each at full
     deflection, added to the recipe so far. Moves are used rather than settings because they close a loop: the
@@ -104,7 +104,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[observation.Observation, dict[str, Any]]:
-        """Damage the next photo.
+        """Begin an episode with the next degraded photo.
 
         Args:
             seed: makes photo, crop and damage repeatable.
@@ -183,13 +183,9 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         }
 
 
-# ----
-# From plain settings to environments in worker processes.
-
-
 @dataclass(frozen=True, slots=True)
 class PhotoConfig:
-    """Everything an environment is made of, as strings and numbers: it crosses to a spawned worker as it is.
+    """Settings of an environment as strings and numbers, which can be sent to a worker.
 
     Attributes:
         scorer: "server" asks a running Jurybox server, "local" runs the juror in the worker itself (with torch).
@@ -228,7 +224,7 @@ class PhotoConfig:
 
 
 def make_environment(config: PhotoConfig, index: int) -> Callable[[], PhotoEdit]:
-    """What a vector environment wants of its i-th environment: a picklable function that makes it.
+    """A picklable function that makes the i-th environment of a vector environment.
 
     Nothing is loaded and no server is asked until that function runs, in its own process.
     """
@@ -236,7 +232,7 @@ def make_environment(config: PhotoConfig, index: int) -> Callable[[], PhotoEdit]
 
 
 def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
-    """Make one environment here.
+    """Make one environment.
 
     Raises:
         PhotoError: when the photos cannot be used.
@@ -265,7 +261,7 @@ def played(*, render_mode: str | None = None, **config: Any) -> PhotoEdit:
 
 
 def make_scorer(config: PhotoConfig) -> Scorer:
-    """The scorer that the settings ask for; the server's connects when it is first used."""
+    """Make the scorer of the settings; one of a server connects at its first use."""
     if config.scorer == "server":
         return ServerScorer(config.model, config.address, timeout=config.timeout)
     if config.scorer == "local":

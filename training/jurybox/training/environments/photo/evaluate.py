@@ -1,4 +1,4 @@
-"""Comparing policies on exactly the same damaged photos."""
+"""Compares policies on the same degraded photos."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Evaluation:
 
 
 def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int]) -> Evaluation:
-    """Let a policy edit every photo of the environment's split, damaged once for each seed.
+    """Evaluate a policy on all photos of the environment's split, degraded once for each seed.
 
     What a seed damages, and how, depends on the photo and the seed alone, so evaluations with the same seeds are
     comparable picture by picture. The environment's own random stream is left at the last seed.

@@ -1,4 +1,4 @@
-"""What the policy sees: a small view, the picture's statistics, the edits so far, the time and the score."""
+"""The observation: a small view, statistics of the picture, the edits so far, the time and the score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from gymnasium import spaces
 
 from jurybox.training.environments.photo.edits import HIGHEST, LOWEST, TOOLS, Edits, Image
 
-# ----
 # What a photographer reads off a picture at a glance, as numbers.
 #
 # Every number is scaled so that an ordinary photo lies within about [-1, 1] and the neutral value is near 0: a policy
@@ -137,8 +136,7 @@ def _detail(luma: Image, small: Image) -> Columns:
     )
 
 
-# ----
-# What the policy sees: a small view, the picture's statistics, the edits so far, the time and the score.
+# The observation: a small view, statistics of the picture, the edits so far, the time and the score.
 #
 # One flat float32 vector within [-1, 1], because that is what every library's plain MLP takes; the slices below say
 # where each part lies for whoever wants to give the parts to networks of their own.

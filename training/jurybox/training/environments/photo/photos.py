@@ -1,8 +1,8 @@
-"""The photos that are edited: those in the wheels of scikit-image and scikit-learn, or a folder of the user's.
+"""The photos: those in the wheels of scikit-image and scikit-learn, or a folder.
 
 The split into training and held-out photos is by photo, never by crop, and depends on nothing but what the photos show.
-Copies of one picture, whatever they are called and however they were encoded or resized, are on the same side: an
-evaluation never meets a scene that training has seen.
+Copies of one picture, also renamed, re-encoded or resized, are on the same side, so that an evaluation has no scene of
+the training.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class PhotoLibrary:
 
 
 def _held_out(photos: Sequence[Photo], share: float) -> set[str]:
-    """Names of those that are held out; all, where all are copies of one."""
+    """Names of the held-out photos; all if all are copies of one."""
     # By a digest of what they show, so that the split has nothing to do with the order in which a camera counts.
     pictures = sorted(_copies(photos), key=lambda alike: min(_digest(photo) for photo in alike))
     wanted, held = max(1, round(share * len(photos))), list[Photo]()
@@ -198,7 +198,7 @@ def _held_out(photos: Sequence[Photo], share: float) -> set[str]:
 
 
 def _copies(photos: Sequence[Photo]) -> list[list[Photo]]:
-    """The photos, those together that are copies of one picture, or copies of its copies."""
+    """Group the photos by picture: copies, and copies of copies."""
     thumbnails = np.stack([_thumbnail(photo) for photo in photos])
     groups = [[photo] for photo in photos]
     of = list(range(len(photos)))  # by photo, its group
@@ -251,7 +251,7 @@ def read_photo(path: Path) -> Photo:
 
 
 def is_cut_off(data: bytes) -> bool:
-    """Whether a JPEG or PNG lacks its end; decoders fill the rest with grey and say nothing."""
+    """Whether a JPEG or PNG is truncated; decoders fill the rest with grey silently."""
     if data.startswith(b"\xff\xd8"):
         # Inside a scan 0xFF is stuffed, so the last end-of-image marker stands behind the last start-of-scan marker.
         return data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda")

@@ -1,4 +1,4 @@
-"""Who scores the pictures: a juror on the server, or the same juror in this process.
+"""Scorers of pictures: a juror on a server, or in this process.
 
 An environment renders straight into a scorer's ``buffer``. With :class:`ServerScorer` that buffer is the row of shared
 memory that the server reads, so a picture is written once and never copied on its way to the juror.
@@ -27,7 +27,7 @@ class ScorerError(RuntimeError):
 
 
 class Scorer(Protocol):
-    """What an environment needs of a juror."""
+    """The interface of a scorer."""
 
     @property
     def buffer(self) -> Image:
@@ -37,11 +37,11 @@ class Scorer(Protocol):
         """The juror's score of what is in ``buffer`` now; higher is better."""
 
     def close(self) -> None:
-        """Give back what the scorer holds; closing twice is no error."""
+        """Release the scorer's resources. May be called again."""
 
 
 class ServerScorer:
-    """A juror that a Jurybox server holds.
+    """A juror on a Jurybox server.
 
     Connects when the buffer is first asked for, so it can be made in one process, pickled, and used in another. It
     leases a single row. When the server was restarted meanwhile, the picture moves to a row of the new one and is
@@ -127,7 +127,7 @@ class ServerScorer:
 
 
 def _fitting(model: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Image:
-    """The one row of ``image``, when the model takes it and gives a score."""
+    """Check that the model has an ``image`` input and a score, and lease one row."""
     image = inputs.get("image")
     if image is None or image.dtype != np.uint8 or image.shape[1:] != SHAPE or "score" not in outputs:
         took = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in inputs.items())
@@ -187,7 +187,7 @@ class LocalScorer:
         return float(given["score"].reshape(-1)[0])
 
     def close(self) -> None:
-        """Nothing is held beyond this object."""
+        """Does nothing."""
 
 
 def _call(factory: str, arguments: Mapping[str, Any]) -> Any:

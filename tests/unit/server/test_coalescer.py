@@ -212,16 +212,16 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
     let_go = []
     lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append)
     held = Held(Slow(), 8, makeshift=False, lanes=lanes)
-    asking = asyncio.create_task(held.together.ask(ROW, 1, 60.0, 0))
+    asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
     await asyncio.sleep(0.01)
-    held.together.give_up(Refused("over", Code.STALE_LEASE))
+    held.coalescer.give_up(Refused("over", Code.STALE_LEASE))
     with pytest.raises(Error):
         await asking
-    assert held.together.busy
+    assert held.coalescer.busy
     assert not let_go
     gate.set()
     await asyncio.sleep(0.01)
-    assert not held.together.busy
+    assert not held.coalescer.busy
     assert let_go == [held]
 
 
