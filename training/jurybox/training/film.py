@@ -15,6 +15,7 @@ Frame = npt.NDArray[np.uint8]
 KINDS = (".mp4", ".gif", ".png")
 _IN_A_STRIP = 12
 _IN_A_GIF = 1000
+_WIDE = 480  # pixels of a GIF's width
 
 
 def check_film(path: Path) -> None:
@@ -51,7 +52,7 @@ class Film:
         if not self._most:
             self._stream(frame)
         elif self._came % self._every == 0:
-            self._kept.append(frame.copy())
+            self._kept.append(_small(frame) if self._path.suffix == ".gif" else frame.copy())
             if len(self._kept) > self._most:
                 del self._kept[1::2]
                 self._every *= 2
@@ -91,6 +92,15 @@ class Film:
         elif self._path.suffix == ".png":
             places = np.linspace(0, len(self._kept) - 1, min(_IN_A_STRIP, len(self._kept))).round().astype(int)
             imageio.imwrite(self._scratch, np.concatenate([self._kept[place] for place in places], axis=1))
+
+
+def _small(frame: Frame) -> Frame:
+    """As wide as a page shows it, at most."""
+    height, width = frame.shape[:2]
+    if width <= _WIDE:
+        return frame.copy()
+    size = (_WIDE, round(height * _WIDE / width))
+    return np.asarray(cv2.resize(frame, size, interpolation=cv2.INTER_AREA), np.uint8)
 
 
 def save_film(frames: Sequence[Frame], path: Path, fps: float) -> None:

@@ -79,13 +79,17 @@ def play_policy(
     """Play whole episodes, and say how they went."""
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.film import Film
-        from jurybox.training.policies import play
+        from jurybox.training.film import Film, check_film
+        from jurybox.training.policies import PolicyError, play
 
         number = iter(range(1, episodes + 1))
         loaded, changes = _loaded(run, which, name, trust=trust), _changes(sets)
         film = None
         if video is not None:
+            try:
+                check_film(video)
+            except ValueError as error:
+                raise PolicyError(str(error)) from error
             with loaded.environment(changes):  # says how fast its pictures follow each other
                 pass
             film = resources.enter_context(Film(video, loaded.fps))

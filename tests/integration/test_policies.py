@@ -1,0 +1,243 @@
+"""What was learned is of use: a tiny run of hockey and of photo, and every command that takes a policy."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from tests.serving import wait_until
+from tests.unit.hockey.hockey_runs import settings as hockey_settings
+from typer.testing import CliRunner
+
+from jurybox.client import connect
+from jurybox.training import interrupts
+from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.environments.photo.edits import Edits, apply, apply_full
+from jurybox.training.film import save_film
+from jurybox.training.policies import Description, Policy, PolicyError, choose, play, policies
+from jurybox.training.policy_commands import edit, policy
+from jurybox.training.recipes import hockey
+from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
+from jurybox.training.run_folder import RunLog
+
+JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
+
+
+@pytest.fixture(scope="module")
+def hockey_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hockey")
+    small = {"steps": 1200, "evaluate_every": 400, "checkpoint_every": 500, "evaluation_games": 1}
+    hockey.train(hockey_settings(**small), folder, serial=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photo_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photo")
+    settings = PhotoTraining(
+        environment=PhotoConfig(scorer="local", juror=JUROR), steps=16, envs=2, rollout=16, n_epochs=1, hidden=(8,)
+    )
+    with RunLog(folder, METRICS) as log:
+        train(settings, log, serial=True)
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs a command here; the signals of this process are pytest's."""
+    for take in ("take_over", "ignore_from_now_on"):
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
+
+    def run(*arguments, app=policy, status=0):
+        done = CliRunner().invoke(app, [str(each) for each in arguments])
+        assert done.exit_code == status, done.output
+        assert "Traceback" not in done.output
+        return done.output
+
+    return run
+
+
+def test_a_run_lists_its_best_and_its_newest_policies(command, hockey_run, photo_run):
+    said = command("list", hockey_run)
+    lines = said.strip().splitlines()
+    assert lines[0].startswith("best") and "points" in lines[0] and "1,200 env steps" in said
+    assert [each.best for each in policies(hockey_run)] == [True, False, False]
+    assert "16 env steps" in command("list", photo_run)
+
+
+def test_the_best_policy_is_the_very_one_that_was_scored(hockey_run):
+    best = choose(hockey_run)
+    said = json.loads((hockey_run / "checkpoints" / "best" / "evaluation.json").read_text())
+    assert best.numbers == said["numbers"] and best.env_steps == said["env_steps"]
+    from jurybox.training.environments.hockey import HockeyGame
+    from jurybox.training.recipes.hockey_actor import evaluate
+
+    games = [HockeyGame() for _ in range(8)]
+    loaded = Policy(best)
+    for who in ("weak", "strong"):
+        again = evaluate(games, loaded, who, 1, seed=hockey_settings().seed)
+        assert again.score == pytest.approx(said["numbers"][f"score_{who}"], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [".mp4", ".gif", ".png"])
+def test_episodes_are_played_and_filmed(command, tmp_path, hockey_run, kind):
+    film = tmp_path / f"out{kind}"
+    said = command("play", hockey_run, "--episodes", 1, "--video", film, "--seed", 3, "--set", "opponent='random'")
+    assert "mean return" in said and film.stat().st_size > 1000
+    assert [path.name for path in tmp_path.iterdir()] == [film.name], "nothing half written is left"
+
+
+def test_a_film_of_any_length_takes_bounded_memory_and_keeps_its_order(tmp_path):
+    frames = [np.full((8, 10, 3), number % 256, np.uint8) for number in range(100)]
+    save_film(frames, tmp_path / "strip.png", 25)
+    strip = cv2.imread(str(tmp_path / "strip.png"))
+    assert strip.shape == (8, 120, 3)
+    shades = strip[0, 5::10, 0].tolist()
+    assert shades == sorted(shades) and shades[0] == 0 and shades[-1] > 80
+    with pytest.raises(ValueError, match=r"\.mp4, \.gif, \.png"):
+        save_film(frames, tmp_path / "out.avi", 25)
+
+
+def test_an_evaluation_gives_a_mean_with_an_interval_that_the_card_repeats(command, tmp_path, photo_run):
+    said = command("evaluate", photo_run, "--episodes", 4)
+    assert "95 %" in said and "4 episodes of 4 steps" in said
+    again = play(Policy(choose(photo_run)), 4, seed=10_000)
+    mean = f"{np.mean([each.total for each in again]):.4g}"
+    assert f"mean return {mean} " in said
+    written = command("export", photo_run, "--to", tmp_path / "policy.pt2").split()
+    assert [Path(each).name for each in written] == ["policy.pt2", "policy.safetensors", "policy.md"]
+    card = (tmp_path / "policy.md").read_text()
+    assert f"mean return {mean} " in card and '"gamma": 0.0' in card and "float32 (n, 9), -1 to 1" in card
+
+
+@pytest.mark.parametrize("which", ["hockey", "photo"])
+def test_what_is_exported_acts_as_the_run_does_for_any_number_of_rows(command, tmp_path, hockey_run, photo_run, which):
+    run = hockey_run if which == "hockey" else photo_run
+    command("export", run, "--to", tmp_path / "policy.pt2")
+    mine, theirs = Policy(choose(run)), Policy(choose(tmp_path / "policy.safetensors"))
+    assert mine.digest == theirs.digest
+    program = torch.export.load(tmp_path / "policy.pt2").module()
+    for n in (1, 2, 7):
+        rows = np.random.default_rng(n).normal(0, 3, (n, *mine.observation.shape)).astype(np.float32)
+        np.testing.assert_array_equal(mine(rows), theirs(rows))
+        np.testing.assert_allclose(program(torch.from_numpy(rows)).numpy(), mine(rows), rtol=1e-5, atol=1e-6)
+    assert np.abs(mine(rows * 100)).max() <= 1.0
+
+
+@contextmanager
+def served(run, folder):
+    environment = {**os.environ, "JURYBOX_DEVICES": '["cpu"]'}
+    line = [sys.executable, "-c", "from jurybox.training.policy_commands import policy; policy()", "serve", str(run)]
+    line += ["--address", f"ipc://{folder}/engine", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    log = folder / "log"
+    with log.open("w") as sink:
+        process = subprocess.Popen(line, stdout=sink, stderr=sink, env=environment)
+    try:
+        wait_until(lambda: "supervisor serving" in log.read_text() or process.poll() is not None, 100, "the server")
+        assert process.poll() is None, log.read_text()
+        yield f"ipc://{folder}/engine"
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(200)
+def test_a_server_answers_with_it_to_our_clients_and_to_those_of_the_open_inference_protocol(tmp_path, hockey_run):
+    tmp_path.chmod(0o700)
+    loaded = Policy(choose(hockey_run))
+    rows = np.random.default_rng(0).normal(0, 1, (3, 18)).astype(np.float32)
+    with served(hockey_run, tmp_path) as address, connect(address, timeout=30) as server:
+        np.testing.assert_allclose(server.model("policy").infer(rows), loaded(rows), rtol=1e-4, atol=1e-6)
+        import urllib.request
+
+        tensor = {"name": "observation", "shape": [3, 18], "datatype": "FP32", "data": rows.ravel().tolist()}
+        where = f"http://{server.status()['server']['http']}/v2/models/policy/infer"
+        body = json.dumps({"inputs": [tensor]}).encode()
+        request = urllib.request.Request(where, body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            (output,) = json.load(answer)["outputs"]
+        assert output["name"] == "action"
+        np.testing.assert_allclose(np.reshape(output["data"], (3, 4)), loaded(rows), rtol=1e-4, atol=1e-5)
+
+
+# ---- jurybox edit
+
+
+def edited(*arguments, command, status=0):
+    import typer
+
+    app = typer.Typer()
+    app.command()(edit)
+    return command(*arguments, app=app, status=status)
+
+
+def test_pictures_are_edited_at_full_resolution_beside_a_contact_sheet(command, tmp_path, photo_run):
+    given, out = tmp_path / "in", tmp_path / "out"
+    given.mkdir()
+    picture = np.random.default_rng(0).integers(0, 90, (500, 900, 3), np.uint8)
+    cv2.imwrite(str(given / "wide.png"), picture)
+    cv2.imwrite(str(given / "tall.jpg"), picture.transpose(1, 0, 2))
+    (given / "broken.jpg").write_bytes(b"nothing")
+    said = edited(given, "--policy", photo_run, "--out", out, command=command)
+    assert "passed over" in said and "broken.jpg" in said and "2 pictures" in said
+    assert cv2.imread(str(out / "wide.png")).shape == (500, 900, 3)
+    assert cv2.imread(str(out / "tall.jpg")).shape == (900, 500, 3)
+    assert cv2.imread(str(out / "contact-sheet.jpg")) is not None
+    assert len((out / "edits.csv").read_text().splitlines()) == 3
+    before = (out / "wide.png").read_bytes()
+    edited(given / "wide.png", "--policy", photo_run, "--out", out, command=command)
+    assert (out / "wide.png").read_bytes() == before and (out / "wide-2.png").exists(), "nothing is written over"
+
+
+def test_a_recipe_at_full_resolution_is_the_recipe_of_the_small_square():
+    rng = np.random.default_rng(1)
+    small = cv2.GaussianBlur(rng.integers(0, 255, (384, 384, 3), np.uint8), (0, 0), 6)
+    recipe = Edits(exposure=0.5, contrast=0.2, saturation=-0.3, temperature=0.2, straighten=4.0, crop=0.1)
+    np.testing.assert_allclose(apply_full(small, recipe, 384), apply(small, recipe), atol=3)
+    large = cv2.resize(small, (1536, 1536), interpolation=cv2.INTER_CUBIC)
+    shrunk = cv2.resize(apply_full(large, recipe, 384), (384, 384), interpolation=cv2.INTER_AREA)
+    assert np.abs(shrunk.astype(int) - apply(small, recipe)).mean() < 2
+    wide = rng.integers(1, 255, (200, 500, 3), np.uint8)
+    turned = apply_full(wide, Edits(straighten=10.0), 384)
+    assert turned.shape == wide.shape
+    np.testing.assert_array_equal(apply_full(wide, Edits(), 384), wide)
+
+
+# ---- what cannot be
+
+
+def test_what_is_no_policy_is_told_in_a_sentence(command, tmp_path, hockey_run, photo_run):
+    assert "no run was begun there" in command("list", tmp_path / "nowhere", status=2)
+    tmp_path.joinpath("checkpoints").mkdir()
+    assert "no checkpoint with one yet" in command("play", tmp_path, status=2)
+    assert "there are, by env steps" in command("play", hockey_run, "--which", 7, status=2)
+    assert ".mp4, .gif, .png" in command("play", hockey_run, "--video", tmp_path / "a.avi", status=2)
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((100, 100, 3), np.uint8))
+    told = edited(tmp_path / "a.png", "--policy", hockey_run, "--out", tmp_path / "o", command=command, status=2)
+    assert "expected one of photo" in told
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
+    assert "no policy that 'jurybox policy export' wrote" in command("play", tmp_path / "bad.safetensors", status=2)
+
+
+def test_a_file_from_elsewhere_names_no_code_but_ours_without_being_told_to(command, tmp_path, hockey_run):
+    command("export", hockey_run, "--to", tmp_path / "policy.pt2")
+    from safetensors.torch import load_file, save_file
+
+    said = Description.of(choose(hockey_run).description.as_dict(), tmp_path).as_dict()
+    said["environment"] = "os:abort"
+    save_file(
+        load_file(tmp_path / "policy.safetensors"), tmp_path / "bad.safetensors", {"jurybox-policy": json.dumps(said)}
+    )
+    assert "--trust allows it" in command("play", tmp_path / "bad.safetensors", status=2)
+    with pytest.raises(PolicyError, match="has the format 99"):
+        Description.of({**said, "format": 99}, tmp_path)
