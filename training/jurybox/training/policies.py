@@ -36,7 +36,7 @@ _OURS = "jurybox."
 _METADATA = "jurybox-policy"
 
 Array = npt.NDArray[Any]
-Choose = Literal["box", "best"]
+Choose = Literal["box", "tanh", "clip", "best"]
 
 
 class PolicyError(RunError):
@@ -53,8 +53,9 @@ class Acts:
         arguments: of the factory, by name.
         weights: file beside the description, with the network's ``state_dict``.
         output: of the network, that the action comes from.
-        choose: "box": the output is in [-1, 1] and is spread over `low` to `high`; "best": the number of its largest
-            element, counted from `first`.
+        choose: "box": the output is in [-1, 1] and is spread over `low` to `high`; "tanh": its hyperbolic tangent is;
+            "clip": the output is the action, cut off at `low` and `high`; "best": the number of its largest element,
+            counted from `first`.
         low, high: of the environment's actions, flat. first: see above.
     """
 
@@ -112,20 +113,20 @@ class Description:
 class Acting(nn.Module):
     """From rows of observations to actions of the environment: normalisation, network and scaling in one module.
 
-    Actions are float32 (n, ...) for "box", int64 (n,) for "best".
+    Actions are int64 (n,) for "best", else float32 (n, ...).
     """
 
     def __init__(self, served: ServedModel, acts: Acts) -> None:
         super().__init__()
         self.network = served.module
         self._output, self._place = acts.output, list(served.outputs).index(acts.output)
-        self._best, self._first = acts.choose == "best", acts.first
+        self._choose, self._first = acts.choose, acts.first
         low, high = (torch.tensor(list(bound), dtype=torch.float32) for bound in (acts.low, acts.high))
         self.register_buffer("low", low, persistent=False)
-        self.register_buffer("span", high - low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
 
     low: Tensor
-    span: Tensor
+    high: Tensor
 
     def forward(self, observation: Tensor) -> Tensor:
         found: Any = self.network(observation)
@@ -133,11 +134,13 @@ class Acting(nn.Module):
             found = found[self._output]
         elif isinstance(found, tuple):
             found = found[self._place]
-        if self._best:
+        if self._choose == "best":
             best: Tensor = found.argmax(-1) + self._first
             return best
-        action: Tensor = self.low + (found.clamp(-1.0, 1.0) + 1.0) * 0.5 * self.span
-        return action
+        if self._choose == "clip":
+            return torch.minimum(torch.maximum(found, self.low), self.high)
+        within: Tensor = torch.tanh(found) if self._choose == "tanh" else found.clamp(-1.0, 1.0)
+        return self.low + (within + 1.0) * 0.5 * (self.high - self.low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,10 +372,8 @@ def play(
                 interrupts.check()
                 if frame is not None:
                     frame(_picture(environment))
-                action = policy(np.asarray(seen)[None])[0]
-                shape = getattr(getattr(environment, "action_space", None), "shape", action.shape)
-                step = action.reshape(shape) if action.ndim else int(action)
-                seen, reward, terminated, truncated, _ = environment.step(step)
+                action = _fitting(policy(np.asarray(seen)[None])[0], getattr(environment, "action_space", None))
+                seen, reward, terminated, truncated, _ = environment.step(action)
                 total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
             if frame is not None:
                 frame(_picture(environment))
@@ -381,8 +382,20 @@ def play(
     return played
 
 
+def _fitting(action: Array, space: Any) -> Any:
+    """An action in the shape and dtype that the environment takes."""
+    if not action.ndim:
+        return int(action)
+    shape, dtype = getattr(space, "shape", action.shape), np.dtype(getattr(space, "dtype", action.dtype))
+    whole = np.rint(action) if dtype.kind in "iu" else action
+    return whole.astype(dtype).reshape(shape)
+
+
 def _picture(environment: Environment) -> Any:
-    picture = environment.render()
+    try:
+        picture = environment.render()
+    except Exception as error:  # its packages for drawing are its own affair
+        raise PolicyError(f"this environment cannot show itself: {error}") from error
     if picture is None:
         raise PolicyError("this environment renders no pictures (render_mode rgb_array): play it without --video")
     return np.asarray(picture)
