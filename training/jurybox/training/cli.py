@@ -120,6 +120,15 @@ TRAININGS = {
             Flag("+network_address", str, "The server's address for a Ray cluster's other machines."),
         ),
     ),
+    "plan": Command(
+        "jurybox.training.recipes.any_plan:TRAINING",
+        "Carry out a plan of your own, with everything that the other trainings have.",
+        (
+            Flag("plan", str, "module:function that gives a jurybox.training.runtime.Plan."),
+            *(SEED, STEPS),
+            Flag("seconds", float, "Stop after so many."),
+        ),
+    ),
     "marl": Command(
         "jurybox.training.recipes.marl_run:TRAINING",
         "Teach many agents in one world, a learner process for each.",

@@ -205,6 +205,7 @@ class Plan:
         server: what is published goes there, too; None: to the roles alone.
         policy: what ``policy.json`` in checkpoints says (`jurybox.training.policies.Description`), so that what was
             learned can be played, exported and served; None: it cannot.
+        columns: of metrics.csv, beyond those of every run: names that roles report.
     """
 
     roles: tuple[RoleSpec, ...]
@@ -223,6 +224,7 @@ class Plan:
     folders: Mapping[str, str] = field(default_factory=dict)
     server: PolicyServer | None = None
     policy: Mapping[str, Any] | None = None
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,0 +1,73 @@
+"""`jurybox train plan`: the example of docs/plans.md, carried out by the command line as a user's plan is."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jurybox.training.runtime as runtime
+from jurybox.training.runtime.plan import Plan
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+EXAMPLE = re.search(r"```python\n(# bandit\.py\n.*?)```", PAGE, re.DOTALL)[1]
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "bandit.py").write_text(EXAMPLE)
+
+    def run(*options):
+        line = [sys.executable, "-P", "-m", "jurybox.training.cli", "train", "plan", *map(str, options)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(line, capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment)
+
+    return run
+
+
+def test_the_pages_example_has_two_roles_and_less_than_sixty_lines():
+    assert EXAMPLE.count("RoleSpec(") == 2
+    assert len([line for line in EXAMPLE.splitlines() if line.strip() and not line.startswith("# ")]) < 60
+
+
+def test_a_plan_of_ones_own_is_carried_out_in_processes_recorded_and_resumed(train, tmp_path):
+    done = train("--plan", "bandit:plan", "--out", "run", "--steps", 600)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 600 <= summary["env_steps"] <= 601 and not summary["serial"]
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "bandit:plan" in report and "Who worked when" in report
+    more = train("--plan", "bandit:plan", "--out", "run", "--steps", 900, "--resume")
+    assert more.returncode == 0, more.stderr
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert any(row["best"] for row in rows) and int(float(rows[-1]["env_steps"])) >= 900
+    other = train("--plan", "bandit:plan", "--out", "run", "--resume", "--set", "arguments.explore = 0.5")
+    assert other.returncode == 2 and "other settings" in other.stderr
+
+
+def test_what_is_no_plan_is_told_in_a_sentence(train, tmp_path):
+    for options, told in (
+        ((), "say which with --plan"),
+        (("--plan", "nowhere:plan"), "cannot be had"),
+        (("--plan", "bandit:Player"), "cannot be called with"),
+        (("--plan", "bandit:np.zeros", "--set", "arguments.shape = 1"), "expected a jurybox.training.runtime.Plan"),
+    ):
+        done = train(*options, "--out", "run")
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_what_is_public_is_there_and_documented_on_the_page():
+    exported = PAGE.partition("## What is exported")[2]
+    for name in runtime.__all__:
+        assert getattr(runtime, name) is not None
+        assert f"`{name}`" in exported, name
+    assert runtime.Plan is Plan and set(runtime.__all__) <= set(dir(runtime))
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = runtime.nothing_such

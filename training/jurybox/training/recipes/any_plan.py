@@ -1,0 +1,126 @@
+"""`jurybox train plan`: anybody's plan, with launcher, resuming, metrics and report as all trainings have them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from rich.console import Console
+
+from jurybox.training.interrupts import Signals
+from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.training import Run, Training, carry_out
+from jurybox.training.report import page
+from jurybox.training.report.page import Section, Table
+from jurybox.training.run_folder import Tracker
+from jurybox.training.runtime.launching import Launcher
+from jurybox.training.runtime.plan import Budget, ConfigError, Outcome, Plan, load
+from jurybox.training.runtime.progress import COLUMNS
+from jurybox.training.runtime.settings import Settings
+
+
+class PlanTraining(Settings):
+    """What is said of a plan of somebody's own; all else stands in the plan."""
+
+    title = "plan"
+    may_change: ClassVar[Sequence[str] | None] = ("steps", "seconds")
+
+    plan: str = Field("", description="module:function that gives a Plan.")
+    arguments: dict[str, Any] = Field({}, description="Keyword arguments of that function.")
+    steps: int | None = Field(None, ge=1, description="Env steps in all, instead of the plan's.")
+    seconds: float | None = Field(None, gt=0, description="Stop after so many, instead of the plan's.")
+
+
+def plan_of(settings: PlanTraining) -> Plan:
+    """The plan that the settings name, with what they change of it.
+
+    Raises:
+        ConfigError: the function gives none. PlanError: there is no such function, or the plan contradicts itself.
+    """
+    if not settings.plan:
+        raise ConfigError("no plan: say which with --plan module:function, a function that gives a Plan")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` has it; roles' processes get the same path
+    try:
+        made: Any = load(settings.plan)(**settings.arguments)
+    except TypeError as error:
+        raise ConfigError(f"{settings.plan} cannot be called with {dict(settings.arguments)}: {error}") from error
+    if not isinstance(made, Plan):
+        raise ConfigError(f"{settings.plan} gave a {type(made).__name__}: expected a jurybox.training.runtime.Plan")
+    budget = Budget(settings.steps or made.budget.steps, settings.seconds or made.budget.seconds, made.budget.target)
+    seed = settings.seed if "seed" in settings.model_fields_set else made.seed
+    return replace(made, budget=budget, seed=seed)
+
+
+def train(
+    settings: PlanTraining,
+    folder: Path,
+    *,
+    command: str = "",
+    serial: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+    signals: Signals | None = None,
+    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
+    launcher: Launcher | None = None,
+) -> Outcome:
+    """Carry the plan out; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`."""
+    planned = plan_of(settings)
+    return recorded_run(
+        planned,
+        folder,
+        (*COLUMNS, *planned.columns),
+        settings,
+        lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
+        serial=serial,
+        resume=resume,
+        console=console,
+        signals=signals,
+        trackers=trackers,
+        launcher=launcher,
+    )
+
+
+def report(
+    planned: Plan,
+    settings: PlanTraining,
+    outcome: Outcome,
+    rows: Sequence[Mapping[str, float]],
+    folder: Path,
+    command: str,
+) -> str:
+    """The report as one HTML document."""
+    facts = {
+        "Seed": planned.seed,
+        "Env steps": f"{outcome.env_steps:,}",
+        "Learner steps": f"{outcome.learner_steps:,}",
+        "Episodes": f"{outcome.episodes:,}",
+        "Time": f"{outcome.seconds:.0f} s",
+        "Restarts": outcome.restarts,
+    }
+    evaluated = [[name.removeprefix("eval_"), f"{value:.4g}"] for name, value in outcome.evaluation.items()]
+    told = f"After {outcome.env_steps:,} env steps {outcome.text}."
+    tables = [Table(["Last evaluation", ""], evaluated)] if evaluated else []
+    sections = [
+        Section("How it ended", [told, *tables]),
+        page.return_curve(rows, "Learning", "env steps", "return, last 100 episodes") if outcome.episodes else None,
+        None if outcome.serial else page.worked_when(folder / "timeline.json"),
+        page.the_run(facts, settings.as_dict(), command, packages=("numpy",)),
+    ]
+    return page.render("Jurybox report", f"Jurybox: {settings.plan}", sections)
+
+
+def _work(settings: PlanTraining, run: Run) -> str:
+    outcome = carry_out(partial(train, settings, run.folder), run)
+    return (
+        f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps, "
+        f"{outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s"
+    )
+
+
+TRAINING = Training("plan", PlanTraining, _work)
