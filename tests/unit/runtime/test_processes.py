@@ -54,6 +54,24 @@ def test_processes_make_the_steps_that_the_serial_run_makes(tmp_path):
         debug_state(tmp_path)
 
 
+def test_a_checkpoint_is_made_after_so_many_seconds_however_slow_the_steps_are(tmp_path):
+    found, signals = [], Signals()
+
+    def watch(shared):
+        found[:] = tmp_path.glob("checkpoints/step-*")
+        if len(found) > 1:
+            signals.ask()
+
+    run(
+        plan(steps=10**9, save_every=10**9, save_seconds=0.1, actor={"pause": 0.01}),
+        tmp_path,
+        Rows(),
+        watch=watch,
+        signals=signals,
+    )
+    assert len(found) == 2
+
+
 def test_actors_wait_for_a_slow_learner_and_the_learner_never_runs_ahead(tmp_path):
     ahead, states = [], []
 

@@ -37,7 +37,7 @@ class PlanTraining(Settings):
 
 
 def plan_of(settings: PlanTraining) -> Plan:
-    """The plan that the settings name, with what they change of it.
+    """The plan that the settings name, with what they change of it, and checkpoints where it has none.
 
     Raises:
         ConfigError: the function gives none. PlanError: there is no such function, or the plan contradicts itself.
@@ -54,7 +54,7 @@ def plan_of(settings: PlanTraining) -> Plan:
         raise ConfigError(f"{settings.plan} gave a {type(made).__name__}: expected a jurybox.training.runtime.Plan")
     budget = Budget(settings.steps or made.budget.steps, settings.seconds or made.budget.seconds, made.budget.target)
     seed = settings.seed if "seed" in settings.model_fields_set else made.seed
-    return replace(made, budget=budget, seed=seed)
+    return replace(made, budget=budget, seed=seed, save_every=made.save_every or max(1, budget.steps // 10))
 
 
 def train(

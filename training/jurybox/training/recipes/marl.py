@@ -126,7 +126,11 @@ class MarlTraining(ServedSettings):
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
     actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
     learner_timeout: float = Field(60.0, gt=0)
-    checkpoint_every: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
+    checkpoint_every: int | None = Field(
+        None,
+        ge=0,
+        description="Turns between two checkpoints; none: 20 in all; 0: one at the end.",
+    )
     evaluate_every: int = Field(0, ge=0, description="Turns between two evaluations; 0: one at the end.")
     evaluation_episodes: int = Field(20, ge=1)
     logging: bool = Field(True, description="Show how it goes.")
@@ -301,7 +305,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
         seed=settings.seed,
         max_lag=settings.max_lag,
-        save_every=settings.checkpoint_every,
+        save_every=max(1000, settings.steps // 20) if settings.checkpoint_every is None else settings.checkpoint_every,
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed(models),

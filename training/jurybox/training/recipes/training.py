@@ -148,11 +148,25 @@ def train(
             trackers=lambda: trackers(found.name, folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
             **options,
         )
+        check_folder(folder)
         if run.serial:
             run.refuse({"--launcher": "--serial runs in this process"})
         return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
 
     until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises RunLogError where nothing can be written at `folder`; makes nothing."""
+    from jurybox.training.run_folder import RunLogError
+
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise RunLogError(f"{there} is a file: expected a folder for --out, one that is there or can be made")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunLogError(f"{there} cannot be written to by this user: choose another folder with --out")
 
 
 def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:

@@ -69,6 +69,7 @@ class Orchestrator:
         # An evaluation takes long and has no state: nobody waits for evaluators.
         self._savers = [child for child in self._children if child.spec.kind is not Kind.EVALUATOR]
         self._saved_at = self._scoreboard.env_steps
+        self._saved_when = time.monotonic()
         self._saved_files: set[str] = set()
         self._unsaved = ""  # why no checkpoint could be made
         self._watched = self._closed_at = 0.0
@@ -219,11 +220,12 @@ class Orchestrator:
         if self._checkpoints is None:
             return
         every, steps = self._plan.save_every, self._scoreboard.env_steps
-        due = (every > 0 and steps - self._saved_at >= every) or last
+        late = time.monotonic() - self._saved_when >= self._plan.save_seconds
+        due = (every > 0 and (late or steps - self._saved_at >= every)) or last
         if not due or steps == self._saved_at or not all(map(self._at_work, self._savers)):
             return
         self._saved_at = steps
-        began = time.monotonic()
+        began = self._saved_when = time.monotonic()
         self._unsaved = ""
         try:
             made = self._save(self._checkpoints, began + self._plan.timeouts.save)

@@ -197,6 +197,8 @@ class Plan:
         max_lag: publications that an actor may be behind; one that is further looks at once, and it is counted. None:
             as far as it happens to be.
         save_every: environment steps between two checkpoints; 0: only one at the end.
+        save_seconds: in processes there is one after so many seconds, too, if that comes before (not with 0). Serially
+            the clock decides nothing.
         log_every: environment steps between two rows of metrics.
         on_failure: what happens when a role has failed too often.
         best: the number of evaluations whose highest value marks the best checkpoint; None: none is marked.
@@ -218,6 +220,7 @@ class Plan:
     sync_every: int = 1
     max_lag: int | None = None
     save_every: int = 0
+    save_seconds: float = 600.0
     log_every: int = 1000
     on_failure: Literal["end", "serial"] = "end"
     best: str | None = None
