@@ -16,14 +16,15 @@ from tests.unit.hockey.hockey_runs import settings as hockey_settings
 from typer.testing import CliRunner
 
 from jurybox.client import connect
+from jurybox.protocol import TensorSpec
+from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
 from jurybox.training.environments.photo import PhotoConfig
 from jurybox.training.environments.photo.edits import Edits, apply, apply_full
 from jurybox.training.film import save_film
-from jurybox.training.policies import Description, Policy, PolicyError, choose, play, policies
+from jurybox.training.policies import Acting, Acts, Description, Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import edit, policy
-from jurybox.training.recipes import gym, hockey
-from jurybox.training.recipes.gym import GymTraining
+from jurybox.training.recipes import hockey
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.run_folder import RunLog
 
@@ -47,18 +48,6 @@ def photo_run(tmp_path_factory):
     with RunLog(folder, METRICS) as log:
         train(settings, log, serial=True)
     return folder
-
-
-@pytest.fixture(scope="module")
-def gym_runs(tmp_path_factory):
-    """A run of each way to choose an action."""
-    runs = {}
-    for algorithm, env in (("dqn", "CartPole-v1"), ("sac", "Pendulum-v1"), ("ppo", "Pendulum-v1")):
-        folder = runs[algorithm] = tmp_path_factory.mktemp(algorithm)
-        asked = {"env": env, "algorithm": algorithm, "steps": 160, "hidden": (8,), "evaluation_episodes": 1, "envs": 2}
-        asked |= {"n_steps": 32, "batch_size": 16} if algorithm == "ppo" else {"learning_starts": 60, "batch_size": 16}
-        gym.train(GymTraining.checked(asked), folder, serial=True)
-    return runs
 
 
 @pytest.fixture
@@ -143,24 +132,23 @@ def test_what_is_exported_acts_as_the_run_does_for_any_number_of_rows(command, t
     assert np.abs(mine(rows * 100)).max() <= 1.0
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "sac", "ppo"])
-def test_a_gymnasium_trainings_policy_acts_as_its_evaluator_saw_it_and_exported_likewise(
-    command, tmp_path, gym_runs, algorithm
-):
-    run = gym_runs[algorithm]
-    best = choose(run)
-    assert best.best and "return" in best.numbers
-    assert "2 episodes" in command("evaluate", run, "--episodes", 2)
-    command("export", run, "--to", tmp_path / "policy.pt2")
-    mine, theirs = Policy(best), Policy(choose(tmp_path / "policy.safetensors"))
-    program = torch.export.load(tmp_path / "policy.pt2").module()
-    rows = np.random.default_rng(0).normal(0, 1, (5, *mine.observation.shape)).astype(np.float32)
-    np.testing.assert_array_equal(mine(rows), theirs(rows))
-    np.testing.assert_allclose(program(torch.from_numpy(rows)).numpy(), mine(rows), rtol=1e-5, atol=1e-6)
-    if algorithm == "dqn":
-        assert mine(rows).dtype == np.int64 and set(mine(rows).tolist()) <= {0, 1}
-    else:
-        assert np.abs(mine(rows * 1000)).max() <= 2.0, "Pendulum's torque"
+@pytest.mark.parametrize(
+    ("choose", "bounds", "expected"),
+    [
+        ("box", (-2.0, 4.0), [-2.0, 1.0, 4.0]),
+        ("tanh", (-2.0, 4.0), [-2.0, 1.0, 4.0]),
+        ("clip", (-20.0, 4.0), [-20.0, 0.0, 4.0]),
+        ("best", (), [3, 3, 3]),
+    ],
+)
+def test_an_output_becomes_an_action_as_the_description_says(choose, bounds, expected):
+    outputs = {"other": TensorSpec("float32", (1,)), "action": TensorSpec("float32", (1,))}
+    module = torch.nn.Identity()
+    served = ServedModel(module, {"observation": TensorSpec("float32", (1,))}, outputs)
+    acts = Acts("", {}, "", "action", choose, *([bound] for bound in bounds), first=3)
+    module.forward = lambda observation: (observation * 0, observation)
+    found = Acting(served, acts)(torch.tensor([[-100.0], [0.0], [100.0]]))
+    np.testing.assert_allclose(found.numpy().ravel(), expected, atol=1e-5)
 
 
 @contextmanager

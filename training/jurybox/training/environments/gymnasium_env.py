@@ -306,33 +306,3 @@ class Actions:
         if self._whole:
             numbers = np.rint(numbers)
         return numbers.astype(self._space.dtype).reshape(self._space.shape)
-
-
-# ----
-# For whoever plays a policy: an environment whose observations are rows.
-
-
-class RowsOf(gymnasium.ObservationWrapper[Array, Any, Any]):
-    """An environment with rows for observations; its actions are its own."""
-
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self._rows = Observations(environment.observation_space)
-        seen = self._rows.seen
-        low, high, dtype = (-np.inf, np.inf, np.float32) if seen.dtype == "float32" else (0, 255, np.uint8)
-        self.observation_space = spaces.Box(low, high, (seen.size,), dtype)
-
-    def observation(self, observation: Any) -> Array:
-        return self._rows.row(observation)
-
-
-def played(
-    environment: str, arguments: Mapping[str, Any] | None = None, *, render_mode: str | None = None
-) -> gymnasium.Env[Array, Any]:
-    """The environment of that name, see `make_environment`, with rows for observations.
-
-    Raises:
-        EnvironmentUnusable: it cannot be made, or has not this `render_mode`.
-    """
-    given = {**(arguments or {}), **({} if render_mode is None else {"render_mode": render_mode})}
-    return RowsOf(make_environment(environment, given))

@@ -387,54 +387,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed({CHANNEL: MODEL}),
-        policy=description(settings, seen, network),
     )
-
-
-# By algorithm and whether actions are discrete: the network's output that a policy acts by, and how.
-_ACTS: Mapping[tuple[str, bool], tuple[str, Literal["box", "tanh", "clip", "best"]]] = {
-    ("dqn", True): ("values", "best"),
-    ("ppo", True): ("logits", "best"),
-    ("ppo", False): ("mean", "clip"),
-    ("td3", False): ("action", "box"),
-    ("sac", False): ("mean", "tanh"),
-}
-
-
-def description(settings: GymTraining, seen: Seen, network: Mapping[str, Any]) -> dict[str, Any]:
-    """What policy.json says of the published weights."""
-    from jurybox.training.policies import Acts, Description
-
-    environment = make_environment(settings.env, settings.env_args)
-    space: Any = environment.action_space
-    environment.close()
-    discrete = bool(network["discrete"])
-    output, choose = _ACTS[settings.algorithm, discrete]
-    bounds: dict[str, Any] = {"first": int(space.start)} if discrete else _bounds(space)
-    acts = Acts(
-        "jurybox.training.recipes.served_networks:gym_policy",
-        {**network, "dtype": seen.dtype, "size": seen.size},
-        f"weights-{CHANNEL}.state",
-        output=output,
-        choose=choose,
-        **bounds,
-    )
-    return Description(
-        "gym",
-        {CHANNEL: acts},
-        "jurybox.training.environments.gymnasium_env:played",
-        {"environment": settings.env, "arguments": dict(settings.env_args)},
-        settings.as_dict(),
-        settings.seed,
-    ).as_dict()
-
-
-def _bounds(space: Any) -> dict[str, list[float]]:
-    """Of actions, flat; JSON has no infinity."""
-    import numpy as np
-
-    most = float(np.finfo(np.float32).max)
-    return {name: np.clip(getattr(space, name), -most, most).ravel().tolist() for name in ("low", "high")}
 
 
 _LOSSES: Mapping[str, tuple[str, ...]] = {
