@@ -54,6 +54,7 @@ MODEL = "policy/gym"
 _ACTOR = "jurybox.training.recipes.gym_actor"
 _LEARNER = "jurybox.training.recipes.gym_learner"
 _EVALUATOR_NICE = 10
+_MOST_BYTES = 2**31  # of a replay whose size nobody has set
 _LAG = 10  # publications that a served policy off its learner's may be behind
 
 # What each algorithm uses of the settings that are not everybody's, and what they are where nobody sets them: the
@@ -173,7 +174,7 @@ class GymTraining(ServedSettings):
     normalize_advantage: bool | None = None
     target_kl: float | None = Field(None, gt=0, description="An update stops at 1.5 times it.")
 
-    buffer_size: int | None = Field(None, ge=1, description="Transitions of the replay; no more than steps are made.")
+    buffer_size: int | None = Field(None, ge=1, description="Transitions of the replay; none: a million, or 2 GiB.")
     learning_starts: int | None = Field(None, ge=1, description="Env steps with random actions and without learning.")
     train_freq: int | None = Field(None, ge=1, description="Steps of each environment between two rounds of learning.")
     gradient_steps: int | None = Field(None, ge=-1, description="Learner steps of a round; -1: as many as env steps.")
@@ -349,7 +350,12 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     told = {"settings": settings.model_dump(mode="json"), "network": network}
-    capacity = 2 * pace.collect + settings.envs if on_policy else min(settings.of("buffer_size"), 2 * settings.steps)
+    columns = fields(settings, seen, does)
+    capacity = 2 * pace.collect + settings.envs
+    if not on_policy:
+        row = sum(each.stored_bytes for each in columns.values())
+        # Of rows with pictures a million would be more memory than most have: who sets a number gets it.
+        capacity = settings.buffer_size or min(settings.of("buffer_size"), _MOST_BYTES // row)
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
         roles=(

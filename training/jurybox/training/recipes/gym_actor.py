@@ -299,6 +299,8 @@ class GymActor(Actor):
                 self._begin(number)
             self._playing = True
         log_probs: Array | None = None
+        if s.algorithm == "dqn":
+            self.context.metrics(epsilon=self._epsilon())
         if not self._on_policy and self.context.env_steps < s.of("learning_starts"):
             chosen = envs.random(self._random)
         else:

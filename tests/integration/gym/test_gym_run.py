@@ -1,0 +1,152 @@
+"""`jurybox train gym` in processes: as a user runs it, its policy local and served, resumed, interrupted, killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.serving import segments
+
+from jurybox.training.checkpoints import Checkpoints
+from jurybox.training.recipes.gym import GymTraining, plan, train
+from jurybox.training.run_folder import read_metrics
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.scoreboard import State, Word
+
+LINE = [sys.executable, "-m", "jurybox.training.cli", "train", "gym"]
+SMALL_PPO = ["--n-steps", "32", "--set", "hidden = [16, 16]", "--set", "evaluation_episodes = 2"]
+
+
+def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
+    line = [*LINE, "--out", str(folder), *more]
+    return subprocess.run(line, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
+    before = segments()
+    small = [*SMALL_PPO, "--env", "CartPole-v1", "--algorithm", "ppo", "--workers", "2", "--envs", "4"]
+    done = command(tmp_path, *small, "--steps", "1024", "--evaluate-every", "512", "--set", "log_every = 256")
+    assert done.returncode == 0, done.stderr
+    assert "report:" in done.stdout and "the last evaluation" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    # Two workers may look at the budget in the same moment.
+    assert 1024 <= summary["env_steps"] <= 1026 and summary["learner_steps"] == 1024 // 128 and not summary["serial"]
+    again = command(
+        tmp_path, *small, "--steps", "1536", "--evaluate-every", "512", "--set", "log_every = 256", "--resume"
+    )
+    assert again.returncode == 0, again.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["env_steps"] >= 1536 and summary["learner_steps"] == 1536 // 128
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert rows[-1]["env_steps"] >= 1536 and any("policy_loss" in row for row in rows)
+    assert not any(row.get("stale") for row in rows), "PPO learned from the newest policy's steps"
+    other = command(tmp_path, *small, "--steps", "2048", "--set", "gamma = 0.5", "--resume")
+    assert other.returncode == 2 and "gamma was 0.99, is 0.5" in other.stderr
+    assert segments() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--env", "CartPole-v1", "--algorithm", "ppo", *SMALL_PPO, "--envs", "4", "--steps", "512"],
+        ["--env", "Pendulum-v1", "--algorithm", "sac", "--steps", "300", "--set", "batch_size = 16", "--set", "hidden = [16, 16]"],
+    ],
+    ids=["ppo", "sac"],
+)  # fmt: skip
+def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
+    before = segments()
+    done = command(
+        tmp_path, *options, "--policy", "served", "--evaluate-every", "0", "--set", "evaluation_episodes = 2"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "server.log").exists() and Checkpoints(tmp_path / "checkpoints").best() is not None
+    assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == 0
+    assert segments() == before
+
+
+def test_served_and_local_policies_learn_the_same_serially(tmp_path) -> None:
+    """The outputs are the same to some bits, and so are the first steps; what is learned, nearly."""
+    told = {"algorithm": "ppo", "n_steps": 32, "hidden": (16,), "steps": 64, "evaluation_episodes": 1}
+    outcomes = {}
+    for policy in ("local", "served"):
+        settings = GymTraining.checked({**told, "policy": policy})
+        outcomes[policy] = train(settings, tmp_path / policy, serial=True)
+    assert outcomes["local"].learner_steps == outcomes["served"].learner_steps == 2
+    assert outcomes["local"].episodes == outcomes["served"].episodes
+    assert outcomes["local"].evaluation == outcomes["served"].evaluation
+
+
+def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
+    before = segments()
+    line = [*LINE, "--out", str(tmp_path), *SMALL_PPO, "--steps", "100000000", "--set", "log_every = 32"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until = time.monotonic() + 80
+        while not ((tmp_path / "metrics.csv").exists() and len(read_metrics(tmp_path / "metrics.csv")) > 2):
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert Checkpoints(tmp_path / "checkpoints").latest() is not None
+    assert segments() == before
+
+
+@pytest.mark.parametrize("victim", ["actor-0", "learner"])
+def test_who_is_killed_is_started_again(tmp_path, victim) -> None:
+    settings = GymTraining.checked(
+        {"n_steps": 32, "hidden": (16,), "steps": 6000, "evaluation_episodes": 1, "evaluate_every": 0}
+    )
+    planned = plan(settings)
+    number = [role.name for role in planned.roles].index(victim)
+    killed: list[int] = []
+
+    def watch(shared) -> None:
+        words = shared.scoreboard.words[number]
+        if not killed and words[Word.STATE] == State.RUNNING and shared.scoreboard.env_steps > 300:
+            killed.append(int(words[Word.PID]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    class Nothing:
+        def scalars(self, step, values) -> None: ...
+
+    outcome = run(planned, tmp_path, Nothing(), watch=watch)
+    assert killed and outcome.restarts >= 1 and outcome.env_steps >= 6000
+    assert outcome.learner_steps == outcome.env_steps // 32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", ["local", "served"])
+def test_ppo_balances_the_pole(tmp_path, policy) -> None:
+    told = {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "learning_rate": 1e-3}
+    settings = GymTraining.checked({**told, "envs": 8, "steps": 51_200, "policy": policy, "workers": 2})
+    assert train(settings, tmp_path / "run").evaluation["eval_return"] > 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_the_pendulum_is_swung_up(tmp_path, algorithm) -> None:
+    told = {"learning_rate": 1e-3, "batch_size": 128, "hidden": (64, 64), "steps": 8000, "gamma": 0.98}
+    settings = GymTraining.checked({**told, "env": "Pendulum-v1", "algorithm": algorithm})
+    train(settings, tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").best()["numbers"]["return"] > -250
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dqn_balances_the_pole(tmp_path) -> None:
+    told = {"learning_rate": 2.3e-3, "batch_size": 64, "learning_starts": 1000, "target_update_interval": 10}
+    told |= {"train_freq": 256, "gradient_steps": 128, "exploration_fraction": 0.16, "exploration_final_eps": 0.04}
+    settings = GymTraining.checked({**told, "algorithm": "dqn", "steps": 50_000, "hidden": (256, 256)})
+    train(settings, tmp_path / "run", serial=True)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").best()["numbers"]["return"] > 400

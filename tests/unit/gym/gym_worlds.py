@@ -1,0 +1,53 @@
+"""Small environments for tests of the gym training."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Mixed(gymnasium.Env):
+    """Tells a number and two bits; the action that repeats the bit pays. Ends after five steps, cut or for good."""
+
+    def __init__(self, numbers: bool = False, picture: bool = False, terminates: bool = False) -> None:
+        self.observation_space = spaces.Dict(
+            {
+                "bit": spaces.Discrete(2),
+                "noise": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+                **({"picture": spaces.Box(0, 255, (36, 36, 1), np.uint8)} if picture else {}),
+            }
+        )
+        self.action_space = spaces.Box(-3, 5, (1,)) if numbers else spaces.Discrete(2)
+        self._numbers, self._picture, self._terminates = numbers, picture, terminates
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._see(), {}
+
+    def step(self, action):
+        wanted = self._bit
+        paid = -abs(float(action[0]) - (3.0 if wanted else -1.0)) if self._numbers else float(action == wanted)
+        self._steps += 1
+        over = self._steps == 5
+        return self._see(), paid, over and self._terminates, over and not self._terminates, {}
+
+    def _see(self):
+        self._bit = int(self.np_random.integers(2))
+        seen = {"bit": self._bit, "noise": 5 + 100 * self.np_random.standard_normal(2)}
+        if self._picture:
+            seen["picture"] = np.full((36, 36, 1), 255 * self._bit, np.uint8)
+        return seen
+
+
+def mixed(**arguments) -> gymnasium.Env:
+    return Mixed(**arguments)
+
+
+class Breaks(Mixed):
+    """Gives what is no number after some steps."""
+
+    def step(self, action):
+        row, _, *rest = super().step(action)
+        return row, float("nan"), *rest

@@ -1,0 +1,271 @@
+"""The gym training: settings under Stable-Baselines3's names, the pace, what is learned from, and resuming."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jurybox.training.algorithms.networks import acting_network
+from jurybox.training.algorithms.ppo import advantages_of
+from jurybox.training.checkpoints import Checkpoints, read_state
+from jurybox.training.recipes.gym import DEFAULTS, GymTraining, plan, spaces_of, train
+from jurybox.training.recipes.gym_actor import Choice, log_softmax
+from jurybox.training.recipes.gym_learner import _DQN, rollout
+from jurybox.training.run_folder import read_metrics
+from jurybox.training.runtime.plan import ConfigError
+
+MIXED = {"env": "tests.unit.gym.gym_worlds:mixed"}
+# fmt: off
+SMALL = {
+    "ppo": {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "hidden": (8,)},
+    "dqn": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,)},
+    "td3": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "env_args": {"numbers": True}},
+    "sac": {"buffer_size": 500, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "env_args": {"numbers": True}},
+}
+# fmt: on
+
+
+def settings(algorithm: str, **changes) -> GymTraining:
+    small = {**MIXED, "algorithm": algorithm, "steps": 64, "evaluation_episodes": 2, "log_every": 16}
+    return GymTraining.checked({**small, **SMALL[algorithm], **changes})
+
+
+def weights(folder):
+    """Of the published policy in a run's newest checkpoint."""
+    newest = Checkpoints(folder / "checkpoints").latest()
+    assert newest is not None
+    return read_state(newest.folder / "weights-policy.state")["state"]
+
+
+# ---- settings
+
+
+def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
+    import inspect
+
+    import stable_baselines3
+
+    theirs_alone = {"hidden", "publish_interval", "max_ahead", "action_noise"}
+    for algorithm, defaults in DEFAULTS.items():
+        made = inspect.signature(getattr(stable_baselines3, algorithm.upper()).__init__).parameters
+        policy = {"policy_delay", "target_policy_noise", "target_noise_clip"}
+        for name in defaults.keys() - theirs_alone - policy:
+            assert defaults[name] == made[name].default, (algorithm, name)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"algorithm": "dqn", "clip_range": 0.1}, "clip_range is set and would have no effect: dqn does not use it"),
+        ({"algorithm": "ppo", "tau": 0.1}, "tau is set"),
+        ({"algorithm": "sac", "action_noise": 0.1}, "action_noise is set"),
+        ({"algorithm": "td3", "ent_coef": 0.1}, "ent_coef is set"),
+        ({"server": "ipc:///nowhere"}, "server is set"),
+        ({"algorithm": "ppo", "ent_coef": "auto"}, "ppo takes a number"),
+        ({"algorithm": "sac", "ent_coef": "loud"}, "expected a number above 0"),
+        ({"algorithm": "dqn", "gradient_steps": 0}, "nothing would be learned"),
+        ({"envs": 3, "workers": 2}, "the same number for each worker"),
+        ({"n_envs": 2}, "n_envs is now envs"),
+        ({"algorithm": "a2c"}, "algorithm"),
+    ],
+)
+def test_a_setting_that_cannot_be_or_has_no_effect_is_an_error(tmp_path, said, told) -> None:
+    file = tmp_path / "gym.toml"
+    file.write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in said.items()))
+    with pytest.raises(ConfigError, match=told):
+        GymTraining.read(file, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"algorithm": "dqn", "env": "Pendulum-v1"}, "take ppo, td3 or sac"),
+        ({"algorithm": "sac", "env": "CartPole-v1"}, "take ppo or dqn"),
+        ({"algorithm": "td3", "env": "CartPole-v1"}, "take ppo or dqn"),
+        ({"env": "CartPole-v7"}, "CartPole-v7"),
+        ({"algorithm": "td3", "env": "tests.unit.gym.test_gym_training:unbounded"}, "bound them in a wrapper"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_anything_begins(tmp_path, changes, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        train(GymTraining.checked(changes), tmp_path / "run", serial=True)
+    assert not (tmp_path / "run").exists()
+
+
+def unbounded():
+    from gymnasium import spaces
+    from tests.unit.gym.gym_worlds import Mixed
+
+    env = Mixed(numbers=True)
+    env.action_space = spaces.Box(-np.inf, np.inf, (1,))
+    return env
+
+
+def test_a_round_is_of_every_environment_as_in_stable_baselines3() -> None:
+    pace = settings("dqn", envs=4, train_freq=3, gradient_steps=2).pace
+    assert (pace.collect, pace.learn, pace.warmup) == (12, 2, 10)
+    assert settings("sac", envs=4, gradient_steps=-1).pace.learn == 4
+    assert settings("ppo", envs=4).pace.collect == 64 and settings("ppo").pace.slack == 0
+
+
+# ---- what is learned from
+
+
+def test_dqns_target_moves_when_the_environments_have_made_so_many_steps() -> None:
+    s = settings("dqn", learning_starts=10, train_freq=4, gradient_steps=2, target_update_interval=8)
+    seen, does = spaces_of(s)
+    network = {"algorithm": "dqn", "numbers": seen.numbers, "pictures": [], "normalise": False, "discrete": True}
+    dqn = _DQN(s, {**network, "actions": does.size, "hidden": [8]}, 0)
+    moved = []
+    dqn._learner.move_target = lambda tau: moved.append(dqn._learner.steps)  # type: ignore[method-assign]
+    dqn._learner.learn = lambda batch: setattr(dqn._learner, "steps", dqn._learner.steps + 1)  # type: ignore
+    for _ in range(10):
+        dqn.update({})
+    # Rounds are at 14, 18, 22, 26 and 30 env steps; 16 and 24 lie before the second and the fourth.
+    assert moved == [2, 6]
+
+
+class Values:
+    """Values of observations: their first number."""
+
+    def values(self, rows):
+        return rows[:, 0].astype(np.float32)
+
+
+def test_a_rollout_counts_what_a_cut_episode_came_to_and_nothing_after_a_real_end() -> None:
+    n = 4
+    rows = {
+        "observation": np.zeros((n, 1), np.float32),
+        "next_observation": np.full((n, 1), 10, np.float32),
+        "action": np.zeros(n, np.int64),
+        "reward": np.ones(n, np.float32),
+        "log_prob": np.zeros(n, np.float32),
+        "terminated": np.array([False, True, False, False]),
+        "over": np.array([False, True, True, False]),  # ended, cut, and one that goes on
+        "environment": np.zeros(n, np.int64),
+        "moment": np.array([1, 2, 4, 6]),
+        "updates": np.zeros(n, np.int64),
+    }
+    found = rollout(rows, Values(), 4)
+    rules = SimpleNamespace(gamma=0.5, gae_lambda=1.0, gae=True, bootstrap=True)
+    assert advantages_of(found, rules)[:, 0].tolist() == [1.5, 1.0, 6.0, 6.0]
+
+
+def test_rows_of_several_environments_stand_in_columns_whoever_wrote_first() -> None:
+    environment, moment = np.array([1, 0, 1, 0]), np.array([1, 2, 2, 1])
+    rows = {
+        "observation": np.array([[10], [2], [20], [1]], np.float32),
+        "next_observation": np.zeros((4, 1), np.float32),
+        "environment": environment,
+        "moment": moment,
+        **{name: np.zeros(4, bool) for name in ("terminated", "over")},
+        **{name: np.zeros(4, np.float32) for name in ("reward", "log_prob", "action", "updates")},
+    }
+    found = rollout(rows, Values(), 2)
+    assert found.observations[..., 0].tolist() == [[1, 10], [2, 20]] and found.over.tolist() == [
+        [False] * 2,
+        [True] * 2,
+    ]
+    lost = {name: column[:3] for name, column in rows.items()}  # a worker died
+    assert rollout(lost, Values(), 2).observations.shape == (3, 1, 1)
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "td3"])
+def test_an_episode_that_was_cut_is_bootstrapped_and_one_that_ended_is_not(tmp_path, algorithm) -> None:
+    from jurybox.training.replay import Replay, Windows
+
+    discounts = {}
+    for terminates in (False, True):
+        s = settings(algorithm, gamma=0.5, checkpoint_every=0)
+        s = s.changed(env_args={**s.env_args, "terminates": terminates})
+        folder = tmp_path / str(terminates)
+        train(s, folder, serial=True)
+        newest = Checkpoints(folder / "checkpoints").latest()
+        with Replay.load(newest.folder / "replay-rows.jbr", f"cut-{algorithm}-{terminates}") as replay:
+            replay.unlink()
+            batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=0.5, next=("observation",))))
+            discounts[terminates] = set(batch["discount"].tolist())
+    assert discounts == {False: {0.5}, True: {0.0, 0.5}}
+
+
+# ---- choices
+
+
+def test_exploration_and_its_absence() -> None:
+    random = np.random.default_rng(0)
+    values = {"values": np.tile(np.array([[0.0, 1.0, 0.5]], np.float32), (2000, 1))}
+    chosen, _ = Choice("dqn", True, random, epsilon=lambda: 0.3).explore(values)
+    assert (chosen != 1).mean() == pytest.approx(0.2, abs=0.03)
+    logits = {"logits": np.tile(np.array([[0.0, np.log(3.0)]], np.float32), (4000, 1))}
+    chosen, log_probs = Choice("ppo", True, random).explore(logits)
+    assert chosen.mean() == pytest.approx(0.75, abs=0.03)
+    assert np.allclose(np.exp(log_probs), np.where(chosen == 1, 0.75, 0.25))
+    numbers = {"mean": np.full((4000, 1), 0.5, np.float32), "log_std": np.full((4000, 1), -1.0, np.float32)}
+    drawn, density = Choice("ppo", False, random).explore(numbers)
+    assert drawn.std() == pytest.approx(np.exp(-1), abs=0.02) and density.shape == (4000,)
+    assert density[0] == pytest.approx(-0.5 * ((drawn[0, 0] - 0.5) / np.exp(-1)) ** 2 + 1 - 0.5 * np.log(2 * np.pi))
+    squashed, _ = Choice("sac", False, random).explore(numbers)
+    assert np.abs(squashed).max() <= 1
+    assert Choice("sac", False, random).best(numbers)[0, 0] == pytest.approx(np.tanh(0.5))
+    noisy, _ = Choice("td3", False, random, noise=0.1).explore({"action": np.zeros((4000, 1), np.float32)})
+    assert noisy.std() == pytest.approx(0.1, abs=0.01)
+    assert log_softmax(np.array([[1000.0, 0.0]]))[0, 0] == pytest.approx(0.0)
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("algorithm", SMALL)
+def test_a_run_leaves_what_every_training_leaves_and_its_best_is_what_was_scored(tmp_path, algorithm) -> None:
+    folder = tmp_path / "run"
+    outcome = train(settings(algorithm, evaluate_every=16, envs=2), folder, serial=True, command="jurybox train gym")
+    assert outcome.env_steps == 64 and outcome.learner_steps > 0
+    rows = read_metrics(folder / "metrics.csv")
+    evaluated = {row["env_steps"]: row["eval_return"] for row in rows if "eval_return" in row}
+    assert list(evaluated) == [16, 32, 48, 64]
+    best = Checkpoints(folder / "checkpoints").best()
+    assert best is not None and best["numbers"]["return"] == max(evaluated.values())
+    report = (folder / "report.html").read_text()
+    assert "Evaluations" in report and "checkpoints/best holds its weights" in report and algorithm in report
+    assert json.loads((folder / "summary.json").read_text())["env_steps"] == 64
+
+
+@pytest.mark.parametrize("algorithm", SMALL)
+def test_a_run_that_is_resumed_does_what_the_one_did_that_was_not_stopped(tmp_path, algorithm) -> None:
+    s = settings(algorithm, checkpoint_every=24, normalize_observations=True)
+    train(s, tmp_path / "whole", serial=True)
+    train(s.changed(steps=24), tmp_path / "parts", serial=True)
+    train(s, tmp_path / "parts", serial=True, resume=True)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "sac"])
+def test_pictures_and_numbers_together_are_learned_from(tmp_path, algorithm) -> None:
+    s = settings(algorithm, steps=40, learning_rate=1e-4, batch_size=4)
+    s = s.changed(env_args={**s.env_args, "picture": True}, evaluation_episodes=1)
+    outcome = train(s, tmp_path / "run", serial=True)
+    assert outcome.learner_steps > 0
+    made = acting_network(algorithm, 4, [(1, 36, 36)], False, algorithm == "ppo", 1 + (algorithm == "ppo"), (8,))
+    assert {name: tuple(value.shape) for name, value in made.state_dict().items()} == {
+        name: value.shape for name, value in weights(tmp_path / "run").items()
+    }
+
+
+def test_a_reward_that_is_no_number_ends_the_run_with_a_sentence(tmp_path) -> None:
+    s = settings("dqn").changed(env="tests.unit.gym.gym_worlds:Breaks")
+    with pytest.raises(ValueError, match="the reward nan"):
+        train(s, tmp_path / "run", serial=True)
+
+
+def test_the_plan_says_how_rows_look() -> None:
+    planned = plan(settings("dqn"))
+    assert planned.replays[0].fields["observation"].shape == (4,)
+    binary = plan(GymTraining.checked({"env": "FrozenLake-v1", "algorithm": "dqn"})).replays[0]
+    assert binary.fields["observation"].stored == "bits" and binary.capacity == 1_000_000
+    pictures = plan(settings("sac", buffer_size=None, env_args={"numbers": True, "picture": True})).replays[0]
+    assert 10**6 < pictures.capacity * 36 * 36 <= 2**31

@@ -1,0 +1,172 @@
+"""Any environment by its name; observations of every space as rows, and back to the bit; actions within their bounds."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from jurybox.training.environments.gymnasium_env import (
+    Actions,
+    EnvironmentUnusable,
+    Observations,
+    Seen,
+    StrangeObservation,
+    make_environment,
+)
+
+INF = np.inf
+
+
+class Given(gymnasium.Env):
+    """Of these spaces; does nothing."""
+
+    def __init__(self, observation=None, action=None):
+        self.observation_space = observation or spaces.Box(-1, 1, (2,))
+        self.action_space = action or spaces.Discrete(2)
+
+
+def factory(**arguments):
+    return Given(**arguments)
+
+
+def something_else():
+    return "an environment"
+
+
+def broken():
+    raise RuntimeError("no licence")
+
+
+def row(space, value):
+    return Observations(space).row(value).tolist()
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "expected"),
+    [
+        (spaces.Box(-INF, INF, (2,), np.float64), np.array([1.5, -2e6]), [1.5, -2e6]),
+        (spaces.Box(-5, 5, (2, 2), np.int64), np.array([[1, 2], [3, -4]]), [1, 2, 3, -4]),
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([0, 255], np.uint8), [0, 1]),
+        (spaces.Box(0, 1, (2,), np.uint8), np.array([0, 1], np.uint8), [0, 1]),
+        (spaces.Box(0, 1, (), np.float32), np.float32(0.5), [0.5]),
+        (spaces.Discrete(3), 1, [0, 1, 0]),
+        (spaces.Discrete(3, start=-1), np.int64(-1), [1, 0, 0]),
+        (spaces.MultiDiscrete([2, 3]), np.array([1, 0]), [0, 1, 1, 0, 0]),
+        (spaces.MultiDiscrete([[2], [2]]), np.array([[1], [0]]), [0, 1, 1, 0]),
+        (spaces.MultiBinary(3), np.array([1, 0, 1], np.int8), [1, 0, 1]),
+        (spaces.MultiBinary((2, 1)), np.array([[1], [0]], np.int8), [1, 0]),
+        (spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,)))), (1, np.array([0.25])), [0, 1, 0.25]),
+        (
+            spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Dict({"x": spaces.Box(-INF, INF, (1,))})}),
+            {"b": 0, "a": {"x": np.array([7.0], np.float32)}},
+            [7, 1, 0],
+        ),
+    ],
+)
+def test_an_observation_of_any_space_is_a_row(space, value, expected) -> None:
+    assert row(space, value) == pytest.approx(expected)
+    observations = Observations(space)
+    assert observations.row(space.sample()).dtype == observations.seen.dtype
+
+
+def test_what_is_only_nought_or_one_is_kept_in_bytes() -> None:
+    assert Observations(spaces.Discrete(4)).seen == Seen(4, (), True)
+    assert Observations(spaces.Dict({"a": spaces.MultiBinary(2), "b": spaces.Box(0, 1, (1,))})).seen.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept"), [((48, 40, 3), (3, 48, 40)), ((4, 84, 84), (4, 84, 84)), ((36, 36, 1), (1, 36, 36))]
+)
+def test_a_picture_keeps_its_bytes_channels_first(shape, kept) -> None:
+    observations = Observations(spaces.Box(0, 255, shape, np.uint8))
+    assert observations.seen == Seen(0, (kept,))
+    picture = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    found = observations.row(picture).reshape(kept)
+    assert np.array_equal(found, picture if shape == kept else picture.transpose(2, 0, 1))
+
+
+def test_a_small_picture_is_numbers() -> None:
+    assert Observations(spaces.Box(0, 255, (8, 8, 3), np.uint8)).seen == Seen(192)
+
+
+def test_numbers_beside_a_picture_are_kept_to_the_bit() -> None:
+    space = spaces.Dict({"camera": spaces.Box(0, 255, (36, 36, 3), np.uint8), "speed": spaces.Box(-INF, INF, (2,))})
+    observations = Observations(space)
+    speed = np.array([0.1, -1e30], np.float32)
+    found = observations.row({"camera": np.full((36, 36, 3), 9, np.uint8), "speed": speed})
+    assert found.dtype == np.uint8 and observations.seen.size == len(found) == 8 + 36 * 36 * 3
+    assert np.array_equal(found[:8].view(np.float32), speed) and (found[8:] == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "told"),
+    [
+        (spaces.Discrete(3), 3, "holds 3"),
+        (spaces.MultiDiscrete([2, 2]), np.array([0, 1, 1]), r"has the shape \(3,\)"),
+        (spaces.MultiBinary(2), np.array([0, 2]), "other numbers than 0 and 1"),
+        (spaces.Box(0, 1, (2,), np.uint8), np.array([0, 7]), "other numbers than 0 and 1"),
+        (spaces.Box(-1, 1, (2,)), np.zeros(3), r"has the shape \(3,\)"),
+        (spaces.Box(-INF, INF, (2,)), np.array([0, np.nan]), "holds nan"),
+        (spaces.Box(-INF, INF, (1,), np.float64), np.array([1e300]), "holds inf"),
+        (spaces.Box(0, 255, (36, 36, 3), np.uint8), np.zeros((36, 36, 3), np.float32), "dtype float32"),
+        (spaces.Dict({"a": spaces.Discrete(2)}), {"a": 5}, r"observation\['a'\] holds 5"),
+    ],
+)
+def test_an_observation_that_is_not_of_the_space_is_an_error_that_says_where(space, value, told) -> None:
+    with pytest.raises(StrangeObservation, match=told):
+        Observations(space).row(value)
+
+
+@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))})])
+def test_a_space_without_a_fixed_shape_is_refused(space) -> None:
+    with pytest.raises(EnvironmentUnusable, match="expected Box, Discrete"):
+        Observations(space)
+
+
+def test_actions_are_scaled_to_their_bounds_and_cut_off_there() -> None:
+    box = Actions(spaces.Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32)))
+    assert box.chosen([0.0, -1.0]).tolist() == [0, 0] and box.chosen([1.0, 0.5]).tolist() == [2, 7.5]
+    assert box.clipped([3.0, 4.0]).tolist() == [2, 4] and box.chosen([9.0, 0.0]).tolist() == [2, 5]
+    assert box.chosen([0.0, 0.0]).dtype == np.float32
+    assert Actions(spaces.Box(0, 9, (1,), np.int64)).chosen([0.9]).tolist() == [9]
+    assert Actions(spaces.Discrete(3, start=5)).chosen(np.int64(2)) == 7
+    unbounded = Actions(spaces.Box(-INF, INF, (2,)))
+    assert not unbounded.does.bounded and unbounded.clipped([1e9, -1e9]).tolist() == [1e9, -1e9]
+
+
+@pytest.mark.parametrize("space", [spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2), spaces.Dict({})])
+def test_actions_of_other_spaces_are_refused(space) -> None:
+    with pytest.raises(EnvironmentUnusable, match="expected Box or Discrete"):
+        Actions(space)
+
+
+def test_an_environment_is_made_by_its_name_or_by_a_function() -> None:
+    cart = make_environment("CartPole-v1", {"render_mode": None})
+    assert cart.spec is not None and cart.spec.id == "CartPole-v1"
+    made = make_environment(f"{__name__}:factory", {"action": spaces.Discrete(7)})
+    assert isinstance(made, Given) and made.action_space.n == 7
+    assert make_environment("gymnasium:CartPole-v1").spec.id == "CartPole-v1"
+
+
+def test_a_module_of_the_folder_that_one_is_in_is_found(tmp_path, monkeypatch) -> None:
+    (tmp_path / "my_worlds_here.py").write_text("import gymnasium\ndef make(): return gymnasium.make('CartPole-v1')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    assert isinstance(make_environment("my_worlds_here:make"), gymnasium.Env)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("CartPol-v1", {}, "doesn't exist"),
+        ("CartPole-v1", {"colour": 1}, "colour"),
+        ("no_such_module:make", {}, "neither in this folder nor on PYTHONPATH"),
+        (f"{__name__}:something_else", {}, "expected a gymnasium.Env"),
+        (f"{__name__}:broken", {}, "no licence"),
+    ],
+)
+def test_one_that_cannot_be_made_is_told_in_a_sentence(name, arguments, told) -> None:
+    with pytest.raises(EnvironmentUnusable, match=told):
+        make_environment(name, arguments)
