@@ -1,4 +1,4 @@
-"""Any environment by its name; observations of every space as rows, and back to the bit; actions within their bounds."""
+"""Any environment by its name; observations of every space as rows; actions within their bounds."""
 
 from __future__ import annotations
 
