@@ -27,6 +27,10 @@ MARL = [
     "--set", "hidden = [16, 16]", "--set", "world = {turns = 15, height = 9, width = 9, gems = [4, 2, 1]}",
     "--set", "evaluate_episodes = 1",
 ]
+GYM = [
+    "gym", "--policy", "served", "--env", "CartPole-v1", "--algorithm", "dqn", "--steps", "300", "--envs", "2",
+    "--set", "buffer_size = 1000", "--set", "evaluation_episodes = 1", "--evaluate-every", "0",
+]
 PHOTO = ["photo", "--workers", "2", "--rollout", "16", "--damages", "2", "--steps", "16"]
 JUROR = ["--set", "environment.juror = 'tests.unit.recipes.cheap_juror:middle_grey'"]
 # fmt: on
@@ -52,7 +56,7 @@ def train(out, *options):
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     "training",
-    [WORKFLOW, *(pytest.param(each, marks=pytest.mark.slow) for each in (HOCKEY, MARL, [*PHOTO, *JUROR]))],
+    [WORKFLOW, GYM, *(pytest.param(each, marks=pytest.mark.slow) for each in (HOCKEY, MARL, [*PHOTO, *JUROR]))],
     ids=lambda options: options[0],
 )
 def test_two_runs_at_once_over_both_transports_end_with_their_reports_and_leave_no_model(tmp_path, server, training):
