@@ -158,7 +158,7 @@ TRAININGS = {
         "jurybox.training.recipes.gym:TRAINING",
         "Teach a policy any Gymnasium environment, with PPO, DQN, TD3 or SAC.",
         (
-            *(SEED, STEPS, WORKERS, ENVS),
+            *(SEED, STEPS, SECONDS, WORKERS, ENVS),
             Flag("env", str, "A name that Gymnasium knows, or module:factory."),
             Flag("algorithm", str, "ppo, dqn, td3 or sac."),
             *SERVED,

@@ -158,6 +158,13 @@ class SquashedGaussianActor(nn.Module):
         return self.mean(found), self.log_std(found).clamp(*_LOG_STD)
 
 
+class SquashedMean(SquashedGaussianActor):
+    """Of SAC without exploration: rows to actions (n, actions) in [-1, 1]."""
+
+    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(super().forward(rows)[0])
+
+
 class SeeingCritic(nn.Module):
     """Two values (2, n) of rows and actions; `features` belong to both."""
 
@@ -203,11 +210,31 @@ class GaussianActorCritic(SeeingActorCritic):
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         mean, value = super().forward(observation)
-        return mean, self.log_std.expand_as(mean), value
+        # A sum, not a view of the parameter: that would want a gradient in inference mode, too.
+        return mean, self.log_std + torch.zeros_like(mean), value
 
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_std, value = self(observation)
         return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + _HALF_LOG_2_PI_E).sum(-1), value
+
+
+class GaussianMean(GaussianActorCritic):
+    """Of PPO without exploration: rows to actions (n, actions), -1 at the lower of their `bounds` and 1 at the upper.
+
+    Attributes:
+        bounds: (2, actions); set by whoever serves it, and not among the weights.
+    """
+
+    bounds: Tensor
+
+    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+        super().__init__(features, actions, hidden)
+        self.register_buffer("bounds", torch.tensor([[-1.0], [1.0]]).repeat(1, actions), persistent=False)
+
+    def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]
+        low, high = self.bounds[0], self.bounds[1]
+        mean: Tensor = self.actor(self.features(observation))
+        return 2.0 * (mean - low) / (high - low) - 1.0
 
 
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -248,14 +275,20 @@ def acting_network(
     actions: int,
     hidden: Sequence[int],
     seed: int = 0,
+    explores: bool = True,
 ) -> nn.Module:
-    """The network that acts, the same one for the same seed; its `state_dict` is what learners publish."""
+    """The network that acts, the same one for the same seed; its `state_dict` is what learners publish.
+
+    Without `explores` those that give a distribution of numbers give its middle instead, with the same weights.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         features = Features(numbers, pictures, normalise=normalise, orthogonal=algorithm == "ppo")
         if algorithm == "ppo":
-            return (SeeingActorCritic if discrete else GaussianActorCritic)(features, actions, hidden)
-        made = {"dqn": QValues, "td3": DeterministicActor, "sac": SquashedGaussianActor}[algorithm]
+            gaussian = GaussianActorCritic if explores else GaussianMean
+            return (SeeingActorCritic if discrete else gaussian)(features, actions, hidden)
+        drawn = SquashedGaussianActor if explores else SquashedMean
+        made = {"dqn": QValues, "td3": DeterministicActor, "sac": drawn}[algorithm]
         network: nn.Module = made(features, actions, hidden)
         return network
 

@@ -255,12 +255,20 @@ class Does:
     Attributes:
         discrete: whether it chooses one of `size` actions, and else gives `size` numbers.
         size: how many.
-        bounded: whether all numbers have finite bounds.
+        first: number of the first one in the environment.
+        low, high: bounds of the numbers, flat, in the environment's unit.
     """
 
     discrete: bool
     size: int
-    bounded: bool = True
+    first: int = 0
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether all bounds are finite."""
+        return all(map(math.isfinite, (*self.low, *self.high)))
 
 
 class Actions:
@@ -276,12 +284,13 @@ class Actions:
     def __init__(self, space: spaces.Space[Any]) -> None:
         self._space = space
         if isinstance(space, spaces.Discrete):
-            self.does = Does(True, int(space.n))
-            self._start = int(space.start)
+            self.does = Does(True, int(space.n), int(space.start))
         elif isinstance(space, spaces.Box):
-            self.does = Does(False, math.prod(space.shape), bool(space.is_bounded("both")))
             self._low = space.low.astype(np.float64).ravel()
             self._high = space.high.astype(np.float64).ravel()
+            self.does = Does(
+                False, math.prod(space.shape), low=tuple(self._low.tolist()), high=tuple(self._high.tolist())
+            )
             self._whole = np.dtype(space.dtype).kind in "iu"
         else:
             raise EnvironmentUnusable(
@@ -292,13 +301,13 @@ class Actions:
     def chosen(self, action: Any) -> Any:
         """The environment's action for the number of one (Discrete), or for numbers in [-1, 1] (Box): scaled."""
         if self.does.discrete:
-            return self._start + int(action)
+            return self.does.first + int(action)
         half = 0.5 * (self._high - self._low)
         return self._box(self._low + half * (np.asarray(action, np.float64) + 1.0))
 
     def clipped(self, action: Any) -> Any:
         """The same for numbers in the environment's own unit: cut off at the bounds."""
-        return self._start + int(action) if self.does.discrete else self._box(np.asarray(action, np.float64))
+        return self.does.first + int(action) if self.does.discrete else self._box(np.asarray(action, np.float64))
 
     def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
         assert isinstance(self._space, spaces.Box)
@@ -306,3 +315,35 @@ class Actions:
         if self._whole:
             numbers = np.rint(numbers)
         return numbers.astype(self._space.dtype).reshape(self._space.shape)
+
+
+# ----
+# The same environment for whoever plays a policy.
+
+
+class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment whose observations are rows, and whose actions may be flat and beyond their bounds."""
+
+    def __init__(self, env: Environment) -> None:
+        super().__init__(env)
+        self._rows, self._actions = Observations(env.observation_space), Actions(env.action_space)
+        seen, does = self._rows.seen, self._actions.does
+        low, high = (0, 255) if seen.dtype == "uint8" else (-np.inf, np.inf)
+        self.observation_space = spaces.Box(low, high, (seen.size,), np.dtype(seen.dtype).type)
+        if not does.discrete:
+            self.action_space = spaces.Box(np.array(does.low, np.float32), np.array(does.high, np.float32))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._rows.row(observation), info
+
+    def step(self, action: Any) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
+        given = action if self._actions.does.discrete else self._actions.clipped(action)
+        observation, reward, terminated, truncated, info = self.env.step(given)
+        return self._rows.row(observation), reward, terminated, truncated, info
+
+
+def rows_environment(name: str, arguments: Mapping[str, Any], render_mode: str | None = None) -> RowsEnv:
+    """What `make_environment` gives, with rows for observations. A factory is told of a `render_mode` if one is set."""
+    given = dict(arguments) if render_mode is None else {**arguments, "render_mode": render_mode}
+    return RowsEnv(make_environment(name, given))

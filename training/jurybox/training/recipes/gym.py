@@ -53,6 +53,7 @@ MODEL = "policy/gym"
 
 _ACTOR = "jurybox.training.recipes.gym_actor"
 _LEARNER = "jurybox.training.recipes.gym_learner"
+_FACTORY = "jurybox.training.recipes.served_networks:gym_policy"
 _EVALUATOR_NICE = 10
 _MOST_BYTES = 2**31  # of a replay whose size nobody has set
 _LAG = 10  # publications that a served policy off its learner's may be behind
@@ -134,23 +135,14 @@ class GymTraining(ServedSettings):
         "net_arch": "hidden",
     }
     may_change = (
-        *(
-            "steps",
-            "policy",
-            "server",
-            "server_http",
-            "device",
-            "max_ahead",
-            "publish_interval",
-            "max_lag",
-            "evaluate_every",
-        ),
-        *("evaluation_episodes", "checkpoint_every", "log_every"),
+        *("steps", "seconds", "policy", "server", "server_http", "device", "max_ahead", "publish_interval"),
+        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
     )
 
     env: str = Field("CartPole-v1", description="A name that Gymnasium knows, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     algorithm: Algorithm = "ppo"
+    seconds: float | None = Field(None, gt=0, description="Stop after so many.")
     steps: int = Field(100_000, ge=1, description="Env steps in all.")
     workers: int = Field(1, ge=1, description="Processes that hold environments.")
     envs: int = Field(1, ge=1, description="Environments of all workers together.")
@@ -385,7 +377,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         replays=(ReplaySpec(ROWS, capacity, fields(settings, seen, does), episodes=None if on_policy else Episodes()),),
         channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting_network(**network).state_dict())),),
         pace=pace,
-        budget=Budget(settings.steps),
+        budget=Budget(settings.steps, settings.seconds),
         seed=settings.seed,
         save_every=max(10_000, settings.steps // 10)
         if settings.checkpoint_every is None
@@ -393,7 +385,40 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed({CHANNEL: MODEL}),
+        policy=description(settings, seen, does),
     )
+
+
+def served_model(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
+    """Arguments of the policy's factory, `served_networks.gym_policy`."""
+    return {**network_of(settings, seen, does), "dtype": seen.dtype, "size": seen.size}
+
+
+def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any] | None:
+    """How the published weights act, for ``jurybox policy``; None where actions have no bounds to be spread over."""
+    from jurybox.training.policies import Acts, Description
+
+    if not does.bounded:
+        return None
+    numbers = {} if does.discrete else {"bounds": [list(does.low), list(does.high)]}
+    acts = Acts(
+        _FACTORY,
+        {**served_model(settings, seen, does), **numbers},
+        f"weights-{CHANNEL}.state",
+        output="action" if not does.discrete else "values" if settings.algorithm == "dqn" else "logits",
+        choose="best" if does.discrete else "box",
+        low=does.low,
+        high=does.high,
+        first=does.first,
+    )
+    return Description(
+        "gym",
+        {CHANNEL: acts},
+        "jurybox.training.environments.gymnasium_env:rows_environment",
+        {"name": settings.env, "arguments": settings.env_args},
+        settings.model_dump(mode="json"),
+        settings.seed,
+    ).as_dict()
 
 
 _LOSSES: Mapping[str, tuple[str, ...]] = {
@@ -449,8 +474,8 @@ def train(
                 )
             folder.mkdir(parents=True, exist_ok=True)
             model = {
-                "factory": "jurybox.training.recipes.served_networks:gym_policy",
-                "args": {**network_of(settings, seen, does), "dtype": seen.dtype, "size": seen.size},
+                "factory": _FACTORY,
+                "args": served_model(settings, seen, does),
                 "publish": "double_buffer",
                 "max_batch": settings.envs,
             }

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, as_floats
-from jurybox.training.algorithms.networks import acting_network, outputs_of
+from jurybox.training.algorithms.networks import GaussianMean, acting_network, outputs_of
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import Actor, Policy
 from jurybox.training.algorithms.td3_actor import CLIP
@@ -39,13 +40,21 @@ def gym_policy(
     hidden: Sequence[int],
     dtype: str,
     size: int,
+    bounds: Sequence[Sequence[float]] | None = None,
 ) -> ServedModel:
     """Rows of observations (`environments.gymnasium_env` says how they look), to what the algorithm's network gives.
 
     dqn: values (actions,); td3: action (actions,) in [-1, 1]; sac: mean and log_std (actions,) before the tanh; ppo:
-    logits (actions,) or mean and log_std (actions,), and value. All float32.
+    logits (actions,) or mean and log_std (actions,), and value. All float32. With `bounds` (the lower and the upper
+    ones) of actions that are numbers: action (actions,) in [-1, 1] without exploration, whatever the algorithm.
     """
-    network = acting_network(algorithm, numbers, pictures, normalise, discrete, actions, hidden)
+    explores = discrete or bounds is None
+    network = acting_network(algorithm, numbers, pictures, normalise, discrete, actions, hidden, explores=explores)
+    if not explores:
+        if isinstance(network, GaussianMean):
+            network.bounds.copy_(torch.tensor(bounds))
+        outputs = {"action": TensorSpec("float32", (actions,))}
+        return ServedModel(network, {"observation": TensorSpec(dtype, (size,))}, outputs)
     outputs = {
         name: TensorSpec("float32", () if name == "value" else (actions,)) for name in outputs_of(algorithm, discrete)
     }
