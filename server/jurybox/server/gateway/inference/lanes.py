@@ -59,7 +59,7 @@ class Held:
         if model.spec.state:
             self.sessions = Sessions(model, rows)
             self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is for trying the model, where there are several
-        self.together = RequestCoalescer(
+        self.coalescer = RequestCoalescer(
             model, self.piece, lambda: lanes.retire(self), lambda: lanes.let_go(self), self.sessions
         )
         self.in_use = 0  # callers that are waited for
@@ -148,7 +148,7 @@ class Lanes:
             raise Refused(f"the lane of {held.spec.name!r} was given up just now", Code.STALE_LEASE)
         held.in_use += 1
         try:
-            return await held.together.ask(
+            return await held.coalescer.ask(
                 inputs, len(sessions), seconds, version, dict(zip(sessions, begin, strict=True))
             )
         finally:
