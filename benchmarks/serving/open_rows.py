@@ -3,18 +3,25 @@
     python -m benchmarks.serving.open_rows --seconds 2 --windows 5
 
 One server, one engine with one thread; clients are processes in closed loop through the shm transport. Windows of each
-pair follow one another in turn; the ratio is of the medians. Beside it stands what a row costs the engine's process, in
-microseconds of CPU time, which tells apart what the engine and what its clients spend.
+pair follow one another in turn; the ratio is of the medians. Beside it stands what a row costs the engine's process and
+its client's, in microseconds of CPU time.
+
+Beside the sessions stands Triton's sequence batcher with the same LSTM in its Python backend, where
+`python -m benchmarks.serving.peers.install triton` has put it: a request there is one row of one sequence, so a client
+sends one for each of its sessions over a stream and waits for all answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
+import queue
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +31,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.serving.contenders.triton import start_server
+from benchmarks.serving.peers.install import DEFAULT_DIR, missing, python_of
 from jurybox.client import connect
 
-TEXT, SESSIONS = 400, 8
+TEXT = 400
+SESSIONS = 8  # of a client
 
 
 def _asker(model: Any, kind: str, open_: bool) -> Callable[[], Any]:
@@ -52,15 +62,75 @@ def _asker(model: Any, kind: str, open_: bool) -> Callable[[], Any]:
 
 def _client(address: str, name: str, kind: str, open_: bool, orders: Any, told: Any) -> None:
     with connect(address, timeout=60) as server:
-        ask = _asker(server.model(name, rows=8), kind, open_)
-        ask()
-        told.put(0)
-        while (order := orders.get()) is not None:
-            until, count = order, 0
-            while time.monotonic() < until:
-                ask()
-                count += 1
-            told.put(count)
+        _follow(_asker(server.model(name, rows=8), kind, open_), orders, told)
+
+
+def _follow(ask: Callable[[], Any], orders: Any, told: Any) -> None:
+    ask()
+    told.put((0, 0.0))
+    while (order := orders.get()) is not None:
+        until, count, before = order, 0, time.process_time()
+        while time.monotonic() < until:
+            ask()
+            count += 1
+        told.put((count, time.process_time() - before))
+
+
+def _triton_client(port: int, first: int, orders: Any, told: Any) -> None:
+    from tritonclient import grpc
+
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    rows = np.random.default_rng().standard_normal((SESSIONS, 1, 52)).astype(np.float32)
+    inputs = []
+    for row in rows:
+        inputs.append(grpc.InferInput("x", [1, 52], "FP32"))
+        inputs[-1].set_data_from_numpy(row)
+    begun = False
+
+    def ask(*, end: bool = False) -> None:
+        nonlocal begun
+        for i in range(SESSIONS):
+            of = {"sequence_id": first + i, "sequence_start": not begun, "sequence_end": end}
+            client.async_stream_infer("served", [inputs[i]], **of)
+        begun = True
+        for _ in range(SESSIONS):
+            result, error = answers.get(timeout=20)
+            if error is not None:
+                raise error
+            assert result.as_numpy("y").shape == (1, 145)
+
+    with grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        _follow(ask, orders, told)
+        ask(end=True)  # a server that is stopped waits for sequences that are open
+        client.stop_stream()
+
+
+_TRITON = """
+backend: "python"
+max_batch_size: 64
+input [ { name: "x" data_type: TYPE_FP32 dims: [52] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [145] } ]
+instance_group [ { kind: KIND_CPU count: 1 } ]
+sequence_batching {
+  max_sequence_idle_microseconds: 60000000
+  oldest { max_candidate_sequences: 1024 max_queue_delay_microseconds: 0 }
+}
+parameters: { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value: { string_value: "yes" } }
+"""
+
+
+def _triton(peers_dir: Path, folder: Path) -> tuple[subprocess.Popen[bytes], int] | str:
+    """The server's process and port, or why there is none."""
+    if why := missing(peers_dir, "triton"):
+        return why
+    if importlib.util.find_spec("tritonclient") is None:
+        return "tritonclient is not installed here"
+    python = python_of(peers_dir, "triton")
+    package = next((python.parent.parent / "lib").glob("python3*/site-packages/pytriton"), None)
+    if package is None:
+        return f"no pytriton under {python.parent.parent}"
+    return start_server(folder, package, python, Path(__file__).parent / "peers" / "triton_sequences.py", _TRITON, {})
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -83,6 +153,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--only", default=",".join(PAIRS))
+    parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
     given = parser.parse_args()
     kinds = given.only.split(",")
     models: dict[str, dict[str, Any]] = {}
@@ -106,12 +177,22 @@ def main() -> int:
             clients, goal = PAIRS[kind]
             rows_each = SESSIONS if kind == "memory" else 1
             sides = {}
-            for side in ("fixed", "open"):
+            triton = _triton(given.peers_dir, Path(folder) / "triton") if kind == "memory" else ""
+            if isinstance(triton, str) and triton:
+                print(json.dumps({"kind": kind, "triton": "skipped", "why": triton}), flush=True)
+            elif not isinstance(triton, str):
+                stack.callback(triton[0].wait, 20)
+                stack.callback(triton[0].terminate)
+            for side in ("fixed", "open") if isinstance(triton, str) else ("fixed", "open", "triton"):
                 told, orders = spawn.Queue(), [spawn.Queue() for _ in range(clients)]
                 open_ = side == "open" and kind != "deterministic"
                 started = [
-                    spawn.Process(target=_client, args=(server.address, f"{kind}-{side}", kind, open_, order, told))
-                    for order in orders
+                    spawn.Process(target=_triton_client, args=(triton[1], 1 + SESSIONS * i, order, told))
+                    if side == "triton" and not isinstance(triton, str)
+                    else spawn.Process(
+                        target=_client, args=(server.address, f"{kind}-{side}", kind, open_, order, told)
+                    )
+                    for i, order in enumerate(orders)
                 ]
                 for process in started:
                     process.start()
@@ -120,23 +201,28 @@ def main() -> int:
                 sides[side] = (told, orders, started, [])
             with server.connect() as client:
                 engine = client.status()["engines"][0]["pid"]
-            spent: dict[str, list[float]] = {side: [] for side in sides}
+            spent: dict[str, list[float]] = {}
             for _ in range(given.windows):
                 for side, (told, orders, _, rates) in sides.items():
                     until, before = time.monotonic() + given.seconds, _cpu_seconds(engine)
                     for order in orders:
                         order.put(until)
-                    asked = sum(told.get(timeout=60) for _ in orders)
+                    came = [told.get(timeout=60) for _ in orders]
+                    asked = sum(count for count, _ in came)
                     rates.append(asked / given.seconds)
-                    spent[side].append((_cpu_seconds(engine) - before) / (asked * rows_each) * 1e6)
+                    rows = asked * rows_each / 1e6
+                    spent.setdefault(f"client_us_{side}", []).append(sum(cpu for _, cpu in came) / rows)
+                    if side != "triton":
+                        spent.setdefault(f"engine_us_{side}", []).append((_cpu_seconds(engine) - before) / rows)
             for _, orders, started, _ in sides.values():
                 for order in orders:
                     order.put(None)
                 for process in started:
                     process.join(30)
-            fixed, opened = (statistics.median(rates) for _, _, _, rates in sides.values())
-            row = {"kind": kind, "clients": clients, "fixed": round(fixed), "open": round(opened)}
-            row |= {f"engine_us_{side}": round(statistics.median(values), 2) for side, values in spent.items()}
+            medians = {side: statistics.median(rates) for side, (_, _, _, rates) in sides.items()}
+            fixed, opened = medians["fixed"], medians["open"]
+            row = {"kind": kind, "clients": clients} | {side: round(rate) for side, rate in medians.items()}
+            row |= {what: round(statistics.median(values), 2) for what, values in spent.items()}
             row |= {"ratio": round(opened / fixed, 3), "goal": round(goal, 2), "met": opened / fixed >= goal}
             table.append(row)
             print(json.dumps(row), flush=True)

@@ -91,32 +91,14 @@ class TritonGrpc(Contender):
     def start(self) -> None:
         spec = find_spec("pytriton")
         assert spec is not None and spec.origin is not None
-        package = Path(spec.origin).parent
-        binaries = package / "tritonserver"
-        folder = self.folder / "models" / "served"
-        (folder / "1").mkdir(parents=True)
-        shutil.copy(Path(next(iter(peers_path)), "triton_model.py"), folder / "1" / "model.py")
-        # The wheel keeps a stub for every Python version; the backend looks for its own beside itself.
-        backends = self.folder / "backends" / "python"
-        backends.mkdir(parents=True)
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        stub = binaries / "python_backend_stubs" / version / "triton_python_backend_stub"
-        for file in (*(binaries / "backends" / "python").iterdir(), stub):
-            if file.is_file():
-                (backends / file.name).symlink_to(file)
-        (folder / "config.pbtxt").write_text(_config(self.case))
-        grpc, http = free_port(), free_port()
-        site = package.parent
-        self._process = subprocess.Popen(
-            [str(binaries / "bin" / "tritonserver"), "--model-repository", str(folder.parent),
-             "--backend-directory", str(backends.parent), "--grpc-address", "127.0.0.1", "--grpc-port", str(grpc),
-             "--http-address", "127.0.0.1", "--http-port", str(http), "--allow-metrics", "false",
-             "--backend-config", f"python,shm-region-prefix-name=jbench{grpc}"],
-            env={**os.environ, "LD_LIBRARY_PATH": str(site / "nvidia_pytriton.libs"), "BENCH_CASE": self.case.name,
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        )  # fmt: skip
-        wait_for(f"http://127.0.0.1:{http}/v2/health/ready", _START, lambda: self._process.poll() is None)
-        self._port = grpc
+        self._process, self._port = start_server(
+            self.folder,
+            Path(spec.origin).parent,
+            Path(sys.executable),
+            Path(next(iter(peers_path)), "triton_model.py"),
+            _config(self.case),
+            {"BENCH_CASE": self.case.name},
+        )
 
     def endpoint(self, index: int) -> int:
         return self._port
@@ -136,6 +118,47 @@ class TritonShm(TritonGrpc):
     @classmethod
     def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
         return SharedMemoryAsk(case, index, endpoint)
+
+
+def start_server(
+    folder: Path, package: Path, python: Path, model: Path, config: str, environment: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the server with one model, `served`, and wait until it answers; gives its process and its port for gRPC.
+
+    Args:
+        folder: for the model repository and the backends.
+        package: where pytriton is installed, by whose interpreter `python` the backend runs.
+        model: the file of the Python backend's model; `config`: its config.pbtxt.
+        environment: of the model, beside ours.
+    """
+    binaries, repository = package / "tritonserver", folder / "models" / "served"
+    (repository / "1").mkdir(parents=True)
+    shutil.copy(model, repository / "1" / "model.py")
+    # The wheel keeps a stub for every Python version; the backend looks for its own beside itself.
+    backends = folder / "backends" / "python"
+    backends.mkdir(parents=True)
+    version = package.parent.parent.name.removeprefix("python")
+    stub = binaries / "python_backend_stubs" / version / "triton_python_backend_stub"
+    for file in (*(binaries / "backends" / "python").iterdir(), stub):
+        if file.is_file():
+            (backends / file.name).symlink_to(file)
+    (repository / "config.pbtxt").write_text(config)
+    grpc, http = free_port(), free_port()
+    process = subprocess.Popen(
+        [str(binaries / "bin" / "tritonserver"), "--model-repository", str(repository.parent),
+         "--backend-directory", str(backends.parent), "--grpc-address", "127.0.0.1", "--grpc-port", str(grpc),
+         "--http-address", "127.0.0.1", "--http-port", str(http), "--allow-metrics", "false",
+         "--backend-config", f"python,shm-region-prefix-name=jbench{grpc}"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(package.parent / "nvidia_pytriton.libs"), **environment,
+             "PATH": f"{python.parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    try:
+        wait_for(f"http://127.0.0.1:{http}/v2/health/ready", _START, lambda: process.poll() is None)
+    except BaseException:
+        process.kill()
+        process.wait(20.0)
+        raise
+    return process, grpc
 
 
 def _config(case: Case) -> str:
