@@ -56,6 +56,27 @@ def test_batches_never_exceed_the_limit_and_lose_no_ticket(waiting, limit):
     assert sorted(seen) == list(range(len(waiting)))
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=40),
+    st.integers(8, 20),
+)
+def test_a_lanes_tickets_stay_in_order_whatever_weights_they_ask_for(waiting, limit):
+    """A session's reset must not overtake the step before it that asks for pinned weights."""
+    queue = Queue(max_batch=limit)
+    records = tickets(*[(lane, rows) for lane, rows, _ in waiting])
+    records["version"] = [version for _, _, version in waiting]
+    queue.push(records)
+    queue.pinned = bool(records["version"].any())
+    seen = {}
+    while len(queue):
+        batch = queue.take()
+        assert len(set(batch["version"].tolist())) == 1 and batch["rows"].sum() <= limit
+        for lane, sequence in batch[["lane", "sequence"]].tolist():
+            seen.setdefault(lane, []).append(sequence)
+    assert sorted(sequence for order in seen.values() for sequence in order) == list(range(len(waiting)))
+    assert all(order == sorted(order) for order in seen.values())
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), min_size=1, max_size=60))
 def test_a_lanes_tickets_stay_in_order(waiting):
     records = tickets(*waiting)

@@ -104,8 +104,16 @@ class Queue:
         return batch
 
     def _take_of_one_version(self, waiting: Tickets) -> Tickets:
-        """As `take`, of the tickets that ask for the same weights version as the oldest."""
+        """As `take`, of the tickets that ask for the same weights version as the oldest.
+
+        None overtakes another of its lane: of a session, a reset would be computed before the last step of its episode,
+        and that step on the new episode's state.
+        """
         same = waiting["version"] == waiting["version"][0]
+        lanes, order = waiting["lane"], np.arange(len(waiting))
+        other = np.full(MAX_LANES, len(waiting))  # of each lane the first that asks for another version
+        np.minimum.at(other, lanes[~same], order[~same])
+        same &= order < other[lanes]
         chosen = np.zeros(len(waiting), np.bool_)
         chosen[np.flatnonzero(same)[fair_choice(waiting[same], self.max_batch)]] = True
         batch: Tickets = waiting[chosen].copy()
