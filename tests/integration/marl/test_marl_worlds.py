@@ -12,9 +12,10 @@ from tests.integration.marl.worlds import SPACES, Kinds
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
+from jurybox.training.recipes.marl_roles import TurnTaker
 from jurybox.training.recipes.marl_run import train
 from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
-from jurybox.training.replay import Replay
+from jurybox.training.replay import Replay, Windows
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
@@ -197,3 +198,40 @@ def test_environments_of_others(tmp_path, environment, world, share, base):
     settings = MarlTraining(**base, environment=environment, world=world, share=share, log_dir=tmp_path)
     outcome = train(settings, serial=True)
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["terminated", "just gone"])
+@pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
+def test_an_agent_that_comes_again_begins_anew(tmp_path, monkeypatch, base, says):
+    """Nothing of an earlier visit is in what it sees, and no transition leads from one visit to the next."""
+    seen = {"guest": [], "host": []}
+    make = TurnTaker._one
+
+    def recorded(self, agent):
+        before = self._pending.get(agent)
+        make(self, agent)
+        if agent in self._pending and self._pending[agent] is not before:
+            seen[agent].append(self._seen[agent].frames.copy())
+
+    monkeypatch.setattr(TurnTaker, "_one", recorded)
+    settings = MarlTraining(
+        **base, environment=f"{Kinds.__module__}:Guests", world={"says": says}, log_dir=tmp_path, frames=2
+    )
+    outcome = train(settings, serial=True)
+    assert outcome.end is End.STEPS and outcome.learner_steps > 0
+    visits = [frames for frames in seen["guest"] if frames[-1][1] == 1]
+    assert len(visits) >= 6, "it came again"
+    assert all((frames[0] == 0).all() for frames in visits)
+    checkpoint = Checkpoints(tmp_path / "checkpoints").latest()
+    with Replay.load(checkpoint.folder / "replay-guest.jbr", f"guests-{os.getpid()}") as replay:
+        replay.unlink()
+        batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=1.0, next=("observation",))))
+        now, after, goes_on = batch["observation"], batch["next_observation"], batch["discount"] > 0
+    assert (after[goes_on][:, 0] >= now[goes_on][:, 0]).all()
+    same = now[goes_on][:, 0] == after[goes_on][:, 0]
+    # What it saw after its last turn nobody knows where it is just gone: the same is taken for it.
+    stayed = now[goes_on][same][:, 1] < 3
+    assert (after[goes_on][same][stayed][:, 1] == now[goes_on][same][stayed][:, 1] + 1).all()
+    if says:
+        assert set(now[~goes_on][:, 1].tolist()) == {3.0}, "its visits end with its third turn"
+    assert goes_on[now[:, 1] < 3].all()

@@ -75,3 +75,52 @@ class Kinds(ParallelEnv):
 
     def close(self):
         pass
+
+
+class Guests(ParallelEnv):
+    """One agent stays; another comes for three turns, is away for two, and comes again. It sees (visit, turn of it).
+
+    Args:
+        says: whether it is terminated when it leaves, or just gone from `agents`. rounds: visits in an episode.
+    """
+
+    metadata = {"name": "guests_v0", "render_modes": []}
+    render_mode = None
+
+    def __init__(self, says=True, rounds=3):
+        self.possible_agents = ["host", "guest"]
+        self.agents = []
+        self.says, self.rounds = says, rounds
+
+    def observation_space(self, agent):
+        return spaces.Box(0, 100, (2,), np.float32)
+
+    def action_space(self, agent):
+        return spaces.Discrete(2 if agent == "host" else 3)
+
+    def reset(self, seed=None, options=None):
+        self.now, self.agents = 0, list(self.possible_agents)
+        return self._observations(self.agents), {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents), f"{sorted(actions)} acted, {self.agents} are there"
+        were, self.now = self.agents, self.now + 1
+        over = self.now >= 5 * self.rounds
+        self.agents = [] if over else ["host", *(["guest"] if self.now % 5 < 3 else [])]
+        left = "guest" in were and "guest" not in self.agents
+        told = [*self.agents, *(["guest"] if left and self.says else []), *(["host"] if over else [])]
+        ended = {agent: agent == "guest" and left for agent in told}
+        cut = {agent: agent == "host" and over for agent in told}
+        return (
+            self._observations(told),
+            {agent: float(agent == "guest") for agent in told},
+            ended,
+            cut,
+            {agent: {} for agent in told},
+        )
+
+    def _observations(self, agents):
+        return {agent: np.array([1 + self.now // 5, 1 + self.now % 5], np.float32) for agent in agents}
+
+    def close(self):
+        pass

@@ -57,6 +57,7 @@ class TurnTaker(Actor):
         self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
         self._pending: dict[str, tuple[Observation, int, Mapping[str, Any]]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
+        self._gaps = dict.fromkeys(groups, 0)  # by which an agent's moments are ahead: one for each time that it left
         self._turns = 0
         self._moment = (context.life - 1) << _LIVES  # so that none of an earlier life looks like the one before
         self._playing = False
@@ -80,11 +81,12 @@ class TurnTaker(Actor):
             rows.end()
         self._pending.clear()
         self._playing = False
-        return {"random": self.random.bit_generator.state, "moment": self._moment}
+        return {"random": self.random.bit_generator.state, "moment": self._moment, "gaps": self._gaps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.random.bit_generator.state = state["random"]
         self._moment = int(state["moment"])
+        self._gaps.update(state["gaps"])
 
     def close(self) -> None:
         for policy in self._policies.values():
@@ -113,11 +115,14 @@ class TurnTaker(Actor):
             self._totals[agent] += float(reward)
         if terminated or truncated:
             self._rows[agent].end(0, observation=observation)
+            # It may come again in this episode: as somebody who has seen nothing yet, and did nothing the turn before.
+            self._seen[agent].clear()
+            self._gaps[agent] += 1
             self.env.step(None)
             return
         action, chosen = self._policies[agent].act(self._seen[agent].add(observation), self.random)
         if agent in self._on_policy:
-            chosen = {**chosen, "agent": self._numbers[agent], "moment": self._moment}
+            chosen = {**chosen, "agent": self._numbers[agent], "moment": self._moment + self._gaps[agent]}
         self._pending[agent] = (observation, action, chosen)
         self.env.step(action + self._sights[agent].first)
 
@@ -174,6 +179,7 @@ class PlayingEvaluator(Evaluator):
                 observation, reward, terminated, truncated, _ = self._env.last()
                 totals[agent] += float(reward) / self._episodes
                 if terminated or truncated:
+                    seen[agent].clear()
                     self._env.step(None)
                     continue
                 action = choose(agent, seen[agent].add(self._eyes[agent].row(observation)), random)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.training.replay import Field
@@ -50,13 +51,40 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
             "arguments"
         ) from error
     if isinstance(made, ParallelEnv):
-        return parallel_to_aec(made)
+        return parallel_to_aec(_Announced(made))
     if not isinstance(made, AECEnv):
         raise ConfigError(
             f"{name} made a {type(made).__name__}: expected a PettingZoo environment, AECEnv or ParallelEnv (of a "
             "module of PettingZoo's own: module:env or module:parallel_env)"
         )
     return made
+
+
+class _Announced(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
+    """A parallel environment whose agents say when they leave: one that is just gone from `agents` was truncated.
+
+    Else nobody would be told that its episode is over, and it would be asked for actions while it is away.
+    """
+
+    _last: dict[Any, Any]  # observations, by agent
+
+    def step(self, actions: dict[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+        before = list(self.env.agents)
+        observations, rewards, terminations, truncations, infos = map(dict, self.env.step(actions))
+        here = set(self.env.agents)
+        for agent in before:
+            if agent not in here and not (terminations.get(agent) or truncations.get(agent)):
+                observations.setdefault(agent, self._last[agent])
+                rewards.setdefault(agent, 0.0)
+                terminations[agent], truncations[agent] = False, True
+                infos.setdefault(agent, {})
+        self._last = {**self._last, **observations}
+        return observations, rewards, terminations, truncations, infos
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        observations, infos = self.env.reset(seed=seed, options=options)
+        self._last = dict(observations)
+        return observations, infos
 
 
 @dataclass(frozen=True, slots=True)
