@@ -35,7 +35,9 @@ def one(launcher: str, steps: int) -> float:
     from jurybox.training.recipes.marl import MarlTraining, plan
     from jurybox.training.runtime.run import run
 
-    asked = plan(MarlTraining(steps=steps, max_ahead=400, learner_nice=0, log_every=200, evaluation_episodes=1))
+    asked = plan(
+        MarlTraining(algorithm="dqn", steps=steps, max_ahead=400, learner_nice=0, log_every=200, evaluation_episodes=1)
+    )
     roles = tuple(replace(role, cpus=0.1) for role in asked.roles)
     rows = _Rows()
     with tempfile.TemporaryDirectory() as folder, launcher_named(launcher) as chosen:

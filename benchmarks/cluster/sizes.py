@@ -17,7 +17,7 @@ def counters(scoreboard: Scoreboard, roles: int, *, orders: bool) -> int:
 
 
 def main() -> None:
-    asked = plan(MarlTraining())
+    asked = plan(MarlTraining(algorithm="dqn"))
     replay = asked.replays[0]
     print(f"a row: {Layout(replay.capacity, dict(replay.fields), episodes=replay.episodes).slot.size}")
     print(f"a publication: {asked.channels[0].layout.nbytes}")

@@ -51,7 +51,13 @@ def settings(agents: int, **changes: Any) -> MarlTraining:
     world: dict[str, Any] = {"turns": 100}
     if agents > 8:
         world |= {"height": 41, "width": 41}
-    values: dict[str, Any] = {"agents": agents, "steps": _NEVER, "exploration_initial_eps": 0.05, "world": world}
+    values: dict[str, Any] = {
+        "algorithm": "dqn",
+        "agents": agents,
+        "steps": _NEVER,
+        "exploration_initial_eps": 0.05,
+        "world": world,
+    }
     return MarlTraining(**(values | changes))
 
 

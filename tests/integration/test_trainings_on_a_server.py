@@ -23,7 +23,8 @@ WORKFLOW = [
     "--max-train-episodes-per-env", "2", "--set", "evaluation_episodes = 4",
 ]
 MARL = [
-    "marl", "--policy", "served", "--steps", "60", "--set", "learning_starts = 20", "--set", "batch_size = 8",
+    "marl", "--policy", "served", "--steps", "60", "--set", 'algorithm = "dqn"', "--set", "learning_starts = 20",
+    "--set", "batch_size = 8",
     "--set", "hidden = [16, 16]", "--set", "world = {turns = 15, height = 9, width = 9, gems = [4, 2, 1]}",
     "--set", "evaluate_episodes = 1",
 ]

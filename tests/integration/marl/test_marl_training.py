@@ -20,6 +20,7 @@ from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of
 
 SMALL = {
+    "algorithm": "dqn",
     "steps": 60,
     "learning_starts": 20,
     "batch_size": 8,
@@ -63,7 +64,9 @@ def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(t
 
 def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
     def settings(name, steps):
-        return MarlTraining(**{**SMALL, "steps": steps}, algorithm="iqn", checkpoint_every=40, log_dir=tmp_path / name)
+        return MarlTraining(
+            **{**SMALL, "steps": steps, "algorithm": "iqn"}, checkpoint_every=40, log_dir=tmp_path / name
+        )
 
     train(settings("whole", 80), serial=True)
     train(settings("halves", 40), serial=True)
@@ -85,7 +88,7 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
 def test_several_worlds_feed_the_same_learners(tmp_path, algorithm):
     of = {"ppo": {"n_steps": 20, "n_epochs": 1}, "algorithm": "ppo"} if algorithm == "ppo" else {}
     settings = {name: value for name, value in SMALL.items() if not of or not name.startswith(("expl", "learning_s"))}
-    outcome = train(MarlTraining(**settings, **of, envs=3, log_dir=tmp_path), serial=True)
+    outcome = train(MarlTraining(**{**settings, **of}, envs=3, log_dir=tmp_path), serial=True)
     assert set(outcome.busy) >= {"actor-0", "actor-1", "actor-2"} and outcome.env_steps == 60
     assert outcome.learner_steps > 0 and outcome.episodes >= 3
     taken = Checkpoints(tmp_path / "checkpoints").existing()
@@ -136,3 +139,16 @@ def test_the_state_of_a_run_that_is_not_there_is_refused(tmp_path, monkeypatch):
         monkeypatch.setattr(interrupts, take, lambda *_: None)
     done = CliRunner().invoke(train_app, ["marl", "--debug-state", "--out", str(tmp_path)])
     assert done.exit_code == 2 and "no run is going on" in done.output
+
+
+def test_ppo_is_the_default_and_an_agent_may_have_a_publication_mode_of_its_own():
+    settings = MarlTraining(own={"agent_1": {"publish_mode": "snapshot"}})
+    assert (settings.algorithm, settings.rate) == ("ppo", 0.001)
+    planned = plan(settings)
+    assert {channel.name: channel.mode for channel in planned.channels} == {
+        "agent_0": "double_buffer",
+        "agent_1": "snapshot",
+    }
+    assert planned.save_every == 10_000 and planned.roles[-1].evaluate_every == 20_000
+    assert planned.pace.slack == settings.ppo.n_steps
+    assert plan(MarlTraining(algorithm="dqn")).pace.slack is None

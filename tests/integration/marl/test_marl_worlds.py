@@ -22,7 +22,8 @@ from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.settings import changes_of
 
 KINDS = f"{Kinds.__module__}:Kinds"
-DQN = {"steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,), "evaluation_episodes": 1, "log_every": 20}
+DQN = {"algorithm": "dqn", "steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,)}
+DQN |= {"evaluation_episodes": 1, "log_every": 20}
 PPO = {"algorithm": "ppo", "ppo": {"n_steps": 10, "n_epochs": 1}, "steps": 40, "batch_size": 8, "hidden": (8,)}
 PPO |= {"evaluation_episodes": 1, "log_every": 20}
 
@@ -74,6 +75,7 @@ def test_float_observations_travel_between_processes_as_they_are(tmp_path, base)
 
 def test_what_is_paid_is_learned_from_floats(tmp_path):
     settings = MarlTraining(
+        algorithm="dqn",
         environment=KINDS,
         world={"kinds": {"a": "float32"}},
         steps=1500,
@@ -148,7 +150,7 @@ def test_what_is_no_world_is_told_in_a_sentence(environment, world, message):
         (['algorithm = "ppo"', "train_freq = 8"], "train_freq is set.*n_steps"),
         (['algorithm = "ppo"', "publish_interval = 10"], "publish_interval is set"),
         (['algorithm = "ppo"', "own = {agent_0 = {n_steps = 2}}"], "n_steps is set"),
-        (["ppo = {n_steps = 5}"], "ppo is set.*dqn"),
+        (['algorithm = "dqn"', "ppo = {n_steps = 5}"], "ppo is set.*dqn"),
         ([f'environment = "{KINDS}"', "agents = 3", 'world = {kinds = {a = "bool"}}'], "agents is set"),
     ],
 )

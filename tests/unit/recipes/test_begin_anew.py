@@ -21,7 +21,16 @@ from jurybox.training.recipes.progress import Silence
 from jurybox.training.recipes.recorded_run import write_settings
 from jurybox.training.run_folder import RunLog, RunLogError
 
-MARL = ["--set", "learning_starts = 20", "--set", "batch_size = 8", "--set", "hidden = [8]"]
+MARL = [
+    "--set",
+    'algorithm = "dqn"',
+    "--set",
+    "learning_starts = 20",
+    "--set",
+    "batch_size = 8",
+    "--set",
+    "hidden = [8]",
+]
 MARL += ["--set", "evaluation_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
 MARL += ["--set", "log_every = 20", "--set", "max_ahead = 40"]
 

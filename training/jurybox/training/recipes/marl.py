@@ -54,6 +54,7 @@ OWN = frozenset(
     {
         "algorithm",
         "publish_interval",
+        "publish_mode",
         "buffer_size",
         "batch_size",
         "learning_rate",
@@ -95,7 +96,8 @@ class MarlTraining(ServedSettings):
     world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
-    algorithm: Algorithm = "dqn"
+    # With DQN not every seed comes to three times what random play collects in the treasure hunt; with PPO all did.
+    algorithm: Algorithm = "ppo"
     ppo: OnPolicy = OnPolicy.model_validate({})
     own: dict[str, dict[str, Any]] = Field({}, description="By agent, settings that differ from the others'.")
     steps: int = Field(200_000, ge=1, description="Turns of all worlds together.")
@@ -108,7 +110,7 @@ class MarlTraining(ServedSettings):
     buffer_size: int = Field(10_000, ge=1, description="Transitions of a learner's replay.")
     batch_size: int = Field(64, ge=1)
     train_freq: int = Field(4, ge=1, description="Turns for one step of every learner.")
-    learning_rate: float = Field(0.00025, gt=0)
+    learning_rate: float | None = Field(None, gt=0, description="None: PPO's 0.001, others' 0.00025.")
     learning_starts: int = Field(1000, ge=1, description="Transitions before a learner's first step.")
     gamma: float = Field(0.95, ge=0, le=1)
     n_steps: int = Field(3, ge=1, description="Steps of a return before it is bootstrapped.")
@@ -122,7 +124,9 @@ class MarlTraining(ServedSettings):
     device_per_agent: bool = Field(True, description="Learner i on cuda:(i modulo devices); without CUDA on the CPU.")
     learner_gpus: float = Field(0.0, ge=0, description="With --launcher ray: GPUs that are set aside for each learner.")
     learner_nice: int = Field(10, ge=0, le=19, description="By how much learners give way to the actor.")
-    max_ahead: int | None = Field(None, ge=0, description="Turns that the actor may be ahead; none: it never waits.")
+    max_ahead: int | None = Field(
+        None, ge=0, description="Turns that the actor may be ahead; none: with PPO a rollout, else it never waits."
+    )
     max_lag: int | None = Field(None, ge=0, description="Publications that the actor may be behind.")
     actor_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life.")
     learner_timeout: float = Field(60.0, gt=0)
@@ -131,7 +135,9 @@ class MarlTraining(ServedSettings):
         ge=0,
         description="Turns between two checkpoints; none: 20 in all; 0: one at the end.",
     )
-    evaluate_every: int = Field(0, ge=0, description="Turns between two evaluations; 0: one at the end.")
+    evaluate_every: int | None = Field(
+        None, ge=0, description="Turns; none: a tenth of all, but 5,000 or more; 0: one at the end."
+    )
     evaluation_episodes: int = Field(20, ge=1)
     logging: bool = Field(True, description="Show how it goes.")
     log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
@@ -142,6 +148,16 @@ class MarlTraining(ServedSettings):
     def _groups(cls, value: Any) -> Any:
         # ["a", "b"] is one group.
         return (tuple(value),) if value and all(isinstance(each, str) for each in value) else value
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that is in force."""
+        return self.learning_rate or (0.001 if self.algorithm == ON_POLICY else 0.00025)
+
+    @property
+    def evaluates_every(self) -> int:
+        """Turns between two evaluations; 0: one at the end."""
+        return max(5000, self.steps // 10) if self.evaluate_every is None else self.evaluate_every
 
     @property
     def n_envs(self) -> int:
@@ -258,8 +274,17 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
     models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
     served = None
     if serve is not None:
-        made = {"publish": settings.publish_mode, "max_batch": 16}
-        served = serve({models[name]: {"factory": _FACTORY, "args": networks[name], **made} for name in names})
+        served = serve(
+            {
+                models[name]: {
+                    "factory": _FACTORY,
+                    "args": networks[name],
+                    "publish": of_group[name].publish_mode,
+                    "max_batch": 16,
+                }
+                for name in names
+            }
+        )
     played = {"environment": environment, "groups": groups, "networks": networks}
     return Plan(
         roles=(
@@ -285,7 +310,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                     "epsilon": {name: own.exploration_final_eps for name, own in of_group.items()},
                 },
                 reads=names,
-                evaluate_every=settings.evaluate_every,
+                evaluate_every=settings.evaluates_every,
                 nice=settings.learner_nice,
             ),
         ),
@@ -294,10 +319,14 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             for name, own in of_group.items()
         ),
         channels=tuple(
-            ChannelSpec(name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), settings.publish_mode)
+            ChannelSpec(
+                name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), of_group[name].publish_mode
+            )
             for name, network in networks.items()
         ),
-        pace=Pace(settings.ppo.n_steps, 1, 0, settings.max_ahead)
+        pace=Pace(
+            settings.ppo.n_steps, 1, 0, settings.ppo.n_steps if settings.max_ahead is None else settings.max_ahead
+        )
         if on_policy
         else Pace(settings.train_freq, 1, settings.learning_starts, settings.max_ahead),
         budget=Budget(settings.steps, settings.seconds),
@@ -349,7 +378,7 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
             )
         made |= {
             "settings": {
-                "learning_rate": settings.learning_rate,
+                "learning_rate": settings.rate,
                 "gamma": settings.gamma,
                 "batch_size": settings.batch_size,
                 "n_epochs": settings.ppo.n_epochs,
@@ -366,7 +395,7 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
     else:
         made |= {
             "settings": {
-                "learning_rate": settings.learning_rate,
+                "learning_rate": settings.rate,
                 "gamma": settings.gamma,
                 "n_steps": settings.n_steps,
                 "target_update_interval": settings.target_update_interval,
