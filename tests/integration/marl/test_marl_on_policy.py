@@ -160,7 +160,7 @@ def test_agents_have_settings_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (['own = {agent_0 = {algorithm = "ppo"}}'], "pace of its own"),
+        (['own = {agent_0 = {algorithm = "dqn"}}'], "pace of its own"),
         (["own = {agent_0 = {steps = 3}}"], "steps is not an agent's"),
         (["own = {agent_0 = {batch_size = 0}}"], "batch_size"),
     ],

@@ -118,9 +118,9 @@ def test_settings_come_from_file_then_options(tmp_path):
     assert (settings.publish_mode, settings.batch_size, settings.agents, settings.seed) == ("snapshot", 16, 3, 0)
     assert settings.world_settings == {"agents": 3, "turns": 7}
     # The document's own defaults.
-    plain = MarlTraining()
+    plain = MarlTraining(algorithm="dqn")
     assert (plain.buffer_size, plain.batch_size, plain.train_freq) == (10_000, 64, 4)
-    assert (plain.learning_rate, plain.log_every, plain.publish_mode) == (0.00025, 100, "double_buffer")
+    assert (plain.rate, plain.log_every, plain.publish_mode) == (0.00025, 100, "double_buffer")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 
 Array = npt.NDArray[Any]
 Environment = gymnasium.Env[Any, Any]
@@ -38,13 +39,16 @@ class StrangeObservation(ValueError):
     """An environment gave an observation that its space does not contain."""
 
 
-def make_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
+def make_environment(
+    name: str, arguments: Mapping[str, Any] | None = None, max_episode_steps: int | None = None
+) -> Environment:
     """The environment of that name.
 
     Args:
         name: registered with Gymnasium ("CartPole-v1"), of a module that registers it ("ale_py:ALE/Pong-v5"), or
             "package.module:factory", a callable that gives one.
         arguments: keyword arguments of the factory, or of ``gymnasium.make``.
+        max_episode_steps: an episode is truncated after so many, if it has not ended before.
 
     Raises:
         EnvironmentUnusable: it cannot be made.
@@ -67,7 +71,7 @@ def make_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
             f"{name!r} gave a {type(made).__module__}.{type(made).__qualname__}: expected a gymnasium.Env of one "
             "environment (`envs` says how many there are to be)"
         )
-    return made
+    return made if max_episode_steps is None else TimeLimit(made, max_episode_steps)
 
 
 def _imported(module: str) -> ModuleType:
@@ -343,7 +347,9 @@ class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._rows.row(observation), reward, terminated, truncated, info
 
 
-def rows_environment(name: str, arguments: Mapping[str, Any], render_mode: str | None = None) -> RowsEnv:
+def rows_environment(
+    name: str, arguments: Mapping[str, Any], max_episode_steps: int | None = None, render_mode: str | None = None
+) -> RowsEnv:
     """What `make_environment` gives, with rows for observations. A factory is told of a `render_mode` if one is set."""
     given = dict(arguments) if render_mode is None else {**arguments, "render_mode": render_mode}
-    return RowsEnv(make_environment(name, given))
+    return RowsEnv(make_environment(name, given, max_episode_steps))

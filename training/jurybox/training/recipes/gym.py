@@ -141,6 +141,7 @@ class GymTraining(ServedSettings):
 
     env: str = Field("CartPole-v1", description="A name that Gymnasium knows, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after so many.")
     algorithm: Algorithm = "ppo"
     seconds: float | None = Field(None, gt=0, description="Stop after so many.")
     steps: int = Field(100_000, ge=1, description="Env steps in all.")
@@ -263,7 +264,7 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
         ConfigError: it cannot be made, or the algorithm does not go with its spaces.
     """
     try:
-        env = make_environment(settings.env, settings.env_args)
+        env = make_environment(settings.env, settings.env_args, settings.max_episode_steps)
         try:
             seen, does = Observations(env.observation_space).seen, Actions(env.action_space).does
         finally:
@@ -415,7 +416,7 @@ def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]
         "gym",
         {CHANNEL: acts},
         "jurybox.training.environments.gymnasium_env:rows_environment",
-        {"name": settings.env, "arguments": settings.env_args},
+        {"name": settings.env, "arguments": settings.env_args, "max_episode_steps": settings.max_episode_steps},
         settings.model_dump(mode="json"),
         settings.seed,
     ).as_dict()

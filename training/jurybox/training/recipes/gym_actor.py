@@ -22,6 +22,7 @@ _SEED = 1_000_003  # episodes of evaluations are none of those that were trained
 _LIVES = 40  # bits of a moment that are of one life of a worker
 _REMEMBERED = 64  # publications
 _ANSWER, _ADOPTED, _LOOK = 10.0, 30.0, 0.0005  # seconds: an engine that restarts imports torch before it adopts weights
+_ENDLESS = 1_000_000  # steps of an evaluation's episode
 _SIDE_BY_SIDE = 10  # environments of the evaluator
 
 
@@ -219,7 +220,7 @@ class Envs:
         with ExitStack() as undo:
             self.envs: list[Environment] = []
             for _ in range(n):
-                self.envs.append(make_environment(settings.env, settings.env_args))
+                self.envs.append(make_environment(settings.env, settings.env_args, settings.max_episode_steps))
                 undo.callback(self.envs[-1].close)
             self.observations = Observations(self.envs[0].observation_space)
             self.actions = Actions(self.envs[0].action_space)
@@ -378,6 +379,10 @@ class GymEvaluator(Evaluator):
                 envs.rows[number] = row
                 returns[playing[number]] += reward
                 lengths[playing[number]] += 1
+                if lengths[playing[number]] >= _ENDLESS:
+                    raise ValueError(
+                        f"an episode of {s.env} has not ended after {_ENDLESS:,} steps: max_episode_steps bounds them"
+                    )
                 if terminated or truncated:
                     playing[number] += len(envs.envs)
                     if playing[number] < len(seeds):

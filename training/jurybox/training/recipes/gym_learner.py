@@ -25,6 +25,7 @@ from jurybox.training.algorithms.ppo import PPO, PPOSettings, Rollout
 from jurybox.training.algorithms.sac import SAC, SACSettings
 from jurybox.training.algorithms.td3 import TD3, Normaliser
 from jurybox.training.algorithms.td3_actor import TD3Settings
+from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.recipes.gym import ROWS, GymTraining
 from jurybox.training.replay import Windows
 from jurybox.training.replay.cursor import Cursor
@@ -79,6 +80,12 @@ class _DQN:
         if first and reached // self._interval > (reached - pace.collect) // self._interval:
             self._learner.move_target(self._tau)
         return {"loss": self._learner.learn(batch)}
+
+    def adopt(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Go on with these weights, for both networks, after so many steps."""
+        self.acting.load_state_dict(state)
+        self._learner.move_target()
+        self._learner.steps = steps
 
     def state(self) -> dict[str, Any]:
         return self._learner.state()
@@ -236,10 +243,12 @@ class ReplayLearner(_Publishing):
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
-        # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
-        if self._restored or self.settings.algorithm == "dqn":
-            self.acting.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in state.items()})
         self.updates = int(extra["updates"])
+        if isinstance(self.algorithm, _DQN):
+            self.algorithm.adopt(as_tensors(state), self.updates)
+        elif self._restored:
+            # A policy without critics would be ruined by new ones; before the first checkpoint little is lost.
+            self.acting.load_state_dict(as_tensors(state))
 
     def save(self) -> dict[str, Any]:
         return {"learner": self.algorithm.state(), "statistics": self.statistics(), "updates": self.updates}
@@ -305,7 +314,7 @@ class RolloutLearner(_Publishing):
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
-        self.acting.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in state.items()})
+        self.acting.load_state_dict(as_tensors(state))
         # Whoever died may have learned from all that was done before its last publication.
         self.updates = self._oldest_use = int(extra["updates"])
         self._held = {}

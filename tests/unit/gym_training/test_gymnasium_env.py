@@ -150,6 +150,12 @@ def test_an_environment_is_made_by_its_name_or_by_a_function() -> None:
     assert make_environment("gymnasium:CartPole-v1").spec.id == "CartPole-v1"
 
 
+def test_episodes_that_need_not_end_are_truncated() -> None:
+    env = make_environment("Pendulum-v1", max_episode_steps=3)
+    env.reset(seed=0)
+    assert [env.step(np.zeros(1, np.float32))[3] for _ in range(3)] == [False, False, True]
+
+
 def test_a_module_of_the_folder_that_one_is_in_is_found(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_worlds_here.py").write_text("import gymnasium\ndef make(): return gymnasium.make('CartPole-v1')\n")
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from jurybox.training.recipes.gym_learner import _DQN, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
 
-MIXED = {"env": "tests.unit.gym.gym_worlds:mixed"}
+MIXED = {"env": "tests.unit.gym_training.gym_worlds:mixed"}
 # fmt: off
 SMALL = {
     "ppo": {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "hidden": (8,)},
@@ -90,7 +90,7 @@ def test_a_setting_that_cannot_be_or_has_no_effect_is_an_error(tmp_path, said, t
         ({"algorithm": "sac", "env": "CartPole-v1"}, "take ppo or dqn"),
         ({"algorithm": "td3", "env": "CartPole-v1"}, "take ppo or dqn"),
         ({"env": "CartPole-v7"}, "CartPole-v7"),
-        ({"algorithm": "td3", "env": "tests.unit.gym.test_gym_training:unbounded"}, "bound them in a wrapper"),
+        ({"algorithm": "td3", "env": "tests.unit.gym_training.test_gym_training:unbounded"}, "bound them in a wrapper"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_begins(tmp_path, changes, told) -> None:
@@ -101,7 +101,7 @@ def test_what_does_not_go_together_is_told_before_anything_begins(tmp_path, chan
 
 def unbounded():
     from gymnasium import spaces
-    from tests.unit.gym.gym_worlds import Mixed
+    from tests.unit.gym_training.gym_worlds import Mixed
 
     env = Mixed(numbers=True)
     env.action_space = spaces.Box(-np.inf, np.inf, (1,))
@@ -261,7 +261,7 @@ def test_pictures_and_numbers_together_are_learned_from(tmp_path, algorithm) -> 
 
 
 def test_a_reward_that_is_no_number_ends_the_run_with_a_sentence(tmp_path) -> None:
-    s = settings("dqn").changed(env="tests.unit.gym.gym_worlds:Breaks")
+    s = settings("dqn").changed(env="tests.unit.gym_training.gym_worlds:Breaks")
     with pytest.raises(ValueError, match="the reward nan"):
         train(s, tmp_path / "run", serial=True)
 
