@@ -137,7 +137,7 @@ class Source:
         raise NotImplementedError
 
     def strings(self, n: int, spec: TensorSpec) -> list[bytes]:
-        """The elements as The elements as n byte strings."""
+        """The elements as n byte strings."""
         raise NotImplementedError
 
 
