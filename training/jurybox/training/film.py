@@ -19,13 +19,13 @@ _WIDE = 480  # pixels of a GIF's width
 
 
 def check_film(path: Path) -> None:
-    """Raises ValueError for another ending than those there are, before anything was played for it."""
+    """Raises ValueError for an unknown file ending; call it before playing."""
     if path.suffix not in KINDS:
         raise ValueError(f"{path.name}: expected a name that ends with {', '.join(KINDS)}")
 
 
 class Film:
-    """Frames, uint8 (height, width, 3), into a file; use it in a ``with``, at whose end the file appears.
+    """Writes frames, uint8 (height, width, 3), to a file, which appears at the end of the ``with``.
 
     A .mp4 is written as the frames come. A .gif keeps as many frames as a page can bear, a .png a dozen side by side:
     of longer plays every second one is left out, and again, so that memory stays bounded.
@@ -48,7 +48,7 @@ class Film:
         self._writer: cv2.VideoWriter | None = None
 
     def add(self, frame: Frame) -> None:
-        """The next one, of the same shape as those before."""
+        """Add a frame of the same shape as those before."""
         if not self._most:
             self._stream(frame)
         elif self._came % self._every == 0:
@@ -95,7 +95,7 @@ class Film:
 
 
 def _small(frame: Frame) -> Frame:
-    """As wide as a page shows it, at most."""
+    """Shrink a frame to the width of a page, at most."""
     height, width = frame.shape[:2]
     if width <= _WIDE:
         return frame.copy()
@@ -104,7 +104,7 @@ def _small(frame: Frame) -> Frame:
 
 
 def save_film(frames: Sequence[Frame], path: Path, fps: float) -> None:
-    """Write frames that are there already; see `Film`."""
+    """Write all frames; see `Film`."""
     with Film(path, fps) as film:
         for frame in frames:
             film.add(frame)

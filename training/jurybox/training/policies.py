@@ -1,4 +1,4 @@
-"""What was learned, as a policy that acts: found in a run's folder, played, evaluated, exported.
+"""Learned policies: found in a run's folder, played, evaluated, exported.
 
 Beside the weights in every checkpoint lies ``policy.json``, which says how they act: the network's factory and its
 arguments, which output is chosen from and how, and the environment in which it was learned. docs/policies.md has the
@@ -40,12 +40,12 @@ Choose = Literal["box", "tanh", "clip", "best"]
 
 
 class PolicyError(RunError):
-    """There is no such policy, or it cannot be used so; the message says what to do."""
+    """There is no such policy, or it cannot be used in this way; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acts:
-    """How one set of weights becomes actions.
+    """The conversion of one set of weights to actions.
 
     Attributes:
         network: factory "package.module:callable" that gives a `jurybox.server.models.ServedModel`; what it needs to
@@ -71,7 +71,7 @@ class Acts:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What ``policy.json`` says.
+    """The contents of ``policy.json``.
 
     Attributes:
         training: that made it.
@@ -92,12 +92,12 @@ class Description:
     commit: str | None = field(default_factory=source_revision)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The description as JSON values."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def of(cls, said: Mapping[str, Any], where: Path) -> Description:
-        """What `as_dict` gave. Raises PolicyError where it is of another format."""
+        """The inverse of `as_dict`. Raises PolicyError for another format."""
         given = dict(said)
         if (number := given.pop("format", None)) != FORMAT:
             raise PolicyError(
@@ -166,7 +166,7 @@ class Found:
 
 
 def policies(run: Path) -> list[Found]:
-    """All policies in a run's folder, the best first, then the newest.
+    """All policies of a run, the best first, then the newest.
 
     Args:
         run: what ``--out`` was; or one checkpoint's folder, or a .safetensors file of `export`.
@@ -188,7 +188,7 @@ def policies(run: Path) -> list[Found]:
 
 
 def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
-    """One of them.
+    """Choose one of the policies.
 
     Args:
         which: "best" (the newest, where no evaluation has marked any), "latest", or a number of env steps.
@@ -249,7 +249,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class Environment(Protocol):
-    """What of `gymnasium.Env` is used here."""
+    """The part of `gymnasium.Env` that is used here."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
@@ -258,7 +258,7 @@ class Environment(Protocol):
 
 
 class Policy:
-    """A policy that is loaded: rows of observations (n, ...) to actions (n, ...), as arrays.
+    """A loaded policy: rows of observations (n, ...) to actions (n, ...), as arrays.
 
     Args:
         trust: whether code outside Jurybox may be imported by the names in a file that came from elsewhere.
@@ -296,13 +296,13 @@ class Policy:
 
     @property
     def observation(self) -> Any:
-        """Spec of one row of observations."""
+        """The spec of one row of observations."""
         (spec,) = self.served.inputs.values()
         return spec
 
     @contextmanager
     def environment(self, changes: Mapping[str, Any] | None = None, *, render: bool = False) -> Iterator[Environment]:
-        """The environment that it was learned in; `changes` of its arguments win.
+        """Make the environment of the training; `changes` override its arguments.
 
         Raises:
             PolicyError: it cannot be made.
@@ -339,7 +339,7 @@ def _digest(state: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One that was played: its return, and its steps."""
+    """A finished episode: its return, and its steps."""
 
     total: float
     length: int
@@ -383,7 +383,7 @@ def play(
 
 
 def _fitting(action: Array, space: Any) -> Any:
-    """An action in the shape and dtype that the environment takes."""
+    """Convert an action to the environment's shape and dtype."""
     if not action.ndim:
         return int(action)
     shape, dtype = getattr(space, "shape", action.shape), np.dtype(getattr(space, "dtype", action.dtype))
@@ -418,7 +418,7 @@ def score(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def remember_score(policy: Policy, run: Path, told: Mapping[str, Any]) -> None:
-    """Keep what an evaluation said, in the run's folder, for the card of what is exported."""
+    """Save the result of an evaluation in the run's folder, for the card of an export."""
     if not run.is_dir():
         return
     path = run / SCORES
@@ -467,7 +467,7 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A name in the same folder for the block to write to; the file appears when it is whole."""
+    """A temporary name for the block to write to; it is renamed at the end."""
     scratch = path.with_name(f".{path.name}.writing{path.suffix}")
     try:
         yield scratch
@@ -515,7 +515,7 @@ def _score_line(told: Mapping[str, Any]) -> str:
 
 
 def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, Any], name: str = "policy") -> Path:
-    """Export a policy into `folder`, and write the configuration of a server that answers with it; gives its path."""
+    """Export a policy to `folder`, and write the configuration of a server for it; returns its path."""
     export(policy, folder / "policy.pt2", run)
     spec, acts = policy.observation, policy.found.acts
     action = (

@@ -1,4 +1,4 @@
-"""`jurybox policy` and `jurybox edit`: what was learned is listed, played, evaluated, exported, served, used."""
+"""`jurybox policy` and `jurybox edit`: list, play, evaluate, export, serve and use learned policies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _changes(sets: Sequence[str] | None) -> dict[str, Any]:
 
 @policy.command("list")
 def list_policies(run: Run) -> None:
-    """List the policies of a run: which there are, after how many env steps, and what evaluations said."""
+    """List the policies of a run, with their env steps and evaluations."""
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.policies import policies
@@ -76,7 +76,7 @@ def play_policy(
     sets: Sets = None,
     trust: Trust = False,
 ) -> None:
-    """Play whole episodes, and say how they went."""
+    """Play whole episodes, and print their results."""
 
     def work(console: Console, resources: ExitStack) -> str:
         from jurybox.training.film import Film, check_film
@@ -172,7 +172,7 @@ def serve_policy(
     name: Name = None,
     trust: Trust = False,
 ) -> None:
-    """Run a server that answers with it, for clients of ours and of the Open Inference Protocol, until stopped."""
+    """Run a server with the policy, for our clients and those of the Open Inference Protocol, until stopped."""
     written: list[Path] = []
 
     def work(console: Console, resources: ExitStack) -> str:

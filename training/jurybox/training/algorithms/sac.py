@@ -25,7 +25,7 @@ from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state
 
 @dataclass(frozen=True, slots=True)
 class SACSettings:
-    """What the learner can be told; names and defaults are those of Stable-Baselines3.
+    """Settings of SAC; names and defaults are those of Stable-Baselines3.
 
     Attributes:
         learning_rate: of Adam: policy, critics and temperature.
@@ -44,7 +44,7 @@ class SACSettings:
 
 
 class SAC:
-    """The learner. It knows batches only: no replay, environment or process.
+    """The learner, which takes batches.
 
     Args:
         actor: that acts and learns.
@@ -83,7 +83,7 @@ class SAC:
         self._targets: list[Tensor] = list(self.target.parameters())
 
     def draw(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions (n, actions) in [-1, 1] drawn from the policy, and the logarithm of their density (n,)."""
+        """Draw actions (n, actions) in [-1, 1] from the policy; also returns their log-densities (n,)."""
         mean, log_std = self.actor(rows)
         noise = torch.empty_like(mean).normal_(generator=self._generator)
         before = mean + log_std.exp() * noise
@@ -91,7 +91,7 @@ class SAC:
         return torch.tanh(before), density.sum(-1)
 
     def update(self, batch: Mapping[str, Tensor]) -> Update:
-        """One step of temperature, critics and policy, in this order, and of the target critics.
+        """Update temperature, critics and policy, in this order, and the target critics.
 
         Args:
             batch: observation and next_observation, rows (n, ...); action (n, actions) in [-1, 1]; reward (n,);
@@ -142,7 +142,7 @@ class SAC:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be what `state` told."""
+        """Restore what `state` returned."""
         for module, name in ((self.actor, "actor"), (self.critic, "critic"), (self.target, "target")):
             module.load_state_dict(as_tensors(state[name]))
         with torch.no_grad():

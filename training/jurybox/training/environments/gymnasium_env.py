@@ -1,4 +1,4 @@
-"""Any Gymnasium environment: made by its name, its observations as rows of one shape, its actions from a policy's.
+"""Adapts any Gymnasium environment: observations as rows of one shape, actions from a policy's outputs.
 
 What networks compute with is float32. An observation becomes one flat row:
 
@@ -32,17 +32,17 @@ _LEAST_SIDE = 36  # of a picture: what the convolutions of Mnih et al. (2015) ne
 
 
 class EnvironmentUnusable(ValueError):
-    """An environment cannot be made, or has spaces that no algorithm here can learn with; the message says which."""
+    """An environment cannot be made, or has unsupported spaces; the message says which."""
 
 
 class StrangeObservation(ValueError):
-    """An environment gave an observation that its space does not contain."""
+    """An observation is not contained in its space."""
 
 
 def make_environment(
     name: str, arguments: Mapping[str, Any] | None = None, max_episode_steps: int | None = None
 ) -> Environment:
-    """The environment of that name.
+    """Make the environment of that name.
 
     Args:
         name: registered with Gymnasium ("CartPole-v1"), of a module that registers it ("ale_py:ALE/Pong-v5"), or
@@ -88,7 +88,7 @@ def _imported(module: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What rows of observations hold.
+    """The format of observation rows.
 
     Attributes:
         numbers: how many numbers.
@@ -114,7 +114,7 @@ class Seen:
 
 
 class Observations:
-    """Makes rows of the observations of one space.
+    """Converts observations of one space to rows.
 
     Args:
         space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, nested as it likes.
@@ -138,7 +138,7 @@ class Observations:
         self.seen = Seen(numbers, pictures, binary)
 
     def row(self, observation: Any) -> Array:
-        """One observation as a row, of `seen.dtype` and `seen.size` elements; a copy.
+        """Convert an observation to a row of `seen.dtype` and `seen.size` elements; a copy.
 
         Raises:
             StrangeObservation: the space does not contain it, or it holds numbers that are not finite.
@@ -169,7 +169,7 @@ class Observations:
 
 
 class _Leaf:
-    """One part of an observation: where it is, and how it is written."""
+    """One part of an observation: its path, and its conversion."""
 
     def __init__(self, path: tuple[Any, ...], space: spaces.Space[Any]) -> None:
         self.path, self._space = path, space
@@ -254,7 +254,7 @@ def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[_Leaf]
 
 @dataclass(frozen=True, slots=True)
 class Does:
-    """What a policy's output has to be.
+    """The format of a policy's output.
 
     Attributes:
         discrete: whether it chooses one of `size` actions, and else gives `size` numbers.
@@ -276,7 +276,7 @@ class Does:
 
 
 class Actions:
-    """Makes an environment's actions of a policy's.
+    """Converts a policy's actions to an environment's.
 
     Args:
         space: Box or Discrete.
@@ -310,7 +310,7 @@ class Actions:
         return self._box(self._low + half * (np.asarray(action, np.float64) + 1.0))
 
     def clipped(self, action: Any) -> Any:
-        """The same for numbers in the environment's own unit: cut off at the bounds."""
+        """The same for numbers in the environment's own unit, clipped to the bounds."""
         return self.does.first + int(action) if self.does.discrete else self._box(np.asarray(action, np.float64))
 
     def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
@@ -326,7 +326,7 @@ class Actions:
 
 
 class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment whose observations are rows, and whose actions may be flat and beyond their bounds."""
+    """An environment with rows as observations, whose actions may be flat and out of bounds."""
 
     def __init__(self, env: Environment) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment: the settings, the plan, the run and its report; what `jurybox train gym` does.
+"""The training of any Gymnasium environment, `jurybox train gym`: settings, plan, run and report.
 
 Roles import this module for its settings, so what only the run needs (torch, plots) is imported where it is used.
 """
@@ -227,7 +227,7 @@ class GymTraining(ServedSettings):
         return default if said is None else said
 
     def hidden_for(self, seen: Seen) -> tuple[int, ...]:
-        """Units of the hidden layers: for pictures alone the convolutions come before fewer."""
+        """Units of the hidden layers: fewer after the convolutions of images."""
         if self.hidden is None and seen.pictures:
             return _ONLY_PICTURES_HIDDEN[self.algorithm] if not seen.numbers else tuple(self.of("hidden"))
         return tuple(self.of("hidden"))
@@ -258,7 +258,7 @@ class GymTraining(ServedSettings):
 
 
 def spaces_of(settings: GymTraining) -> tuple[Seen, Does]:
-    """What policies see and do in the environment of these settings.
+    """The spaces of the environment of these settings.
 
     Raises:
         ConfigError: it cannot be made, or the algorithm does not go with its spaces.
@@ -305,7 +305,7 @@ def network_of(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any]:
 
 
 def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
-    """What a row of the replay holds."""
+    """The fields of the replay."""
     stored = "bits" if seen.binary and settings.algorithm != ON_POLICY else None
     found = {
         "observation": Column((seen.size,), seen.dtype, stored=stored),
@@ -326,7 +326,7 @@ def fields(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Column]:
 
 
 def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
-    """The run that these settings ask for.
+    """The plan of these settings.
 
     Args:
         served: where the policy is; None: workers compute it themselves.
@@ -396,7 +396,7 @@ def served_model(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any
 
 
 def description(settings: GymTraining, seen: Seen, does: Does) -> dict[str, Any] | None:
-    """How the published weights act, for ``jurybox policy``; None where actions have no bounds to be spread over."""
+    """The description of the policy for ``jurybox policy``; None if actions are unbounded."""
     from jurybox.training.policies import Acts, Description
 
     if not does.bounded:
@@ -431,7 +431,7 @@ _LOSSES: Mapping[str, tuple[str, ...]] = {
 
 
 def columns(settings: GymTraining) -> tuple[str, ...]:
-    """Of metrics.csv."""
+    """The columns of metrics.csv."""
     return (*OF_EVERY_RUN, *_LOSSES[settings.algorithm], "eval_return", "eval_return_std", "eval_length")
 
 

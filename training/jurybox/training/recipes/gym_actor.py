@@ -1,4 +1,4 @@
-"""Who acts in a gym training: workers with environments, and the evaluator. No torch where a server computes."""
+"""The actors and the evaluator of a gym training. Without torch if a server computes the actions."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _SIDE_BY_SIDE = 10  # environments of the evaluator
 
 
 class Policy(Protocol):
-    """What a worker asks for actions."""
+    """The policy of an actor."""
 
     @property
     def updates(self) -> int:
-        """Of its learner, when the weights were published that computed the last outputs."""
+        """The learner's updates at the publication of the weights of the last outputs."""
 
     def outputs(self, rows: Array) -> Outputs:
         """The network's outputs, by name, for rows of observations (n, ...)."""
 
 
 class LocalPolicy:
-    """The network in this process, kept at its newest publication."""
+    """The network in this process, at its newest publication."""
 
     def __init__(self, context: RoleContext, network: Mapping[str, Any]) -> None:
         import torch
@@ -65,7 +65,7 @@ class LocalPolicy:
 
 
 class _Told:
-    """Follows a channel for what is published beside the weights."""
+    """Follows the extra of a channel."""
 
     def __init__(self, context: RoleContext) -> None:
         self.version = 0
@@ -85,7 +85,7 @@ class _Told:
 
 
 class ServedPolicy:
-    """The network on the plan's server, which has the newest weights, or some a few publications older.
+    """The network on the plan's server, with the newest weights or slightly older ones.
 
     Args:
         rows: of a question.
@@ -107,7 +107,7 @@ class ServedPolicy:
         return max(known, default=min(self._told.updates.values()))
 
     def outputs(self, rows: Array) -> Outputs:
-        """Raises ServerGone, Timeout, ModelNotFound: for longer than the server's patience."""
+        """Raises ServerGone, Timeout, ModelNotFound: for longer than the time-out."""
         until = time.monotonic() + max(_ADOPTED, self._server.patience)
         patient = time.monotonic() + self._server.patience
         while True:
@@ -131,7 +131,7 @@ class ServedPolicy:
             time.sleep(_LOOK)
 
     def close(self) -> None:
-        """Give its lane back."""
+        """Release its lane."""
         self._model = None
         with suppress(Error):
             self._resources.close()
@@ -146,7 +146,7 @@ class ServedPolicy:
 
 
 class StaleAnswers(RuntimeError):
-    """A server answers, but not with the weights that were published to it."""
+    """The server does not use the published weights."""
 
 
 def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
@@ -157,7 +157,7 @@ def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
 
 
 class Choice:
-    """Actions from a network's outputs, as the algorithm explores and as it does not.
+    """Actions from a network's outputs, with and without exploration.
 
     Args:
         epsilon: of DQN, by env steps of the run.
@@ -213,7 +213,7 @@ class Choice:
 
 
 class Envs:
-    """Environments side by side: rows of observations in and out, begun anew when an episode is over."""
+    """Several environments with rows as observations, reset at the end of an episode."""
 
     def __init__(self, settings: GymTraining, n: int) -> None:
         self.scaled = settings.algorithm != ON_POLICY
@@ -229,12 +229,12 @@ class Envs:
         self.rows = np.zeros((n, seen.size), seen.dtype)
 
     def begin(self, number: int, seed: int) -> None:
-        """A new episode; its first observation is in `rows`."""
+        """Begin an episode; its first observation is in `rows`."""
         observation, _ = self.envs[number].reset(seed=seed)
         self.rows[number] = self.observations.row(observation)
 
     def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
-        """One step; row, reward, terminated, truncated."""
+        """Make one step: row, reward, terminated, truncated."""
         given = self.actions.chosen(action) if self.scaled else self.actions.clipped(action)
         observation, reward, terminated, truncated, _ = self.envs[number].step(given)
         value = float(reward)
@@ -243,7 +243,7 @@ class Envs:
         return self.observations.row(observation), value, bool(terminated), bool(truncated)
 
     def random(self, rng: np.random.Generator) -> Array:
-        """Actions at random, one for each environment, as a policy would give them."""
+        """Random actions, one for each environment, in the form of a policy's."""
         n, does = len(self.envs), self.actions.does
         if does.discrete:
             return rng.integers(does.size, size=n)
@@ -355,7 +355,7 @@ class GymActor(Actor):
 
 
 class GymEvaluator(Evaluator):
-    """Plays whole episodes without exploration, the same ones every time; the mean return marks the best weights."""
+    """Plays whole episodes without exploration, the same ones each time; the mean return marks the best weights."""
 
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any], network: Mapping[str, Any]) -> None:
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""Who learns in a gym training: DQN, TD3 and SAC from a replay, PPO from what was done with its newest policy."""
+"""The learners of a gym training: DQN, TD3 and SAC from a replay, PPO on-policy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Algorithm(Protocol):
     seeing: tuple[nn.Module, ...]
 
     def update(self, batch: Batch) -> Mapping[str, Any]:
-        """One learner step; what to report of it."""
+        """Make one learner step; returns numbers to report."""
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -162,7 +162,7 @@ _ALGORITHMS: Mapping[str, Callable[[GymTraining, Mapping[str, Any], int], Algori
 
 
 class _Publishing(Learner):
-    """What both learners share: the network that is published, and the statistics of what it sees.
+    """Common to both learners: the published network, and the statistics of observations.
 
     Args:
         settings: of `GymTraining`.
@@ -193,7 +193,7 @@ class _Publishing(Learner):
         torch.set_flush_denormal(False)  # serially this thread is the caller's, and goes on after the training
 
     def see(self, rows: npt.NDArray[Any], features: list[Features]) -> None:
-        """Take these observations into the statistics, and compute with them from now on."""
+        """Update the statistics with these observations, and use them."""
         if self._normaliser is not None:
             self._normaliser.see(features[0].raw_numbers(torch.from_numpy(rows)).numpy())
             for each in features:
@@ -208,7 +208,7 @@ class _Publishing(Learner):
 
 
 class ReplayLearner(_Publishing):
-    """DQN, TD3 or SAC on the replay; one step is one of theirs."""
+    """DQN, TD3 or SAC on the replay; one step is one update."""
 
     def __init__(self, context: RoleContext, **told: Any) -> None:
         super().__init__(context, **told)
@@ -261,7 +261,7 @@ class ReplayLearner(_Publishing):
 
 
 class RolloutLearner(_Publishing):
-    """PPO on what the workers did since the last step.
+    """PPO on the transitions of the workers since the last step.
 
     Rows of weights that are more than one publication old are left out, and counted as stale (a worker that acted while
     the newest were on their way is one behind; the loss's ratio corrects for it). A step that finds less than half a
@@ -344,7 +344,7 @@ class RolloutLearner(_Publishing):
 
 
 def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: PPO, steps: int) -> Rollout:
-    """Rows of many environments as PPO wants them: a column for each if all made `steps` steps, else one long column.
+    """A rollout of the rows of many environments: a column for each if all made `steps` steps, else one long column.
 
     An episode that was cut, and one that goes on, counts the value of what it came to: (n, ...) rows have it in
     "next_observation".

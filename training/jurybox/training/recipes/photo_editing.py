@@ -1,4 +1,4 @@
-"""`jurybox edit`: a photo policy edits somebody's pictures, at full resolution."""
+"""`jurybox edit`: edits pictures at full resolution with a photo policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Image = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """One picture.
+    """An edited picture.
 
     Attributes:
         source, target: files.
@@ -47,7 +47,7 @@ class Edited:
 
 
 def pictures(given: Sequence[Path]) -> list[Path]:
-    """The files that are named, and those in folders that are; raises PhotoError where there are none."""
+    """The given files, and those in given folders; raises PhotoError if there are none."""
     found: list[Path] = []
     for path in given:
         inside = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
@@ -120,7 +120,7 @@ def edit_pictures(
 
 
 def _recipe(square: Image, policy: Policy, scorer: Scorer, config: PhotoConfig) -> tuple[Edits, float, float]:
-    """What the policy does to a picture, step by step, and the scores before and after."""
+    """The policy's edits of a picture, and the scores before and after."""
     edits, scores = Edits(), list[float]()
     span = config.highest_score - config.lowest_score
     for taken in range(config.steps + 1):
@@ -160,7 +160,7 @@ def _write(file: Path, picture: Image) -> None:
 
 
 def _free(out: Path, name: str) -> Path:
-    """A name in `out` that nothing has yet."""
+    """An unused name in `out`."""
     number, target = 1, out / name
     stem, suffix = target.stem, target.suffix
     while target.exists():

@@ -1,4 +1,4 @@
-"""The models of a run on a server: one that runs anyway, whose client the training is, or a private one.
+"""The models of a run on a server: a running one, or a private one.
 
 On a server of somebody else's the models have names of their own, so that two runs never meet, and are *kept*: the
 server unloads them when nobody has asked for them for `KEEP` seconds. So a run unloads them when it ends, however it
@@ -41,7 +41,7 @@ Models = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """Where a run's models are.
+    """The models of a run on a server.
 
     Attributes:
         address: of the server.
@@ -65,7 +65,7 @@ class ServedModels:
 def served_models(
     models: Models, server: str | None, log: Path, *, http: bool = False, devices: list[str] | None = None
 ) -> Iterator[ServedModels]:
-    """Have models served for the length of the block.
+    """Serve models; use it in a ``with``.
 
     Args:
         models: by name, what goes under [models.NAME] of a server's configuration.
@@ -87,14 +87,14 @@ def served_models(
     run = secrets.token_hex(4)
     names = {name: f"{name}-{run}" for name in models}
     with ExitStack() as resources:
-        keeper = _Keeper(server, {names[name]: dict(settings) for name, settings in models.items()})
+        keeper = _LoadedModels(server, {names[name]: dict(settings) for name, settings in models.items()})
         resources.callback(keeper.close)
         keeper.load()
         yield ServedModels(server, names, private=False)
 
 
 def check_address(server: str, models: Models) -> None:
-    """Raises ConfigError where weights are to be published to an address that carries none."""
+    """Raises ConfigError if weights cannot be published to the address."""
     if server.startswith("tcp://") and any(settings.get("publish") for settings in models.values()):
         raise ConfigError(
             f"{server} carries rows and no weights, and this training publishes its policy: give the server's ipc:// "
@@ -122,7 +122,7 @@ def _devices() -> list[str]:
     return ["cuda:0"] if torch.cuda.device_count() else ["cpu"]
 
 
-class _Keeper:
+class _LoadedModels:
     """Loads models under their names, asks the server to keep them, and unloads them in the end.
 
     A server that was started again has none of them: they are loaded there again, and the learner publishes to them.
@@ -135,7 +135,7 @@ class _Keeper:
         self._thread = threading.Thread(target=self._run, name="jurybox-keeper", daemon=True)
 
     def load(self) -> None:
-        """Load all of them; from then on they are kept."""
+        """Load all models, and keep them loaded."""
         with connect(self._address, timeout=_CALL) as server:
             self._thread.start()  # a load may take longer than the server waits for a word
             for name, settings in self._models.items():
@@ -143,7 +143,7 @@ class _Keeper:
                 self._loaded.add(name)
 
     def close(self) -> None:
-        """Unload them; a server that is gone, or does not answer, forgets them by itself."""
+        """Unload the models; a server that does not answer forgets them by itself."""
         with interrupts.held():
             self._stop.set()
             if self._thread.is_alive():
@@ -178,7 +178,7 @@ class _Keeper:
 
 
 class ServedChannel:
-    """A learner's end of a model that has what is published on one of its run's channels.
+    """A learner's end of a model that gets the publications of a channel.
 
     Args:
         alive: called while it waits for a server that went away.
@@ -190,7 +190,7 @@ class ServedChannel:
         self._publisher: Publisher | RemotePublisher | None = None
 
     def publish(self, weights: Any, version: int) -> None:
-        """Publish what the channel has under `version`; what the server has had is passed over.
+        """Publish the channel's `version`, unless the server has had it.
 
         Raises:
             ServerGone, Timeout, ModelNotFound, Refused: for longer than the server's patience.
@@ -210,7 +210,7 @@ class ServedChannel:
                 time.sleep(_AGAIN)
 
     def close(self) -> None:
-        """Give the place of publisher up."""
+        """Close the publisher."""
         self._publisher = None
         with suppress(Error):
             self._resources.close()
