@@ -123,7 +123,7 @@ class OnServer:
         assert context.plan.server is not None
         self._server = context.plan.server
         self.models = self._server.models[CHANNEL], past
-        self.patience = self._server.patience
+        self.patience, self.alive = self._server.patience, context.alive
         self._weights = context.reader(CHANNEL)
 
     def connect(self) -> Server:
@@ -142,6 +142,7 @@ class InCluster:
 
     def __init__(self, name: str, context: RoleContext) -> None:
         self._name, self._context = name, context
+        self.alive = context.alive
         self._weights = context.reader(CHANNEL)
 
     def connect(self) -> Server:
@@ -251,6 +252,7 @@ class ServedPolicies:
             except (ServerGone, Timeout, ModelNotFound, Refused):
                 if time.monotonic() > until:
                     raise
+                self._where.alive()
                 time.sleep(_PAUSE)
 
     def _send(self, half: int) -> None:
