@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench monitoring proto sbom clean
+.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +37,23 @@ test-slow: setup  ## the longer proofs
 
 test-gpu: setup  ## needs a CUDA device
 	$(BIN)/python -m pytest -m gpu --timeout 600
+
+# Not from setup: a machine with a GPU may have no network. What is there is used, ours where it was set up.
+GPU_ENV_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
+# The Python of that machine, for which wheels are carried along.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := build/gpu-wheels
+
+gpu:  ## tests/gpu and the GPU measurements with the torch and CUDA that are there, no network; PART=1, PART=2 or both; gpu-out/
+	$(GPU_ENV_PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
+
+gpu-wheels:  ## what a bare machine for `make gpu` lacks, to carry along: wheels for its Python (GPU_PYTHON) in build/gpu-wheels
+	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
+	$(PYTHON) -m benchmarks.gpu.prepare NAMES > build/gpu-names.txt
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+	  $(foreach v,_2_28 _2_27 _2_26 _2_24 _2_17 2014 2010 1,--platform manylinux$(v)_x86_64) -d $(GPU_WHEELS) -r build/gpu-names.txt
+	git describe --always --dirty --abbrev=12 --exclude '*' > $(GPU_WHEELS)/commit.txt
+	du -sh $(GPU_WHEELS)
 
 test-containers: setup  ## needs a container engine
 	$(BIN)/python -m pytest -m containers --timeout 1800

@@ -124,10 +124,9 @@ def _reader() -> Callable[[], tuple[float, float, float]] | None:
             return nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, float(busy.gpu), memory.used / 2**20
 
         by_library()
-    except Exception:  # noqa: BLE001  no package, no driver, or a device that does not tell
-        pass
-    else:
         return by_library
+    except Exception as error:  # noqa: BLE001  no package, no driver, or a device that does not tell
+        print(f"NVML says nothing: {error}", file=sys.stderr)
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "-i", "0", "--query-gpu=power.draw,utilization.gpu,memory.used"]

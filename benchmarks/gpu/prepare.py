@@ -31,13 +31,22 @@ SOURCES = ("protos", "client", "server", "training")
 COMMIT = "commit.txt"  # beside the wheels: what is carried has no history
 _COMPILE_TIMEOUT = 240.0
 
-# What machines made for torch lack, or have in versions that do not fit each other. No torch, no numpy: theirs are used.
+# What machines made for torch lack, or have in versions that do not fit each other; never torch or numpy.
 CARRIED = (
-    "annotated-doc annotated-types anyio Box2D fastapi Farama-Notifications grpcio grpcio-health-checking"
-    " grpcio-reflection gymnasium h11 hypothesis idna lz4 nanobind pettingzoo protobuf pydantic pydantic_core"
-    " pytest-timeout pyzmq safetensors sortedcontainers stable_baselines3 starlette structlog typing-inspection uvicorn"
-    " websockets zstandard"
-).split()  # fmt: skip
+    *("annotated-doc", "annotated-types", "anyio", "Box2D", "fastapi", "Farama-Notifications", "grpcio"),
+    *("grpcio-health-checking", "grpcio-reflection", "gymnasium", "h11", "hypothesis", "idna", "lz4", "nanobind"),
+    *(
+        "pettingzoo",
+        "protobuf",
+        "pydantic",
+        "pydantic_core",
+        "pytest-timeout",
+        "pyzmq",
+        "safetensors",
+        "sortedcontainers",
+    ),
+    *("stable_baselines3", "starlette", "structlog", "typing-inspection", "uvicorn", "websockets", "zstandard"),
+)
 
 
 class NotPrepared(Exception):
@@ -189,7 +198,8 @@ for name in ("numpy", "pyzmq", "grpcio", "protobuf", "fastapi", "pydantic", "tri
     except metadata.PackageNotFoundError:
         facts["packages"][name] = None
 import torch
-facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "device": "", "cuda_available": torch.cuda.is_available()}
+facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "device": ""}
+facts["cuda_available"] = torch.cuda.is_available()
 if facts["cuda_available"]:
     shown = torch.cuda.get_device_properties(0)
     facts |= {"device": shown.name, "device_gib": round(shown.total_memory / 2**30, 1),

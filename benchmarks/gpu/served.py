@@ -1,4 +1,4 @@
-"""What a server does on the device: requests of crowds, weights published under load, jurors side by side, and failures."""
+"""What a server does on the device: crowds' requests, weights published under load, jurors side by side, failures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -54,8 +53,11 @@ def _samples(name: str, quick: bool) -> list[Sample]:
 # ---- requests a second and latencies against clients
 
 
+_CURVES = {"requests_per_s": "requests a second", "p50_us": "p50, us", "p99_us": "p99, us"}
+
+
 def _plain_zmq(name: str, device: str, address: str, most: int) -> None:
-    """The process of the plain loop: receive all that waits, one forward, answer each; no lanes, deadlines or restarts."""
+    """The process of the plain loop: receive all that waits, one forward, answer each; no deadlines, no restarts."""
     import torch
     import zmq
     from tests.gpu import models
@@ -108,8 +110,11 @@ def _rates(at: Setup, found: Found, name: str, most: int) -> None:
     """A crowd of each size at the server with graphs, at the one without, and at plain ZeroMQ."""
     samples, clients = _samples(name, at.quick), at.clients
     model: dict[str, object] = {
-        "factory": f"tests.gpu.models:{name}", "max_batch": most, "rows": max(4 * max(clients), 2 * most), "lane_rows": 2,
-    }  # fmt: skip
+        "factory": f"tests.gpu.models:{name}",
+        "max_batch": most,
+        "rows": max(4 * max(clients), 2 * most),
+        "lane_rows": 2,
+    }
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(_server(at, {"graphs": model, "eager": {**model, "cuda_graphs": False}}))
         plain = stack.enter_context(_zmq_server(at, name, most))
@@ -124,7 +129,11 @@ def _rates(at: Setup, found: Found, name: str, most: int) -> None:
                 for n in clients:
                     figures = crowd.window(n, at.window).figures()
                     found.figures |= {f"{label}_{key}_{n}": value for key, value in figures.items()}
-                    for key, title in (("requests_per_s", "requests a second"), ("p50_us", "p50, us"), ("p99_us", "p99, us")):
+                    for key, title in (
+                        ("requests_per_s", "requests a second"),
+                        ("p50_us", "p50, us"),
+                        ("p99_us", "p99, us"),
+                    ):
                         curve = found.curves.setdefault(f"{name}: {title}", {}).setdefault(label, [])
                         curve.append((n, figures[key]))
         if at.gpu and "no CUDA graphs" in running.text():
@@ -176,29 +185,34 @@ class _Learner:
 
 
 def publication(at: Setup, found: Found) -> None:
-    """Weights of 100 MB and of 1.2 GB, published while clients ask: how long it takes, and how long nobody is answered."""
-    for label, megabytes, times in (("100mb", 100e6 / _MIB, 8), ("1200mb", 1200e6 / _MIB, 3)):
-        if at.quick:
-            megabytes, times = megabytes / 100, 2
-        model = {"factory": _HEAVY, "args": {"megabytes": megabytes}, "publish": "double_buffer", "max_batch": 16}
-        with _server(at, {"heavy": model}) as running:
-            learner = _Learner(running, "heavy", megabytes)
-            published: list[tuple[int, int, float]] = []
-            apart = (0.3 if at.quick else 0.5) * (1 if label == "100mb" else 3)
+    """Weights of 100 MB and of 1.2 GB published under load: how long it takes, how long nobody is answered."""
+    smaller = 100 if at.quick else 1
+    for label, nbytes, times, apart in (("100mb", 100e6, 8, 0.5), ("1200mb", 1200e6, 3, 1.5)):
+        took = _published(at, nbytes / _MIB / smaller, 2 if at.quick else times, 0.3 if at.quick else apart)
+        found.figures |= {f"{label}_{key}": value for key, value in took.items()}
+    found.notes.append("a pause: the longest time in which nobody is answered around a change, less the usual")
 
-            def learn() -> None:
-                for _ in range(times):  # noqa: B023  used within this turn
-                    published.append(learner.publish())  # noqa: B023
-                    time.sleep(apart)  # noqa: B023  so that each can be told from the next
 
-            with Crowd("versions", running.address, ["heavy"], _NO_DIFFERENCE, 4) as crowd:
-                quiet = crowd.window(4, at.window / 2)
-                seen = crowd.window(4, times * (apart + (0.2 if at.quick else 1.0 if label == "1200mb" else 0.2)), during=learn)
-            learner.close()
-        found.figures |= {f"{label}_{key}": value for key, value in pauses(quiet, seen, published).items()}
-    found.notes.append(
-        "a pause is the longest time without an answer to anybody while a version is taken over, less the median between answers"
-    )
+def _published(at: Setup, megabytes: float, times: int, apart: float) -> dict[str, float]:
+    """So many publications, `apart` seconds between them so that each can be told from the next."""
+    model: dict[str, object] = {
+        "factory": _HEAVY,
+        "args": {"megabytes": megabytes},
+        "publish": "double_buffer",
+        "max_batch": 16,
+    }
+    published: list[tuple[int, int, float]] = []
+    with _server(at, {"heavy": model}) as running, contextlib.closing(_Learner(running, "heavy", megabytes)) as learner:
+
+        def learn() -> None:
+            for _ in range(times):
+                published.append(learner.publish())
+                time.sleep(apart)
+
+        with Crowd("versions", running.address, ["heavy"], _NO_DIFFERENCE, 4) as crowd:
+            quiet = crowd.window(4, at.window / 2)
+            seen = crowd.window(4, times * (apart + 0.2 + megabytes / 1200), during=learn)
+    return pauses(quiet, seen, published)
 
 
 def pauses(quiet: Window, seen: Window, published: list[tuple[int, int, float]]) -> dict[str, float]:
@@ -239,21 +253,23 @@ def pauses(quiet: Window, seen: Window, published: list[tuple[int, int, float]])
 def torn(at: Setup, found: Found) -> None:
     """A learner that publishes without a pause; every answer looks at every weight, and a mixture is a failure."""
     megabytes = 1.0 if at.quick else 32.0
-    model = {"factory": _HEAVY, "args": {"megabytes": megabytes, "every": 1}, "publish": "double_buffer", "max_batch": 16}
-    with _server(at, {"heavy": model}) as running:
-        learner, stop = _Learner(running, "heavy", megabytes), threading.Event()
-        made: list[tuple[int, int, float]] = []
+    clients, seconds = 2 if at.quick else 8, at.window * (1 if at.quick else 4)
+    model: dict[str, object] = {
+        "factory": _HEAVY,
+        "args": {"megabytes": megabytes, "every": 1},
+        "publish": "double_buffer",
+        "max_batch": 16,
+    }
+    made: list[tuple[int, int, float]] = []
+    with _server(at, {"heavy": model}) as running, contextlib.closing(_Learner(running, "heavy", megabytes)) as learner:
 
         def hammer() -> None:
             until = time.monotonic() + seconds
-            while not stop.is_set() and time.monotonic() < until:
+            while time.monotonic() < until:
                 made.append(learner.publish())
 
-        seconds = at.window * (1 if at.quick else 4)
-        with Crowd("versions", running.address, ["heavy"], _NO_DIFFERENCE, 2 if at.quick else 8) as crowd:
-            window = crowd.window(2 if at.quick else 8, seconds, during=hammer)
-        stop.set()
-        learner.close()
+        with Crowd("versions", running.address, ["heavy"], _NO_DIFFERENCE, clients) as crowd:
+            window = crowd.window(clients, seconds, during=hammer)
     found.figures |= {
         "torn_reads": 0.0,  # a client that met one has failed above
         "publications": len(made),
@@ -303,9 +319,8 @@ def memory(at: Setup, found: Found) -> None:
         handles = [client.model("hungry", rows=1) for client in clients]
         for round_ in range(2 if at.quick else 5):
             began = time.monotonic()
-            tickets = [
-                handle.submit(np.array([[hunger, i, round_, 1]], np.float32), timeout=60.0) for i, handle in enumerate(handles)
-            ]
+            rows = [np.array([[hunger, i, round_, 1]], np.float32) for i in range(asks)]
+            tickets = [handle.submit(row, timeout=60.0) for handle, row in zip(handles, rows, strict=True)]
             for i, ticket in enumerate(tickets):
                 got = float(np.asarray(ticket.result(timeout=60.0).outputs).reshape(-1)[0])
                 if abs(got - (i + round_ + 1)) > 1e-3:
@@ -326,7 +341,10 @@ def killed(at: Setup, found: Found) -> None:
     kills = 1 if at.quick else 3
     before = _device_memory()[0] if at.gpu else 0
     back: list[float] = []
-    with _server(at, {"vector": model}) as running, Crowd("served", running.address, ["vector"], samples, clients) as crowd:
+    with (
+        _server(at, {"vector": model}) as running,
+        Crowd("served", running.address, ["vector"], samples, clients) as crowd,
+    ):
         crowd.window(clients, min(1.0, at.window))
         first = _device_memory()[0] if at.gpu else 0
 
@@ -346,7 +364,9 @@ def killed(at: Setup, found: Found) -> None:
         last = _device_memory()[0] if at.gpu else 0
     found.figures |= {"kills": kills, "back_s": float(np.median(back)), "back_worst_s": max(back)}
     if at.gpu:
-        wait_until(lambda: before - _device_memory()[0] < 64 * _MIB, 30.0, "the device's memory back after the server's end")
+        wait_until(
+            lambda: before - _device_memory()[0] < 64 * _MIB, 30.0, "the device's memory back after the server's end"
+        )
         found.figures |= {
             "held_by_server_mib": (before - first) / _MIB,
             "lost_by_kills_mib": (first - last) / _MIB,

@@ -15,13 +15,13 @@ from benchmarks.gpu.measure import Found, Setup
 # CPU: there it is the juror, in the private server, that is on the device.
 _TRAININGS: dict[str, tuple[list[str], list[str], str]] = {
     "photo": (
-        ["--steps", "2048", "--seconds", "20", "--damages", "2", "--workers", "4", "--envs", "16"],
-        ["--steps", "64", "--seconds", "1", "--damages", "2", "--workers", "1", "--envs", "2", "--rollout", "64"],
+        ["--steps", "2048", "--seconds", "20", "--damages", "2", "--workers", "8"],
+        ["--steps", "64", "--seconds", "1", "--damages", "2", "--workers", "2", "--rollout", "64"],
         "",
     ),
     "hockey": (
         ["--steps", "12000", "--seconds", "20", "--workers", "4", "--envs", "32", "--learning-starts", "1000"],
-        ["--steps", "400", "--seconds", "4", "--workers", "1", "--envs", "2", "--learning-starts", "100"],
+        ["--steps", "400", "--workers", "1", "--envs", "2", "--learning-starts", "100"],
         "device",
     ),
     "gym": (
@@ -43,7 +43,9 @@ def _run(at: Setup, found: Found, name: str) -> None:
         command += quick if at.quick else full
         if setting and label == "gpu":
             command += ["--set", f'{setting}="{place}"']
-        environment = {**os.environ, "JURYBOX_ADDRESS": f"ipc://{at.folder}/nobody"}  # so that photo starts its own
+        nobody = at.folder / f"runtime-{name}"  # where no server is, so that photo starts its own
+        nobody.mkdir(mode=0o700, exist_ok=True)
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(nobody)}
         if label == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
@@ -56,8 +58,8 @@ def _run(at: Setup, found: Found, name: str) -> None:
         file = folder / "summary.json"
         if file.exists():
             summary = json.loads(file.read_text())
-        if code or not summary.get("seconds"):
-            raise RuntimeError(f"train {name} on {place} ended with {code} and {'a' if summary else 'no'} summary")
+        if code or not summary.get("seconds") or not summary.get("env_steps"):
+            raise RuntimeError(f"train {name} on {place} ended with {code}; its summary: {summary or 'none'}")
         found.figures[f"{label}_steps_per_s"] = summary["env_steps"] / summary["seconds"]
         found.figures[f"{label}_learner_steps_per_s"] = (summary.get("learner_steps") or 0) / summary["seconds"]
         found.figures[f"{label}_seconds"] = summary["seconds"]
