@@ -6,7 +6,9 @@ import asyncio
 import gc
 import inspect
 import math
+import os
 import pickle
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from tests.serving import serving, wait_until
 from jurybox.client import ModelNotFound, RowFailed, ServerGone, SpecMismatch
 from jurybox.client.rewards import (
     Juror,
+    Passing,
     gymnasium_reward,
     openrlhf_reward,
     sb3_reward,
@@ -32,10 +35,16 @@ MODELS = {
 }
 MODELS["corner"] = {"factory": "tests.models:affine"}  # four outputs in one: no score
 
+PANEL = """
+[panels.lengths.members]
+short = {weight = 1, model = "text_length", output = "score"}
+long = {weight = 10, model = "text_length", output = "score"}
+"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, more=PANEL) as running:
         yield running
 
 
@@ -228,3 +237,56 @@ def test_a_juror_goes_to_other_processes_by_pickle(where):
     assert juror.scores({"text": ["abc"]}, 1) == [3.0]
     again = pickle.loads(pickle.dumps(juror))
     assert again.scores({"text": ["abc", "bad"]}, 2) == [3.0, "a bad text"]
+
+
+def test_a_panel_of_the_configuration_is_asked_by_its_name(server):
+    juror = Juror("lengths", address=server.address)
+    for asks in (juror, pickle.loads(pickle.dumps(juror))):
+        scores = asks.scores({"text": ["abc", "bad", "x"]}, 3)
+        assert scores[0] == 33.0 and scores[2] == 11.0
+        assert scores[1] == "short: a bad text; long: a bad text"
+        assert scores.parts["short"] == [3.0, "a bad text", 1.0] and scores.parts["long"][0] == 3.0
+        asks.close()
+    assert trl_reward("lengths", address=server.address)(completions=["abc", "bad"]) == [33.0, None]
+    with pytest.raises(ModelNotFound):
+        Juror("length", address=server.address).scores({"text": ["a"]}, 1)
+    with pytest.raises(SpecMismatch, match="name the one number"):
+        Juror({"text_length": 1.0}, address=server.address).scores({"text": ["a"]}, 1)
+
+
+def test_many_callers_of_a_panel_get_their_own_totals(server):
+    async def both():
+        juror = Juror("lengths", address=server.address)
+        return await asyncio.gather(*(juror.scores_async({"text": ["x" * n]}, 1) for n in range(1, 40)))
+
+    assert [scores[0] for scores in asyncio.run(both())] == [11.0 * n for n in range(1, 40)]
+
+
+def test_a_killed_member_makes_the_total_missing_never_smaller(server, tmp_path):
+    """Its own server, so its own engine; the other member goes on answering."""
+    one = {"text_length": MODELS["text_length"]}
+    with serving(tmp_path / "other", one) as other:
+        panel = {
+            "here": {"weight": 1, "model": "text_length", "output": "score"},
+            "there": {"weight": 10, "model": "text_length", "output": "score", "address": other.address},
+        }
+        juror = Juror(panel, address=server.address, timeout=60.0)
+        assert juror.scores({"text": ["abc"]}, 1) == [33.0]
+        impatient = Juror(panel, address=server.address, timeout=1.0)
+        impatient.scores({"text": ["abc"]}, 1)
+        engine = other.pids()["engine-0"]
+        os.kill(engine, signal.SIGSTOP)
+        scores = impatient.scores({"text": ["abc", "x"]}, 2)
+        assert all(isinstance(score, Passing) and "there" in score for score in scores)
+        assert scores.parts.get("here", [3.0, 1.0]) == [3.0, 1.0]
+        os.kill(engine, signal.SIGKILL)
+        assert all(isinstance(score, str) or score == 33.0 for score in impatient.scores({"text": ["abc"]}, 1))
+        assert juror.scores({"text": ["abc"]}, 1) == [33.0]  # the next engine answers inside the time-out
+        juror.close()
+        impatient.close()
+
+
+@pytest.mark.parametrize("panel", [{}, {"a": math.nan}, {"a": {"weight": 1, "modell": "b"}}])
+def test_a_panel_that_is_none_is_refused_at_once(panel):
+    with pytest.raises(ValueError, match="expected"):
+        Juror(panel)

@@ -5,6 +5,9 @@ hook gives what its trainer leaves out of the computation, and raises where the 
 
 Calls that are made at the same time, from tasks of an event loop or from threads, go to the server together.
 
+Wherever a model's name is expected, a panel's of the server's configuration may stand, or a mapping of names and
+weights: its members are asked side by side, and where one of them has no score for a row, the row has none.
+
 Example:
     from jurybox.client.rewards import trl_reward
 
@@ -22,16 +25,17 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from jurybox.client.row_codec import utf8
 from jurybox.client.server import Server, connect
-from jurybox.protocol.errors import Busy, ModelFailed, RowFailed, ServerGone, SpecMismatch, Timeout, said
+from jurybox.protocol.errors import Busy, ModelFailed, ModelNotFound, RowFailed, ServerGone, SpecMismatch, Timeout, said
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -43,6 +47,7 @@ __all__ = ["Juror", "gymnasium_reward", "openrlhf_reward", "sb3_reward", "slime_
 
 Scored = float | str  # a score, or why there is none
 Inputs = Mapping[str, "str | Callable[[Mapping[str, Any]], Sequence[Any]]"]
+Members = Mapping[str, "float | Mapping[str, Any]"]  # of a panel: weights by name, or weight and more
 Missing = Literal["raise", "nan"]
 _LOG = logging.getLogger("jurybox.rewards")
 _GRACE = 2.0  # seconds a call waits beyond its time-out for the server's own word
@@ -68,18 +73,27 @@ class Passing(str):
 
 
 class Scores(list[Scored]):
-    """A score or a reason for each row; `version` is that of the weights, the oldest where several were used."""
+    """A score or a reason for each row.
 
-    version: int = 0
+    Attributes:
+        version: of the weights, the oldest where several were used.
+        parts: of a panel the scores or reasons of every member, by name, n each.
+    """
+
+    def __init__(self, scored: Iterable[Scored] = ()) -> None:
+        super().__init__(scored)
+        self.version = 0
+        self.parts: dict[str, list[Scored]] = {}
 
 
 class Juror:
-    """A model of a server whose output is a score. Connects when it is first asked, in each process anew.
+    """A model of a server whose output is a score, or a panel. Connects when it is first asked, in each process anew.
 
     Its rows go back to the server when it is closed or nobody refers to it any more.
 
     Args:
-        model: its name.
+        model: its name, or that of a panel of the server's configuration; or a panel's members by name, each with its
+            weight, or with a dict of `weight` and of `model`, `output`, `address` where they are not the usual ones.
         inputs: where each of the model's inputs comes from: the name of a column, or a function of all columns that
             gives a list with a value for each row. Without it columns of the same name, or of the trainer's usual ones.
         output: the output that is the score; needed where the model has several.
@@ -89,14 +103,16 @@ class Juror:
 
     def __init__(
         self,
-        model: str,
+        model: str | Members,
         *,
         inputs: Inputs | None = None,
         output: str | None = None,
         address: str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self.name = model
+        self.name = model if isinstance(model, str) else "+".join(model)
+        self._panel = None if isinstance(model, str) else dict(model)
+        self._partial = False  # whether inputs that are not the model's are others'
         self._inputs = dict(inputs or {})
         self._output = output
         self._address = address
@@ -111,9 +127,11 @@ class Juror:
         self._model: Model | None = None
         self._server: Server | None = None
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Asked]] = weakref.WeakKeyDictionary()
+        self._members: dict[str, tuple[float, Juror]] = {} if self._panel is None else self._jurors(self._panel)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("name", "_inputs", "_output", "_address", "_timeout")}
+        kept = ("name", "_panel", "_partial", "_inputs", "_output", "_address", "_timeout")
+        return {key: getattr(self, key) for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -153,8 +171,11 @@ class Juror:
         """Give its rows back. Asked again, it connects anew."""
         with self._lock:
             self._model, server, self._server = None, self._server, None
+            members = list(self._members.values())
         if server is not None:
             server.close()
+        for _, member in members:
+            member.close()
 
     # ---- inside
 
@@ -175,16 +196,46 @@ class Juror:
                 self._thread.start()
                 weakref.finalize(self, self._queue.put, None)
 
+    def _jurors(self, panel: Members) -> dict[str, tuple[float, Juror]]:
+        """A juror for each member."""
+        if not panel:
+            raise ValueError("a panel without members: expected a weight for each by name")
+        members: dict[str, tuple[float, Juror]] = {}
+        for name, told in panel.items():
+            given: dict[str, Any] = dict(told) if isinstance(told, Mapping) else {"weight": told}
+            weight = float(given.pop("weight"))
+            if not math.isfinite(weight):
+                raise ValueError(f"the weight of {name!r} is {weight}, expected a finite number")
+            juror = Juror(
+                given.pop("model", name),
+                inputs=self._inputs,
+                output=given.pop("output", None),
+                address=given.pop("address", self._address),
+                timeout=self._timeout,
+            )
+            if given:
+                known = "weight, model, output, address"
+                raise ValueError(f"member {name!r}: {list(given)} is not known, expected {known}")
+            juror._partial = True
+            members[name] = (weight, juror)
+        return members
+
     def _answer(self, taken: list[_Asked]) -> None:
         if not taken:
             return
-        model = self._model or self._connected()
+        model = self._model
+        if model is None and not self._members:
+            model = self._connected()
+        if model is None:
+            for asked in taken:
+                _Vote(asked, self._members)
+            return
         rows: list[dict[str, Any]] = []
         answers: Iterator[Scored]
         fitting: list[_Asked] = []
         for asked in taken:
             try:
-                asked.fit(model.spec, self._inputs)
+                asked.fit(model.spec, self._inputs, partial=self._partial)
             except Exception as error:  # noqa: BLE001  a mistake of this caller, or of its function
                 asked.answer.set_exception(error)
             else:
@@ -224,10 +275,19 @@ class Juror:
             for i, score in enumerate(scores)
         ]
 
-    def _connected(self) -> Model:
+    def _connected(self) -> Model | None:
+        """The model; None where the name is that of a panel, whose members are known then."""
         server = connect(self._address, timeout=self._timeout)
         try:
-            model = server.model(self.name)
+            try:
+                model = server.model(self.name)
+            except ModelNotFound:
+                panel = server.status().get("panels", {}).get(self.name)
+                if panel is None or self._partial:
+                    raise
+                self._members = self._jurors(panel)
+                server.close()
+                return None
             self._check_output(model)
         except BaseException:
             server.close()
@@ -268,9 +328,71 @@ def _work(of: weakref.ref[Juror], waiting: queue.SimpleQueue[_Asked | None]) -> 
         except BaseException as error:  # noqa: BLE001  somebody waits for each of them
             failure = error
         for asked in taken:
-            if not asked.answer.done():
+            if not asked.answer.done() and not asked.waits_for:
                 asked.answer.set_exception(failure)
         del first, taken, asked, failure
+
+
+class _Vote:
+    """One call of a panel: asks its members side by side, and answers when the last of them has.
+
+    A member that is not there (its server, its engine) has no score for any row; a mistake in the wiring raises.
+    """
+
+    def __init__(self, asked: _Asked, members: Mapping[str, tuple[float, Juror]]) -> None:
+        self._asked = asked
+        self._weights = {name: weight for name, (weight, _) in members.items()}
+        self._given: dict[str, Scores | BaseException] = {}
+        self._lock = threading.Lock()
+        votes = {name: _Asked(asked.columns, asked.n, asked.until) for name in members}
+        for name, vote in votes.items():
+            vote.answer.add_done_callback(partial(self._came, name))
+            members[name][1]._hand_over([vote])
+        asked.waits_for = list(votes.values())
+
+    def _came(self, name: str, answer: Future[Scores]) -> None:
+        try:
+            given: Scores | BaseException = answer.result()
+        except _PASSING as error:
+            given = Scores([Passing(said(error, 300))] * self._asked.n)
+        except BaseException as error:  # noqa: BLE001  whoever asked is to know
+            given = error
+        with self._lock:
+            self._given[name] = given
+            last = len(self._given) == len(self._weights)
+        if last:
+            self._answer()
+
+    def _answer(self) -> None:
+        answer = self._asked.answer
+        if answer.done():
+            return
+        parts: dict[str, Scores] = {}
+        for name in self._weights:
+            given = self._given[name]
+            if isinstance(given, BaseException):
+                answer.set_exception(given)
+                return
+            parts[name] = given
+        scores = Scores(self._total(parts, i) for i in range(self._asked.n))
+        scores.version = min((part.version for part in parts.values()), default=0)
+        scores.parts = {name: list(part) for name, part in parts.items()}
+        answer.set_result(scores)
+
+    def _total(self, parts: Mapping[str, Scores], i: int) -> Scored:
+        total = 0.0
+        missing: list[tuple[str, str]] = []
+        for name, part in parts.items():
+            score = part[i]
+            if isinstance(score, str):
+                missing.append((name, score))
+            else:
+                total += self._weights[name] * score
+        if missing:
+            why = "; ".join(f"{name}: {reason}" for name, reason in missing)
+            passing = all(isinstance(reason, Passing) for _, reason in missing)
+            return Passing(why) if passing else why
+        return total if math.isfinite(total) else f"the total is {total}"
 
 
 class _Asked:
@@ -281,16 +403,19 @@ class _Asked:
         self.n = n
         self.until = until
         self.rows: list[dict[str, Any] | str] = []
+        self.waits_for: list[_Asked] = []  # a panel's members
         self.answer: Future[Scores] = Future()
 
     def late(self, timeout: float) -> Scores:
         """What a caller gets who cannot wait any longer; raises where the call itself failed."""
         if not self.answer.cancel() and self.answer.done():
             return self.answer.result()
+        for vote in self.waits_for:
+            vote.answer.cancel()
         return Scores([Passing(f"no score came within {timeout} s: others' requests took too long")] * self.n)
 
-    def fit(self, spec: ModelSpec, inputs: Inputs) -> None:
-        if unknown := inputs.keys() - spec.inputs.keys():
+    def fit(self, spec: ModelSpec, inputs: Inputs, *, partial: bool = False) -> None:
+        if (unknown := inputs.keys() - spec.inputs.keys()) and not partial:
             raise SpecMismatch(f"model {spec.name!r} has no input {', '.join(unknown)}: it takes {list(spec.inputs)}")
         given = {name: self._column(spec.name, name, inputs.get(name)) for name in spec.inputs}
         for i in range(self.n):
@@ -372,7 +497,7 @@ def _tell(name: str, reasons: list[str], n: int) -> None:
 # One hook for each trainer. `juror` are the arguments of Juror.
 
 
-def trl_reward(model: str, *, name: str = "", asynchronous: bool = False, **juror: Any) -> Callable[..., Any]:
+def trl_reward(model: str | Members, *, name: str = "", asynchronous: bool = False, **juror: Any) -> Callable[..., Any]:
     """A function for TRL's ``reward_funcs``; a missing reward is None, which TRL leaves out.
 
     Columns are `prompts`, `completions` and those of the dataset.
@@ -388,7 +513,7 @@ def trl_reward(model: str, *, name: str = "", asynchronous: bool = False, **juro
     asks = Juror(model, **juror)
 
     def given(scored: list[Scored]) -> list[float | None]:
-        _tell(model, [score for score in scored if isinstance(score, str)], len(scored))
+        _tell(asks.name, [score for score in scored if isinstance(score, str)], len(scored))
         return [None if isinstance(score, str) else score for score in scored]
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -398,12 +523,12 @@ def trl_reward(model: str, *, name: str = "", asynchronous: bool = False, **juro
         return given(await asks.scores_async({"completions": completions, **columns}, len(completions)))
 
     function: Callable[..., Any] = reward_async if asynchronous else reward
-    function.__name__ = name or model.replace("/", "_")
+    function.__name__ = name or asks.name.replace("/", "_")
     return function
 
 
 def verl_score(
-    model: str, *, asynchronous: bool = True, missing: Missing = "raise", **juror: Any
+    model: str | Members, *, asynchronous: bool = True, missing: Missing = "raise", **juror: Any
 ) -> Callable[..., Any]:
     """A ``compute_score`` for verl and verl-omni; samples of a worker that are scored at once go together.
 
@@ -424,15 +549,15 @@ def verl_score(
         return {key: [value] for key, value in merged.items() if value is not None}
 
     async def compute_score(**given: Any) -> float:
-        return _numbers(model, await asks.scores_async(columns(given), 1), missing)[0]
+        return _numbers(asks.name, await asks.scores_async(columns(given), 1), missing)[0]
 
     def compute_score_now(**given: Any) -> float:
-        return _numbers(model, asks.scores(columns(given), 1), missing)[0]
+        return _numbers(asks.name, asks.scores(columns(given), 1), missing)[0]
 
     return compute_score if asynchronous else compute_score_now
 
 
-def openrlhf_reward(model: str, **juror: Any) -> Callable[..., dict[str, Any]]:
+def openrlhf_reward(model: str | Members, **juror: Any) -> Callable[..., dict[str, Any]]:
     """A ``reward_func`` for the file that OpenRLHF's ``--reward.remote_url`` names; calls of its threads go together.
 
     A missing reward raises: OpenRLHF logs that and keeps the sample with reward None. `scores` are as `rewards`.
@@ -444,13 +569,13 @@ def openrlhf_reward(model: str, **juror: Any) -> Callable[..., dict[str, Any]]:
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **_: Any) -> dict[str, Any]:
         given = {"queries": queries, "prompts": prompts, "labels": labels}
-        rewards = _numbers(model, asks.scores(given, len(queries)))
+        rewards = _numbers(asks.name, asks.scores(given, len(queries)))
         return {"rewards": rewards, "scores": list(rewards), "extra_logs": {}}
 
     return reward_func
 
 
-def slime_reward(model: str, **juror: Any) -> Callable[..., Any]:
+def slime_reward(model: str | Members, **juror: Any) -> Callable[..., Any]:
     """A function for slime's ``--custom-rm-path``: of one sample, or of a list of them. A missing reward raises.
 
     Args:
@@ -469,14 +594,14 @@ def slime_reward(model: str, **juror: Any) -> Callable[..., Any]:
         ]
         names = set.intersection(*(set(row) for row in rows)) if rows else set()
         given = {key: [row[key] for row in rows] for key in names}
-        rewards = _numbers(model, await asks.scores_async(given, len(samples)) if samples else [])
+        rewards = _numbers(asks.name, await asks.scores_async(given, len(samples)) if samples else [])
         return rewards if isinstance(sample, list) else rewards[0]
 
     return custom_rm
 
 
 def gymnasium_reward(
-    env: gymnasium.Env[Any, Any], model: str, *, missing: Missing = "raise", **juror: Any
+    env: gymnasium.Env[Any, Any], model: str | Members, *, missing: Missing = "raise", **juror: Any
 ) -> gymnasium.Env[Any, Any]:
     """The environment with the juror's score of each step as its reward; its own is info["environment_reward"].
 
@@ -499,12 +624,12 @@ def gymnasium_reward(
             info = {**info, "environment_reward": own}
             if isinstance(scored[0], str):
                 info["reward_missing"] = scored[0]
-            return observation, _numbers(model, scored, missing)[0], terminated, truncated, info
+            return observation, _numbers(asks.name, scored, missing)[0], terminated, truncated, info
 
     return JurorReward(env)
 
 
-def sb3_reward(venv: Any, model: str, *, missing: Missing = "raise", **juror: Any) -> Any:
+def sb3_reward(venv: Any, model: str | Members, *, missing: Missing = "raise", **juror: Any) -> Any:
     """As `gymnasium_reward`, for a VecEnv of Stable-Baselines3: all environments' scores in one request.
 
     Where an episode ended, its last observation is scored, not the first of the next one.
@@ -533,7 +658,7 @@ def sb3_reward(venv: Any, model: str, *, missing: Missing = "raise", **juror: An
                 info["environment_reward"] = float(reward)
                 if isinstance(score, str):
                     info["reward_missing"] = score
-            return observations, np.array(_numbers(model, scored, missing), np.float32), dones, infos
+            return observations, np.array(_numbers(asks.name, scored, missing), np.float32), dones, infos
 
     return JurorRewards(venv)
 

@@ -44,6 +44,8 @@ def status_document(
     grpc: str = "",
     tcp: str = "",
     robots: Mapping[str, str] | None = None,
+    dialects: Mapping[str, str] | None = None,
+    panels: Mapping[str, Any] | None = None,
     draining: bool = False,
     engine_timeout: float = 60.0,
     events: Sequence[dict[str, Any]] = (),
@@ -54,6 +56,8 @@ def status_document(
     """The status of a server, as JSON values.
 
     Args:
+        robots, dialects: where those with a port of their own listen, by name.
+        panels: members of each by name.
         models: those it holds.
         lanes: those leased, or about to be free.
         segments: bytes of each of the server's segments, by name.
@@ -77,12 +81,14 @@ def status_document(
             "grpc": grpc,
             "tcp": tcp,
             "robots": dict(robots or {}),
+            "dialects": dict(dialects or {}),
             "build": build_version(),
             "protocol": PROTOCOL_VERSION,
             "started": started,
             "uptime": max(0.0, now - started),
         },
         "engines": engines,
+        "panels": dict(panels or {}),
         "models": [_model(held, counters[:, held.index], lanes, monotonic_ns) for held in models],
         "lanes": {
             "in_use": sum(lane.retiring is None for lane in lanes),

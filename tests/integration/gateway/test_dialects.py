@@ -13,6 +13,7 @@ import threading
 import httpx
 import numpy as np
 import pytest
+import requests
 from PIL import Image
 from tests.serving import serving
 
@@ -21,7 +22,9 @@ MODELS = {
     for name in ("text_length", "brightness", "brightness_and_prompt")
 }
 DIALECTS = {
-    "flow_grpo": {"model": "brightness", "output": "score"},
+    "flow_grpo": {"model": "brightness", "output": "score", "port": 0},
+    "cosmos": {"model": "brightness_and_prompt", "output": "score", "reward": "fine", "port": 0},
+    "panelled": {"speaks": "unirl", "model": "both", "reward": "both"},
     "unified": {"speaks": "flow_grpo", "model": "brightness_and_prompt", "output": "score"},
     "verl_omni": {"model": "brightness_and_prompt", "output": "score", "timeout": 5.0},
     "openrlhf": {"model": "text_length", "output": "score"},
@@ -32,10 +35,20 @@ DIALECTS = {
     "nobody": {"speaks": "openrlhf", "model": "brightness"},
 }
 
+PANELS = """
+[panels.lengths.members]
+short = {weight = 1, model = "text_length", output = "score"}
+long = {weight = 10, model = "text_length", output = "score"}
+[panels.both.members]
+bright = {weight = 0.5, model = "brightness", output = "score"}
+prompted = {weight = 2, model = "brightness_and_prompt", output = "score"}
+"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, dialects=DIALECTS, http="127.0.0.1:0") as running:
+    folder = tmp_path_factory.mktemp("server")
+    with serving(folder, MODELS, dialects=DIALECTS, http="127.0.0.1:0", more=PANELS) as running:
         yield running
 
 
@@ -274,3 +287,122 @@ def test_flow_factory_gets_rewards_or_an_error_that_it_raises(http):
     for wrong in ({"image": [b64(b"x")] * 2}, {"image": []}, {"prompt": "a"}, {"video": [["x"]]}, {"image": None}):
         answer = http.post("/flow_factory/compute", json={**body, **wrong})
         assert (answer.status_code, list(answer.json())) == (200, ["error"])
+
+
+def sent_by_cosmos(pictures: np.ndarray, **more) -> bytes:
+    """A body as cosmos-rl's client writes it."""
+    sink = io.BytesIO()
+    np.save(sink, pictures)
+    told = {"prompts": ["ab"] * len(pictures), "reward_fn": {"fine": 1.0, "off": 0.0}, "media_type": "image", **more}
+    return json.dumps(told).encode("utf-8") + b"\n" + sink.getvalue()
+
+
+def pulled(http, key, reward="fine", base="/cosmos"):
+    """The client's question, repeated as it does, until the scores are there."""
+    for _ in range(20):
+        answer = http.post(f"{base}/pull", data={"uuid": key, "type": reward})
+        if answer.status_code == 200:
+            return answer.json()
+    raise AssertionError(answer.text)
+
+
+def flat(*values: int) -> np.ndarray:
+    return np.stack([np.full((16, 20, 3), value, np.uint8) for value in values])
+
+
+COSMOS = {"Content-Type": "application/octet-stream", "Authorization": "Bearer "}  # its client's, without a token
+# What the client sent for one picture of 1 x 2 pixels, byte for byte.
+RECORDED = (
+    b'{"prompts": ["ab"], "reward_fn": {"fine": 1.0}, "media_type": "image", "video_infos": [{"video_fps": 16.0}]}\n'
+    b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 2, 3), }"
+    + b" " * 52 + b"\n" + b"\x33" * 6
+)  # fmt: skip
+
+
+def test_cosmos_sends_pictures_and_asks_for_their_scores(http):
+    answer = requests.post(f"{http.base_url}cosmos/enqueue", data=RECORDED, headers=COSMOS, timeout=30)
+    key = answer.json()["uuid"]
+    answer = pulled(http, key)
+    assert np.allclose(answer["scores"]["fine"], [2.2], atol=1e-3) and answer["type"] == "fine"
+    assert {type(answer[name]) for name in ("duration", "decoded_duration")} == {str}
+    assert pulled(http, key)["scores"] == answer["scores"]  # for a client that lost the answer
+    key = http.post("/cosmos/enqueue", content=sent_by_cosmos(flat(51, 0, 102))).json()["uuid"]
+    scores = pulled(http, key)["scores"]["fine"]
+    assert np.isnan(scores[1]) and np.allclose([scores[0], scores[2]], [2.2, 2.4], atol=1e-3)
+    assert http.post("/cosmos/ping", data={"info_data": "x"}).status_code == 200
+
+
+def test_cosmos_without_one_score_is_all_nan_and_unknown_questions_are_400(http):
+    key = http.post("/cosmos/enqueue", content=sent_by_cosmos(np.zeros((2, 300, 300, 3), np.uint8))).json()["uuid"]
+    assert np.isnan(pulled(http, key)["scores"]["fine"]).tolist() == [True, True]
+    for form in ({"uuid": "none", "type": "fine"}, {"uuid": key, "type": "other"}, {}):
+        answer = http.post("/cosmos/pull", data=form)
+        assert (answer.status_code, list(answer.json())) == (400, ["message"])
+
+
+def test_what_cosmos_cannot_be_scored_for_gets_no_uuid(http):
+    objects, sink = np.array([None], object), io.BytesIO()
+    np.save(sink, objects, allow_pickle=True)
+    huge = b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (99999, 99999, 99999, 3), }"
+    line = RECORDED.partition(b"\n")[0] + b"\n"
+    for body in (
+        b"", b"{}\n", b"\n", RECORDED[:-1], RECORDED + b"\0", line + sink.getvalue(), line + huge.ljust(128) + b"\n",
+        line + b"\x93NUMPY\x01\x00\x08\x00" + b"(" * 8, line + b"no file", line + b"\x80\x04N.",
+        sent_by_cosmos(flat(51), media_type="latent"), sent_by_cosmos(flat(51), reward_fn={"other": 1.0}),
+        sent_by_cosmos(flat(51), reward_fn=3), sent_by_cosmos(flat(51), prompts=[]),
+        sent_by_cosmos(flat(51).astype(np.float32)), sent_by_cosmos(flat(51)[0]),
+    ):  # fmt: skip
+        answer = http.post("/cosmos/enqueue", content=body)
+        assert 400 <= answer.status_code < 500 and list(answer.json()) == ["message"], (body[:80], answer.text)
+
+
+def test_a_dialect_has_a_port_of_its_own_with_the_gateways_walls(server):
+    with server.connect() as client:
+        where = client.status()["server"]["dialects"]
+    assert set(where) == {"flow_grpo", "cosmos"} and all(one.startswith("127.0.0.1:") for one in where.values())
+    with httpx.Client(base_url=f"http://{where['flow_grpo']}", timeout=60) as own:
+        answer = own.post("/", content=pickle.dumps({"images": [picture(51)]}))
+        assert np.allclose(pickle.loads(answer.content)["outputs"], [0.2], atol=1e-3)
+        assert own.get("/health").status_code == 200
+        assert own.get("/status").status_code == 404
+        assert own.post("/", content=b"", headers={"Host": "example.com"}).status_code == 421
+        assert own.post("/", content=b"", headers={"Origin": "http://example.com"}).status_code == 403
+    with httpx.Client(base_url=f"http://{where['cosmos']}", timeout=60) as own:
+        key = own.post("/enqueue", content=RECORDED).json()["uuid"]
+        assert np.allclose(pulled(own, key, base="")["scores"]["fine"], [2.2], atol=1e-3)
+
+
+def test_a_panel_gives_scores_by_name_and_no_total_where_a_member_has_none(http):
+    image = [b64(picture(51)), b64(picture(0))]  # of the second one the brightness fails
+
+    def sample(one):
+        return {"history": [{"text": "ab", "image_b64": one}], "required_rewards": ["both"]}
+
+    answer = http.post("/panelled/score", json={"requests": [sample(one) for one in image]}).json()
+    told = answer["results"][0]["both"]
+    assert next(iter(told)) == "score" and set(told) == {"score", "bright", "prompted", "weights_version"}
+    assert np.allclose([told["bright"], told["prompted"]], [0.2, 2.2], atol=1e-3)
+    assert np.isclose(told["score"], 0.5 * told["bright"] + 2 * told["prompted"])
+    assert answer["results"][1] == {} and "bright: a black picture" in answer["errors"][1]["both"]
+
+
+def test_a_panel_is_asked_by_the_open_inference_protocol_too(server):
+    def ask(*texts, parameters=None):
+        body = {
+            "inputs": [{"name": "text", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)}],
+            "parameters": parameters or {},
+        }
+        return client.post("/v2/models/lengths/infer", json=body)
+
+    with httpx.Client(base_url=f"http://{server.listening('http')}", timeout=60) as client:
+        told = client.get("/v2/models/lengths").json()
+        assert [one["name"] for one in told["inputs"]] == ["text"]
+        assert [one["name"] for one in told["outputs"]] == ["score", "short", "long"]
+        given = {one["name"]: one["data"] for one in ask("abc", "x").json()["outputs"]}
+        assert given["short"] == [3.0, 1.0] and np.allclose(given["score"], [33.0, 11.0])
+        assert client.get("/v2/models/lengths/ready").status_code == 200
+        assert ask("abc", "bad").status_code >= 400
+        answer = ask("abc", "bad", "nan", parameters={"row_errors": True}).json()
+        assert set(json.loads(answer["parameters"]["row_errors"])) == {"1", "2"}
+        scores = {one["name"]: one["data"] for one in answer["outputs"]}["score"]
+        assert np.allclose(scores[0], 33.0) and scores[1] in (None, "NaN") and scores[2] in (None, "NaN")

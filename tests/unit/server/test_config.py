@@ -362,6 +362,9 @@ def test_settings_of_a_load_request_are_checked_like_the_files():
         ('[dialects.slime]\nmodel = "photo"\nmodell = "x"\n', "no such setting; did you mean 'model'"),
         ('[dialects."a/b"]\nmodel = "photo"\n', "expected a name of letters"),
         ("[dialects.slime]\n", "dialects.slime.model: is missing"),
+        ('[dialects.slime]\nmodel = "photo"\nport = 70000\n', "dialects.slime.port"),
+        ('[dialects.slime]\nmodel = "photo"\nport = 8000\n', "'127.0.0.1:8000' is listened on twice"),
+        ('[dialects.flow_grpo]\nmodel = "photo"\nport = 1\nhost = "0.0.0.0"\n', "dialects.flow_grpo.host = .* is open"),
         ("dialects = 3\n", "expected a table"),
     ],
 )
@@ -379,6 +382,35 @@ def test_a_dialect_that_takes_pickles_may_be_opened_on_purpose(write):
         + '[dialects.flow_grpo]\nmodel = "photo"\npickles_from_elsewhere = true\n'
     )
     assert load_settings(write(opened), (), {}).dialects["flow_grpo"].pickles_from_elsewhere
+
+
+def test_a_dialects_port_that_others_reach_needs_a_token_and_tls(write):
+    settings = load_settings(write(PHOTO + '[dialects.slime]\nmodel = "photo"\nport = 1\nhost = "0.0.0.0"\n'), (), {})
+    with pytest.raises(ConfigError, match=r'dialects.slime.host = "0.0.0.0:1" needs server.token_file and server.tls'):
+        require_servable(settings, insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[panels.a]\nmembers = {phot = 1}\n", "has the member 'phot', which is no configured model"),
+        ("[panels.photo]\nmembers = {photo = 1}\n", "a model has that name, too"),
+        ("[panels.a]\nmembers = {score = {weight = 1, model = 'photo'}}\n", "is the total's name"),
+        ("[panels.a]\nmembers = {}\n", "panels.a.members"),
+        ("[panels.a]\nmembers = {photo = nan}\n", "panels.a.members.photo"),
+        ("[panels.a]\nmembers = {photo = true}\n", "panels.a.members.photo"),
+        ("[panels.a]\nmembers = {photo = {weigth = 1}}\n", "panels.a.members.photo"),
+    ],
+)
+def test_a_wrong_panel_is_told_with_what_was_expected(write, text, message):
+    assert message in wrong(write(PHOTO + text))
+
+
+def test_a_panel_may_be_bound_to_a_dialect(write):
+    text = PHOTO + "[panels.a]\nmembers = {photo = 2}\n[dialects.slime]\nmodel = 'a'\n"
+    settings = load_settings(write(text), (), {})
+    assert settings.plain_panels() == {"a": {"photo": {"weight": 2.0, "model": "photo", "output": None}}}
+    assert settings.plain_dialects()["slime"]["members"] == ["photo"]
 
 
 ROBOT = PHOTO + '\n[robots.arm]\nmodel = "{model}"\nlisten = "{listen}"\n'

@@ -25,7 +25,7 @@ def listen(address: str, setting: str = "http") -> socket.socket:
     """Bind and listen on "host:port"; port 0 takes a free port.
 
     Args:
-        setting: whose address it is, "http" or "grpc", for messages.
+        setting: whose address it is, "http", "grpc" or "dialects.NAME", for messages.
 
     Raises:
         CannotListen: the port is taken, or the host is not this one.
@@ -46,7 +46,9 @@ def listen(address: str, setting: str = "http") -> socket.socket:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = f"port {port} is in use by another program" if taken else error.strerror or str(error)
-        name = {"http": "HTTP", "grpc": "gRPC"}[setting]
+        name = {"http": "HTTP", "grpc": "gRPC"}.get(setting)
+        if name is None:
+            raise CannotListen(f"cannot listen on http://{address}: {why}; set another {setting}.port") from error
         raise CannotListen(
             f"cannot listen on {setting}://{address}: {why}; set server.{setting} to another host:port, or to '' for "
             f"no {name}"
@@ -78,6 +80,7 @@ class HttpServer:
     Args:
         address: "host:port"; port 0 takes a free one.
         access: the walls before the application.
+        setting: whose address it is, as `listen` has it.
 
     Attributes:
         bound: where it really listens.
@@ -86,8 +89,8 @@ class HttpServer:
         CannotListen, ValueError: the address cannot be had.
     """
 
-    def __init__(self, address: str, app: FastAPI, access: Access) -> None:
-        self._listener = listen(address)
+    def __init__(self, address: str, app: FastAPI, access: Access, setting: str = "http") -> None:
+        self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
         self._uvicorn = _Uvicorn(

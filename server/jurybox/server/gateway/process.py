@@ -22,6 +22,8 @@ from jurybox.server.security.access import Access
 from jurybox.server.settings.endpoints import is_loopback, split_host
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.robots.server import RobotServer
 
@@ -32,6 +34,7 @@ STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
     """Serve until the control pipe says stop, or ends; returns the exit status."""
     source = ClientSource(orders["address"])
+    ports: dict[str, FastAPI] = {}
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
@@ -41,16 +44,22 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         source,
         shared_memory=access.shared_memory_prefix if local else "",
         idle=orders.get("sequence_idle", IDLE),
+        panels=orders.get("panels", {}),
     )
     try:
         routers = [http_inference.router(oip, most=access.max_message)]
         if orders.get("dialects"):
             # Imported here: it brings Pillow.
-            from jurybox.server.gateway.dialects.router import router
+            from jurybox.server.gateway.dialects.router import applications
 
-            routers.append(router(orders["dialects"], orders["address"], log))
+            router, ports = applications(orders["dialects"], orders["address"], log)
+            routers.append(router)
         app = create_app(source, oip.reasons, routers)
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
+        dialects = {
+            name: HttpServer(orders["dialects"][name]["listen"], its_app, access, f"dialects.{name}")
+            for name, its_app in ports.items()
+        }
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
         robots = _robot_servers(orders, access)
         for robot in robots.values():
@@ -66,11 +75,14 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     bound: dict[str, Any] = {"http": http.bound if http else "", "grpc": rpc.bound if rpc else ""}
     if robots:
         bound["robots"] = {name: robot.bound for name, robot in robots.items()}
+    if dialects:
+        bound["dialects"] = {name: server.bound for name, server in dialects.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
     try:
         async with signs_of_life(control_pipe):
-            served = await _until(stop, http, app.state.watching.close)
+            serving = [server for server in (http, *dialects.values()) if server is not None]
+            served = await _until(stop, serving, app.state.watching.close)
     finally:
         if rpc is not None:
             await rpc.stop()
@@ -101,22 +113,20 @@ def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotSer
     return {name: RobotServer(name, settings, orders["address"], access) for name, settings in robots.items()}
 
 
-async def _until(stop: asyncio.Event, http: HttpServer | None, hang_up: Callable[[], None]) -> bool:
-    """Serve until `stop`, or until HTTP ends by itself; returns whether it ended as expected.
+async def _until(stop: asyncio.Event, servers: Sequence[HttpServer], hang_up: Callable[[], None]) -> bool:
+    """Serve until `stop`, or until one of the HTTP servers ends by itself; gives whether all was well.
 
     Args:
         hang_up: ends the answers that go on for as long as somebody watches.
     """
-    if http is None:
-        await stop.wait()
-        return True
-    running = asyncio.create_task(http.run())
+    running = [asyncio.create_task(server.run()) for server in servers]
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     hang_up()
-    http.stop()
-    return await running
+    for server in servers:
+        server.stop()
+    return all(await asyncio.gather(*running))
 
 
 def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:

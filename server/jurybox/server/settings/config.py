@@ -326,7 +326,7 @@ def _numbered(models: Any) -> Any:
 
 
 _PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles
-_SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory")
+_SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory", "cosmos")
 
 
 class DialectSettings(_Strict):
@@ -339,13 +339,49 @@ class DialectSettings(_Strict):
     reward: str | None = None
     resize: list[Annotated[int, Field(ge=1, le=8192)]] = Field(default=[], max_length=2)
     timeout: Seconds = 100.0
+    port: int | None = Field(default=None, ge=0, le=65535)
+    host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
     pickles_from_elsewhere: bool = False
+
+    @property
+    def listen(self) -> str:
+        """ "host:port" of its own port; empty where it has none."""
+        if self.port is None:
+            return ""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @model_validator(mode="after")
     def _fits_together(self) -> DialectSettings:
+        check_listen(self.listen)
         if len(self.resize) == 1:
             raise ValueError(f"resize = {self.resize}, expected [height, width]")
         return self
+
+
+class MemberSettings(_Strict):
+    """One member of a panel: how much its score counts, and whose it is."""
+
+    weight: float
+    model: Annotated[str, AfterValidator(_check_model_name)] | None = None
+    output: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weight_alone(cls, given: Any) -> Any:
+        is_weight = isinstance(given, (int, float)) and not isinstance(given, bool)
+        return {"weight": float(given)} if is_weight else given
+
+    def plain(self, name: str) -> dict[str, Any]:
+        """As the status document has it."""
+        return {"weight": self.weight, "model": self.model or name, "output": self.output}
+
+
+class PanelSettings(_Strict):
+    """[panels.NAME]: a juror whose score is the weighted sum of others' scores; docs/dialects.md."""
+
+    members: Annotated[
+        dict[Annotated[str, AfterValidator(_check_model_name)], MemberSettings], Field(min_length=1, max_length=32)
+    ]
 
 
 def _check_dialect_name(name: str) -> str:
@@ -365,6 +401,23 @@ class Settings(_Strict):
         default_factory=dict, max_length=100
     )
 
+    panels: dict[Annotated[str, AfterValidator(_check_model_name)], PanelSettings] = Field(
+        default_factory=dict, max_length=100
+    )
+
+    @model_validator(mode="after")
+    def _panels_have_members(self) -> Settings:
+        for name, panel in self.panels.items():
+            if name in self.models:
+                raise ValueError(f"[panels.{name}]: a model has that name, too")
+            if "score" in panel.members:
+                raise ValueError(f"[panels.{name}] has a member 'score', which is the total's name: expected another")
+            for member, one in panel.members.items():
+                model = one.plain(member)["model"]
+                if model not in self.models:
+                    raise ValueError(f"[panels.{name}] has the member {model!r}, which is no configured model")
+        return self
+
     @model_validator(mode="after")
     def _dialects_can_be_spoken(self) -> Settings:
         for name, dialect in self.dialects.items():
@@ -372,16 +425,17 @@ class Settings(_Strict):
             at = f"[dialects.{name}]"
             if speaks not in _SPOKEN:
                 raise ValueError(f"{at} speaks {speaks!r}, expected speaks = one of {', '.join(_SPOKEN)}")
-            if dialect.model not in self.models:
+            if dialect.model not in self.models and dialect.model not in self.panels:
                 raise ValueError(f"{at} is bound to model {dialect.model!r}, which is not configured")
-            if not self.server.http:
-                raise ValueError(f"{at} is spoken over HTTP, expected server.http with it")
-            local = is_loopback(split_host(self.server.http)[0])
-            if speaks in _PICKLED and not local and not dialect.pickles_from_elsewhere:
-                raise ValueError(
-                    f'{at} takes pickles, and server.http = "{self.server.http}" is open to other hosts: expected a '
-                    "loopback host, or pickles_from_elsewhere = true (they are read without being unpickled)"
-                )
+            if not self.server.http and not dialect.listen:
+                raise ValueError(f"{at} is spoken over HTTP, expected server.http with it, or a port of its own")
+            for setting, where in (("server.http", self.server.http), (f"dialects.{name}.host", dialect.listen)):
+                open_to_others = where and not is_loopback(split_host(where)[0])
+                if speaks in _PICKLED and open_to_others and not dialect.pickles_from_elsewhere:
+                    raise ValueError(
+                        f'{at} takes pickles, and {setting} = "{where}" is open to other hosts: expected a '
+                        "loopback host, or pickles_from_elsewhere = true (they are read without being unpickled)"
+                    )
         return self
 
     robots: dict[Annotated[str, AfterValidator(_check_model_name)], RobotSettings] = Field(
@@ -394,15 +448,37 @@ class Settings(_Strict):
             if robot.model not in self.models:
                 there = ", ".join(sorted(self.models)) or "none"
                 raise ValueError(f"robots.{name}.model = {robot.model!r} is not configured; there are: {there}")
-        taken = [robot.listen for robot in self.robots.values()] + [self.server.http, self.server.grpc, self.server.tcp]
+        robots = [robot.listen for robot in self.robots.values()]
+        dialects = [dialect.listen for dialect in self.dialects.values()]
+        taken = [*robots, *dialects, self.server.http, self.server.grpc, self.server.tcp]
         if twice := sorted({where for where in taken if where and split_host(where)[1] and taken.count(where) > 1}):
-            raise ValueError(f"{twice[0]!r} is listened on twice, by robots among others: expected a port for each")
+            raise ValueError(
+                f"{twice[0]!r} is listened on twice, by robots or dialects among others: expected a port for each"
+            )
         return self
 
     def open_transports(self) -> list[str]:
         """The transports through which anybody could come in from elsewhere, each with what it lacks."""
         robots = {f"robots.{name}.listen": robot.listen for name, robot in self.robots.items()}
-        return [*self.server.open_transports(), *self.server.lacking(robots)]
+        dialects = {f"dialects.{name}.host": dialect.listen for name, dialect in self.dialects.items()}
+        return [*self.server.open_transports(), *self.server.lacking({**robots, **dialects})]
+
+    def plain_dialects(self) -> dict[str, dict[str, Any]]:
+        """The dialects as the gateway is told them, with the names of a panel's members."""
+        return {
+            name: {
+                **dialect.model_dump(mode="json"),
+                "members": list(self.panels[dialect.model].members) if dialect.model in self.panels else [],
+            }
+            for name, dialect in self.dialects.items()
+        }
+
+    def plain_panels(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Of every panel its members: weight, model and output by name."""
+        return {
+            name: {member: one.plain(member) for member, one in panel.members.items()}
+            for name, panel in self.panels.items()
+        }
 
 
 def named_factories(settings: Settings) -> list[str]:

@@ -256,17 +256,20 @@ def services(
     listening: Mapping[str, Any],
     dialects: Mapping[str, Any],
     robots: Mapping[str, RobotSettings],
+    panels: Mapping[str, Any],
 ) -> list[Child]:
     """The gateway and the relay, if the settings ask for them.
 
     Args:
         dialects: that the gateway speaks, plain settings by name.
         listening: where "http", "grpc" and "tcp" listen: as configured, later as they said; one that is started again
-            takes the port it had, for its clients come back to that; "robots": the same of each of `robots`.
+            takes the port it had, for its clients come back to that; "robots" and "dialects": the same of each that has
+            a port of its own.
+        panels: members of each by name, plain.
     """
     children = []
-    if settings.http or settings.grpc or robots:
-        children.append(_gateway(settings, listening, dialects, robots))
+    if settings.http or settings.grpc or robots or listening["dialects"]:
+        children.append(_gateway(settings, listening, dialects, robots, panels))
     if settings.tcp:
         children.append(_relay(settings, listening))
     return children
@@ -277,10 +280,13 @@ def _gateway(
     listening: Mapping[str, Any],
     dialects: Mapping[str, Any],
     robots: Mapping[str, RobotSettings],
+    panels: Mapping[str, Any],
 ) -> Child:
     def configure() -> dict[str, Any]:
         given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle"})
-        where: dict[str, Any] = {"http": listening["http"], "grpc": listening["grpc"], "dialects": dialects}
+        where: dict[str, Any] = {"http": listening["http"], "grpc": listening["grpc"], "panels": panels}
+        own = listening["dialects"]
+        where["dialects"] = {name: {**dialect, "listen": own.get(name, "")} for name, dialect in dialects.items()}
         if robots:
             where["robots"] = {
                 name: {**robot.model_dump(mode="json"), "listen": listening["robots"][name]}

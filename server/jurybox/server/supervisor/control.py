@@ -197,7 +197,15 @@ class ControlHandlers:
         # Where the gateway really listens, once it has said so.
         server = settings.server
         robots = {name: robot.listen for name, robot in settings.robots.items()}
-        self.listening: dict[str, Any] = {"http": server.http, "grpc": server.grpc, "tcp": server.tcp, "robots": robots}
+        dialects = {name: dialect.listen for name, dialect in settings.dialects.items() if dialect.listen}
+        self.listening: dict[str, Any] = {
+            "http": server.http,
+            "grpc": server.grpc,
+            "tcp": server.tcp,
+            "robots": robots,
+            "dialects": dialects,
+        }
+        self._panels = settings.plain_panels()
         self.handlers: dict[str, Any] = {
             "hello": self._hello,
             "lease": self._lease,
@@ -256,6 +264,7 @@ class ControlHandlers:
                 server_id=self._server_id,
                 address=self._settings.server.address,
                 **self.listening,
+                panels=self._panels,
                 draining=self.draining,
                 engine_timeout=self._settings.server.engine_timeout,
                 events=self._events.last(),

@@ -34,6 +34,7 @@ _SETTLED = 60.0  # seconds of service after which a child's failures are forgott
 _STOP = 3.0  # seconds a child gets to stop
 _CHANCE = 3  # times as many kills from outside, all while one model was computed, as deaths of another kind are borne
 _DEAD_BY_THEN = 5.0  # seconds after which a predecessor killed just before the start holds nothing any more
+_SELDOM = ("robots", "dialects")  # that are told of where there are any
 _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 
 
@@ -81,8 +82,13 @@ class Supervisor:
             events,
             segments.sizes,
         )
-        dialects = {name: dialect.model_dump(mode="json") for name, dialect in settings.dialects.items()}
-        self._services = services(settings.server, self._control.listening, dialects, settings.robots)
+        self._services = services(
+            settings.server,
+            self._control.listening,
+            settings.plain_dialects(),
+            settings.robots,
+            settings.plain_panels(),
+        )
         self._standbys = {child.standby for child in self._children() if child.standby is not None}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -331,7 +337,7 @@ class Supervisor:
         if message["kind"] == "ready":
             child.serves(child.heard_at)
             self._control.listening.update(
-                {key: message[key] for key in ("http", "grpc", "tcp", "robots") if key in message}
+                {key: message[key] for key in ("http", "grpc", "tcp", "robots", "dialects") if key in message}
             )
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
@@ -438,7 +444,7 @@ class Supervisor:
                 if dry_run
                 else ("serving, without models that failed" if broken else "serving"),
                 address=self._settings.address,
-                **{name: where for name, where in self._control.listening.items() if where or name != "robots"},
+                **{name: where for name, where in self._control.listening.items() if where or name not in _SELDOM},
                 devices=", ".join(self._engines.devices),
                 models=", ".join(f"{name} ({state})" for name, state in states.items() if name not in broken),
                 shared_memory_mib=round(memory / 2**20, 1),

@@ -16,7 +16,7 @@ import binascii
 import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from jurybox.client.rewards import Juror, Passing
+from jurybox.client.rewards import Scores as Found
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 
 VERSION_HEADER = "X-Jurybox-Weights-Version"
@@ -35,10 +36,15 @@ _MOST_ROWS = 4096  # of one request
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of a request, all finite, and the oldest weights version that computed them."""
+    """The scores of a request, all finite, and the oldest weights version that computed them.
+
+    Attributes:
+        parts: of a panel the scores of its members, by name.
+    """
 
     values: list[float]
     version: int
+    parts: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 class Unscored(Error):
@@ -55,6 +61,10 @@ class Intake:
         juror: model, inputs, output and timeout, as `jurybox.client.rewards.Juror` takes them.
         size: (height, width) that pictures are resized to; None: they stay as they are.
         reward: the reward's name, where a dialect's requests name one.
+        members: names of the panel's members, where the model is one.
+
+    Attributes:
+        rewards: the names that a request may ask for: the reward's, and those of a panel's members.
     """
 
     def __init__(
@@ -64,9 +74,11 @@ class Intake:
         *,
         size: tuple[int, int] | None = None,
         reward: str = "",
+        members: Sequence[str] = (),
         **juror: Any,
     ) -> None:
         self.reward = reward
+        self.rewards = list(dict.fromkeys((reward, *members)))
         self._pool = pool
         self._juror = Juror(address=address, **juror)
         self._size = size
@@ -79,23 +91,24 @@ class Intake:
             Refused (code NOT_READY): no row got a score in time; a moment later they may.
             What `rows` raises.
         """
-        found, version = await self.rows(columns, n, pictures=pictures)
+        found = await self.rows(columns, n, pictures=pictures)
         wrong = {i: why for i, why in enumerate(found) if isinstance(why, str)}
         if wrong:
             first = min(wrong)
             why = f"{len(wrong)} of {n} samples have no score; sample {first}: {wrong[first]}"
             passing = all(isinstance(one, Passing) for one in wrong.values())
             raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
-        return Scores([score for score in found if not isinstance(score, str)], version)
+        values = [score for score in found if not isinstance(score, str)]
+        # Where the total is there, so is every member's score.
+        parts = {name: [score for score in part if not isinstance(score, str)] for name, part in found.parts.items()}
+        return Scores(values, found.version, parts)
 
-    async def rows(
-        self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None
-    ) -> tuple[list[float | str], int]:
-        """Score n rows: a score or a reason for each, and the weights version.
+    async def rows(self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None) -> Found:
+        """For each of n rows its score, or why it has none; and the weights version, and a panel's parts.
 
         Args:
             columns: values of each field, n of each.
-            pictures: n encoded ones, bytes or base64 text, for the field "image".
+            pictures: n for the field "image": encoded ones, bytes or base64 text, or uint8 (height, width, 3).
 
         Raises:
             SpecMismatch: what came does not fit the model.
@@ -103,20 +116,23 @@ class Intake:
         """
         if n > _MOST_ROWS:
             raise Refused(f"{n} samples came in one request, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
-        found: list[float | str] = [""] * n
+        found = Found([""] * n)
         given, good = dict(columns), list(range(n))
         if pictures is not None:
             images = await asyncio.gather(*(self.off_loop(self._picture, one) for one in pictures))
             good = [i for i, image in enumerate(images) if not isinstance(image, str)]
-            found = [image if isinstance(image, str) else "" for image in images]
+            found = Found(image if isinstance(image, str) else "" for image in images)
             given = {name: [values[i] for i in good] for name, values in columns.items()}
             given["image"] = [images[i] for i in good]
         if not good:
-            return found, 0
+            return found
         scored = await self._juror.scores_async(given, len(good))
-        for i, score in zip(good, scored, strict=True):
-            found[i] = score
-        return found, scored.version
+        found.version = scored.version
+        found.parts = {name: list(found) for name in scored.parts}
+        for into, scores in ((found, scored), *((found.parts[name], part) for name, part in scored.parts.items())):
+            for i, score in zip(good, scores, strict=True):
+                into[i] = score
+        return found
 
     async def off_loop(self, action: Any, *arguments: Any) -> Any:
         """Run a function in the thread pool."""
@@ -128,6 +144,10 @@ class Intake:
 
     def _picture(self, given: Any) -> NDArray[np.uint8] | str:
         """Decode a picture; returns the reason where it cannot be decoded."""
+        if isinstance(given, np.ndarray):
+            if self._size is None or given.shape[:2] == self._size:
+                return given
+            return np.asarray(_resized(Image.fromarray(given), self._size))
         try:
             return decoded(encoded_bytes(given), self._size)
         except SpecMismatch as error:
@@ -167,15 +187,17 @@ def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint
                 raise SpecMismatch(f"a picture of mode {image.mode!r}, expected 8 bits a channel")
             turned = ImageOps.exif_transpose(image)
             rgb = turned if turned.mode == "RGB" else turned.convert("RGB")
-            if size is not None and rgb.size != size[::-1]:
-                rgb = rgb.resize(size[::-1], Image.Resampling.BICUBIC)
-            return np.asarray(rgb)
+            return np.asarray(rgb if size is None else _resized(rgb, size))
     except SpecMismatch:
         raise
     except UnidentifiedImageError as error:  # whose text is an address in memory
         raise SpecMismatch("expected a whole JPEG, PNG or WebP file: its beginning is none of theirs") from error
     except Exception as error:
         raise SpecMismatch(f"expected a whole JPEG, PNG or WebP file: {said(error, 150)}") from error
+
+
+def _resized(rgb: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return rgb if rgb.size == size[::-1] else rgb.resize(size[::-1], Image.Resampling.BICUBIC)
 
 
 def _check_pixels(width: int, height: int) -> None:

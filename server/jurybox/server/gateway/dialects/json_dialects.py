@@ -36,7 +36,7 @@ async def openrlhf(intake: Intake, body: bytes) -> Response:
     rewards = {
         "rewards": scores.values,
         "scores": scores.values,
-        "extra_logs": {"weights_version": [scores.version] * n} if n else {},
+        "extra_logs": {**scores.parts, "weights_version": [scores.version] * n} if n else {},
     }
     return Response(json.dumps(rewards, allow_nan=False), media_type=MEDIA)
 
@@ -92,7 +92,7 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
 def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
     """The responses of /health and /rewards."""
     return {
-        "/health": {"status": "ok", "rewards": {intake.reward: _METRICS}},
+        "/health": {"status": "ok", "rewards": {intake.reward: [_METRICS[0], *intake.rewards[1:], _METRICS[1]]}},
         "/rewards": {"rewards": [intake.reward]},
     }
 
@@ -113,15 +113,16 @@ async def unirl(intake: Intake, body: bytes) -> Response:
         raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
     texts = [turn.get("text") or "" for turn in turns]
     pictures = [turn["image_b64"] for turn in turns] if any(seen) else None
-    found, version = await intake.rows({"text": texts, "prompt": texts}, len(turns), pictures=pictures)
+    found = await intake.rows({"text": texts, "prompt": texts}, len(turns), pictures=pictures)
     if late := next((score for score in found if isinstance(score, Passing)), ""):
         raise Refused(late, Code.NOT_READY)  # worth another try
     name = intake.reward
     results: list[dict[str, Any]] = []
     errors: list[dict[str, str]] = []
-    for score in found:
+    for i, score in enumerate(found):
         failed = isinstance(score, str)
-        results.append({} if failed else {name: {"score": score, "weights_version": version}})
+        parts = {member: part[i] for member, part in found.parts.items()}
+        results.append({} if failed else {name: {"score": score, **parts, "weights_version": found.version}})
         errors.append({name: plain(score, 500)} if failed else {})
     return Response(json.dumps({"results": results, "errors": errors}, allow_nan=False), media_type=MEDIA)
 

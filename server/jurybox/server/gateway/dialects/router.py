@@ -1,4 +1,7 @@
-"""The HTTP routes of the dialects: /dialects/NAME, bound to a model by [dialects.NAME] of the configuration."""
+"""The HTTP routes of the dialects: /dialects/NAME, bound to a model by [dialects.NAME] of the configuration.
+
+A dialect may have a port of its own besides, whose / is what /dialects/NAME is here.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
-from jurybox.server.gateway.dialects import json_dialects, pickle_dialects
+from jurybox.server.gateway.app import NeverCached
+from jurybox.server.gateway.dialects import cosmos, json_dialects, pickle_dialects
 from jurybox.server.gateway.dialects.intake import Intake
 from jurybox.server.logs import Log
+
+Answer = Callable[[bytes], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,42 +28,51 @@ class Dialect:
     """How a dialect answers.
 
     Attributes:
-        answer: what a body is answered with.
+        answers: of one that is bound to a model (and tells reasons to a function): by the path under the dialect's own,
+            what a body is answered with.
         refusal: a body that says why there is no answer, and its media type.
-        path: under the dialect's own, of its requests.
         status: of a refusal that asking again does not help; 0: that of the error, 4xx.
         about: the names of rewards as a GET of "health" and "rewards" tells them.
     """
 
-    answer: Callable[[Intake, bytes], Awaitable[Response]]
+    answers: Callable[[Intake, Callable[[str], None]], Mapping[str, Answer]]
     refusal: Callable[[str], tuple[bytes, str]]
-    path: str = ""
     status: int = 0
     about: Callable[[Intake], dict[str, dict[str, Any]]] = lambda _: {"/health": {"status": "ok"}}
 
 
+def _at(
+    path: str, answer: Callable[[Intake, bytes], Awaitable[Response]]
+) -> Callable[[Intake, Callable[[str], None]], Mapping[str, Answer]]:
+    return lambda intake, _: {path: lambda body: answer(intake, body)}
+
+
 _DIALECTS = {
-    "flow_grpo": Dialect(pickle_dialects.flow_grpo, pickle_dialects.refusal),
-    "verl_omni": Dialect(pickle_dialects.verl_omni, pickle_dialects.refusal),
-    "openrlhf": Dialect(json_dialects.openrlhf, json_dialects.refusal),
-    "slime": Dialect(json_dialects.slime, json_dialects.refusal),
+    "flow_grpo": Dialect(_at("", pickle_dialects.flow_grpo), pickle_dialects.refusal),
+    "verl_omni": Dialect(_at("", pickle_dialects.verl_omni), pickle_dialects.refusal),
+    "openrlhf": Dialect(_at("", json_dialects.openrlhf), json_dialects.refusal),
+    "slime": Dialect(_at("", json_dialects.slime), json_dialects.refusal),
     # Its client raises the text of an error that comes with 200, and repeats anything else without it.
-    "flow_factory": Dialect(json_dialects.flow_factory, json_dialects.refusal, "/compute", status=200),
-    "unirl": Dialect(json_dialects.unirl, json_dialects.unirl_refusal, "/score", about=json_dialects.unirl_about),
+    "flow_factory": Dialect(_at("/compute", json_dialects.flow_factory), json_dialects.refusal, status=200),
+    "unirl": Dialect(_at("/score", json_dialects.unirl), json_dialects.unirl_refusal, about=json_dialects.unirl_about),
+    "cosmos": Dialect(lambda intake, log: cosmos.Cosmos(intake, log).answers(), cosmos.refusal),
 }
 # The server is busy, or an engine is starting: the same request may be answered a moment later.
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)
 _AGAIN = "2"  # seconds
 
 
-def router(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> APIRouter:
-    """The routes of all dialects, for `create_app`.
+def applications(
+    dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log
+) -> tuple[APIRouter, dict[str, FastAPI]]:
+    """The paths of all dialects, for `create_app`; and for each that has a port of its own what answers there.
 
     Args:
-        dialects: settings by name, as [dialects.NAME] has them.
+        dialects: settings by name, as [dialects.NAME] has them, and `members` where the model is a panel.
         address: the server's.
     """
     paths = APIRouter(tags=["dialects"])
+    ports: dict[str, FastAPI] = {}
     pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="pictures")
     for name, settings in dialects.items():
         size = settings["resize"]
@@ -65,20 +80,28 @@ def router(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) ->
             pool,
             address,
             reward=settings["reward"] or settings["model"],
+            members=settings.get("members", ()),
             size=tuple(size) if size else None,
             model=settings["model"],
             inputs=settings["inputs"],
             output=settings["output"],
             timeout=settings["timeout"],
         )
-        _add(paths, name, settings["speaks"] or name, intake, log)
-    return paths
+        dialect = _DIALECTS[settings["speaks"] or name]
+        answers = dialect.answers(intake, _telling(log, name))
+        _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
+        if settings["port"] is not None:
+            own = APIRouter()
+            _add(own, "", name, dialect, intake, answers, log)
+            ports[name] = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+            ports[name].add_middleware(NeverCached)
+            ports[name].include_router(own)
+    return paths, ports
 
 
-def _add(paths: APIRouter, name: str, speaks: str, intake: Intake, log: Log) -> None:
-    dialect = _DIALECTS[speaks]
-    base = f"/dialects/{name}"
-
+def _add(
+    paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answers: Mapping[str, Answer], log: Log
+) -> None:
     for path, told in dialect.about(intake).items():
 
         def about(told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -86,21 +109,36 @@ def _add(paths: APIRouter, name: str, speaks: str, intake: Intake, log: Log) -> 
 
         paths.add_api_route(base + path, about(told), methods=["GET"], response_model=None, name=f"{name}{path}")
 
-    @paths.post(base + dialect.path, name=f"dialect {name}")
-    @paths.post(f"{base}{dialect.path}/", include_in_schema=False)
-    async def asked(request: Request) -> Response:
-        try:
-            return await dialect.answer(intake, await request.body())
-        except ClientDisconnect:
-            raise
-        except Error as error:
-            failure = error
-        except Exception as error:  # a client of these may take 500 for a reason to ask for a day and a half
-            log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
-            failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
-        log.warning("no reward", dialect=name, reason=said(failure, 300))
-        body, media = dialect.refusal(said(failure, 1000))
-        if failure.code in _PASSING:
-            return Response(body, 503, {"Retry-After": _AGAIN}, media)
-        status = TABLE[failure.code].http
-        return Response(body, dialect.status or (status if status < 500 else 422), media_type=media)
+    def answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def asked(request: Request) -> Response:
+            return await _answered(name, dialect, answer, request, log)
+
+        return asked
+
+    for path, answer in answers.items():
+        endpoint = answering(answer)
+        if base + path:
+            paths.add_api_route(base + path, endpoint, methods=["POST"], name=f"dialect {name}{path}")
+        paths.add_api_route(f"{base}{path}/", endpoint, methods=["POST"], include_in_schema=False)
+
+
+async def _answered(name: str, dialect: Dialect, answer: Answer, request: Request, log: Log) -> Response:
+    try:
+        return await answer(await request.body())
+    except ClientDisconnect:
+        raise
+    except Error as error:
+        failure = error
+    except Exception as error:  # a client of these may take 500 for a reason to ask for a day and a half
+        log.error("a dialect failed", dialect=name, error=said(error), exc_info=error)
+        failure = ModelFailed(f"the gateway failed at this request ({said(error, 200)}); its log says more")
+    log.warning("no reward", dialect=name, reason=said(failure, 300))
+    body, media = dialect.refusal(said(failure, 1000))
+    if failure.code in _PASSING:
+        return Response(body, 503, {"Retry-After": _AGAIN}, media)
+    status = TABLE[failure.code].http
+    return Response(body, dialect.status or (status if status < 500 else 422), media_type=media)
+
+
+def _telling(log: Log, name: str) -> Callable[[str], None]:
+    return lambda why: log.warning("no reward", dialect=name, reason=why)

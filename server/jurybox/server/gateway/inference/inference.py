@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,8 @@ from jurybox.server.gateway.inference.tensors import (
     weights_version,
 )
 from jurybox.server.gateway.live import StatusSource
+
+Panels = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
@@ -130,13 +133,22 @@ class Inference:
         regions: shared memory that requests may name.
         told: the name of a model, and whether a request to it was answered.
         idle: seconds without a request after which a sequence is over.
+        panels: members of each by name.
 
     Attributes:
         sequences: those of models with state.
     """
 
-    def __init__(self, lanes: Lanes, regions: Regions, told: Callable[[str, bool], None], idle: float = IDLE) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        regions: Regions,
+        told: Callable[[str, bool], None],
+        idle: float = IDLE,
+        panels: Panels | None = None,
+    ) -> None:
         self.sequences = Sequences(idle)
+        self._panels = panels or {}
         self._lanes = lanes
         self._regions = regions
         self._told = told
@@ -147,6 +159,8 @@ class Inference:
         Raises:
             Error: with a code of jurybox.protocol.errors that says what the transport should answer.
         """
+        if request.model in self._panels:
+            return await self._panel(request, self._panels[request.model])
         asked = of_request(request.parameters) if request.parameters else NOTHING
         if asked.over:
             self.sequences.over(request.model, asked.over)
@@ -211,6 +225,86 @@ class Inference:
             told["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
         made = [self._output(gives[name], name, arrays[name], place, failed, asked) for name, place in places]
         return InferResponse(request.model, str(used), request.id, made, told)
+
+    async def _panel(self, request: InferRequest, members: Mapping[str, Any]) -> InferResponse:
+        """Ask a panel's members side by side; a row that one of them has no score for has no total.
+
+        Raises:
+            RowFailed: rows failed and nobody asked for row_errors. What a member's request raises.
+        """
+        asked = of_request(request.parameters) if request.parameters else NOTHING
+        if asked.steps is not None or asked.over or request.version:
+            raise Refused(f"{request.model!r} is a panel: it has neither sequences nor a version", Code.UNSUPPORTED)
+        if any(of_tensor(one.name, one.parameters)[0] is not None for one in request.outputs):
+            raise Refused(f"{request.model!r} is a panel: its outputs do not go to shared memory", Code.UNSUPPORTED)
+        made = {models.TOTAL: None, **members}
+        names = [wanted.name for wanted in request.outputs] or list(made)
+        if strange := [name for name in names if name not in made]:
+            raise SpecMismatch(f"output {strange[0]!r} is not the panel's; there are {', '.join(made)}")
+        specs = [(await self._lanes.hold(member["model"])).spec for member in members.values()]
+        takes = {name for spec in specs for name in spec.inputs}
+        if unknown := [tensor.name for tensor in request.inputs if tensor.name not in takes]:
+            raise SpecMismatch(f"input {unknown[0]!r} is not the panel's; it takes {', '.join(sorted(takes))}")
+        requests = [
+            InferRequest(
+                member["model"],
+                "",
+                "",
+                [tensor for tensor in request.inputs if tensor.name in spec.inputs],
+                [Wanted(score_output(member, spec.outputs))],
+                {**request.parameters, "row_errors": True},
+                request.seconds,
+            )
+            for member, spec in zip(members.values(), specs, strict=True)
+        ]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_kept(self.infer(one))) for one in requests]
+        answers = [task.result() for task in tasks]
+        for answer in answers:
+            if isinstance(answer, Error):
+                raise answer
+        return self._voted(request, members, [a for a in answers if isinstance(a, InferResponse)], names, asked)
+
+    def _voted(
+        self,
+        request: InferRequest,
+        members: Mapping[str, Any],
+        answers: Sequence[InferResponse],
+        names: Sequence[str],
+        asked: Asked,
+    ) -> InferResponse:
+        arrays: dict[str, NDArray[Any]] = {}
+        failed: dict[int, str] = {}
+        for name, answer in zip(members, answers, strict=True):
+            array = np.asarray(answer.outputs[0].array, np.float32)
+            arrays[name] = array.reshape(len(array))
+            wrong = {int(row): why for row, why in json.loads(answer.parameters.get("row_errors", "{}")).items()}
+            wrong |= {int(row): f"the score is {array[row]}" for row in np.flatnonzero(~np.isfinite(arrays[name]))
+                      if int(row) not in wrong}  # fmt: skip
+            for row, why in wrong.items():
+                failed[row] = f"{failed[row]}; {name}: {why}" if row in failed else f"{name}: {why}"
+        if len({len(array) for array in arrays.values()}) > 1:
+            raise SpecMismatch("the members' inputs have different numbers of rows: expected as many of each")
+        weighed = [np.float64(member["weight"]) * arrays[name] for name, member in members.items()]
+        arrays[models.TOTAL] = np.sum(weighed, axis=0).astype(np.float32)
+        if failed:
+            arrays[models.TOTAL][list(failed)] = np.nan
+        version = min((int(answer.version or 0) for answer in answers), default=0)
+        if failed and not asked.row_errors:
+            raise RowFailed(
+                f"{len(failed)} of {len(arrays[models.TOTAL])} rows have no total; the first: {failed[min(failed)]}",
+                errors=failed,
+                outputs=arrays,
+                version=version,
+            )
+        told: dict[str, Any] = dict(_FINAL) if asked.final else {}
+        if failed:
+            told["row_errors"] = json.dumps({str(row): why for row, why in sorted(failed.items())})
+        given = [
+            Output(name, "FP32", arrays[name].shape, arrays[name], {}, tuple(np.flatnonzero(np.isnan(arrays[name]))))
+            for name in names
+        ]
+        return InferResponse(request.model, str(version), request.id, given, told)
 
     def _inputs(self, held: Held, specs: Mapping[str, TensorSpec], given: list[Input]) -> tuple[dict[str, Rows], int]:
         """Rows by name, n each."""
@@ -277,6 +371,23 @@ class Inference:
         if place.offset:
             told["shared_memory_offset"] = place.offset
         return Output(name, output.datatype, output.shape, None, told)
+
+
+async def _kept(answer: Coroutine[Any, Any, InferResponse]) -> InferResponse | Error:
+    """An answer, or what it raised, so that its neighbours go on."""
+    try:
+        return await answer
+    except Error as error:
+        return error
+
+
+def score_output(member: Mapping[str, Any], outputs: Mapping[str, TensorSpec]) -> str:
+    """The output of a panel's member that is its score. Raises SpecMismatch."""
+    name = member["output"] or (next(iter(outputs)) if len(outputs) == 1 else "")
+    if name not in outputs or outputs[name].dtype == BYTES or outputs[name].shape not in ((), (1,)):
+        told = ", ".join(f"{key} {spec}" for key, spec in outputs.items())
+        raise SpecMismatch(f"member {member['model']!r} gives {told}: name the one number that is the score, output")
+    return str(name)
 
 
 class _Nothing(Source):
@@ -359,15 +470,24 @@ class OpenInference:
         address: the server's.
         shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
         idle: seconds without a request after which a sequence is over.
+        panels: members of each by name, as the status document has them.
     """
 
-    def __init__(self, address: str, source: StatusSource, *, shared_memory: str, idle: float = IDLE) -> None:
+    def __init__(
+        self,
+        address: str,
+        source: StatusSource,
+        *,
+        shared_memory: str,
+        idle: float = IDLE,
+        panels: Panels | None = None,
+    ) -> None:
         self.idle = idle
         self._source = source
         self._lanes = Lanes(address)
         self.self_test = SelfTest(source, self._lanes)
         self.regions = Regions(shared_memory)
-        self.inference = Inference(self._lanes, self.regions, self.self_test.told, idle)
+        self.inference = Inference(self._lanes, self.regions, self.self_test.told, idle, panels)
         self.repository = Repository(self._lanes)
 
     def metadata(self) -> dict[str, Any]:
@@ -390,6 +510,10 @@ class OpenInference:
         """The reason why a model is not ready; empty if it is. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         model = models.find(document, name)
+        if name in document.get("panels", {}):
+            members = {one["model"] for one in document["panels"][name].values()}
+            found = [await self.model_reason(member, version) for member in sorted(members)]
+            return "; ".join(why for why in found if why)
         if document["server"]["state"] == "draining" or model["state"] not in ("ready", "loading"):
             return f"the server is {document['server']['state']}, model {name!r} is {model['state']}"
         if wanted := weights_version(version):
@@ -406,6 +530,8 @@ class OpenInference:
         """Statistics of one model, or of all without a name. Raises ModelNotFound."""
         document = await self._source.status(fresh=True)
         found = [models.described(document, name, version)] if name else document["models"]
+        if name in document.get("panels", {}):
+            raise Refused(f"{name!r} is a panel: its members have statistics", Code.UNSUPPORTED)
         return [models.statistics(model) for model in found]
 
     async def index(self, repository: str, *, ready: bool) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ EXTENSIONS = (
     "statistics",
     "binary_tensor_data",
 )
+TOTAL = "score"  # the output of a panel that is the weighted sum
 _STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "quarantined": "UNAVAILABLE"}
 
 
@@ -39,11 +40,32 @@ def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
 def find(document: Document, name: str) -> dict[str, Any]:
     """A model's part of the status document. Raises ModelNotFound, naming those there are."""
     require_name(name)
+    if name in (panels := document.get("panels", {})):
+        return _panel(document, name, panels[name])
     for model in document["models"]:
         if model["name"] == name:
             return dict(model)
-    there = ", ".join(sorted(model["name"] for model in document["models"])) or "none"
+    there = ", ".join(sorted([*(model["name"] for model in document["models"]), *panels])) or "none"
     raise ModelNotFound(f"no model {name!r} is served here; there are: {there}")
+
+
+def _panel(document: Document, name: str, members: dict[str, Any]) -> dict[str, Any]:
+    """A panel in the form of a model's part: the inputs of all members; the total and their scores as outputs."""
+    parts = [find(document, member["model"]) for member in members.values()]
+    bad = [part for part in parts if part["state"] != "ready"]
+    inputs = {key: spec for part in parts for key, spec in part["inputs"].items()}
+    score = {"dtype": "float32", "shape": []}
+    oldest = min(parts, key=lambda part: int(part["weights"]["version"]))
+    return {
+        **oldest,
+        "name": name,
+        "state": bad[0]["state"] if bad else "ready",
+        "reason": f"member {bad[0]['name']!r}: {bad[0]['reason']}" if bad else "",
+        "inputs": {} if any(not part["inputs"] for part in parts) else inputs,
+        "outputs": {output: dict(score) for output in (TOTAL, *members)},
+        "max_batch": min(part["max_batch"] for part in parts),
+        "session_state": {},
+    }
 
 
 def described(document: Document, name: str, version: str) -> dict[str, Any]:

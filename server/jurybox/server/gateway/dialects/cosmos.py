@@ -1,0 +1,179 @@
+"""cosmos-rl's reward service: pictures are sent in one request, and their scores asked for in others.
+
+    POST enqueue   a line of JSON, then a .npy file: uint8 (n, height, width, 3)
+        {"prompts": [str, ...], "reward_fn": {name: weight, ...}, "media_type": "image"} -> {"uuid": str}
+    POST pull      a form with uuid and type, the reward's name
+        -> {"scores": {name: [float, ...]}, ...} as soon as they are there, else 400 {"message": why}
+
+Its client asks sixty times, over 53 minutes, whatever else the answer says. So a sample without a score is NaN in the
+answer, for which the client leaves out its prompt, and what can never be scored is refused before it gets a uuid.
+Answers are kept for ten minutes, for a client that lost one asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+import numpy as np
+from fastapi import Response
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, listed
+from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
+
+_HOLD = 4.0  # seconds that a question waits for the scores; the client's own time-out is 5
+_KEPT = 600.0  # seconds
+_MOST_KEPT = 4096  # answers, and requests that are being scored
+_MOST_WAITING = 1 << 30  # bytes of pictures that are being scored
+_MOST_LINE = 4 << 20  # bytes of the line of JSON
+_SPOKEN = "expected a line of JSON and a .npy file of uint8 (n, height, width, 3)"
+
+
+@dataclass(slots=True)
+class _Sent:
+    """One request that was taken in."""
+
+    scoring: asyncio.Task[dict[str, Any]]
+    size: int  # bytes of its pictures
+    at: float  # monotonic seconds
+
+
+class Cosmos:
+    """The requests of one dialect that are being scored, and the answers not yet too old.
+
+    Args:
+        log: told (dialect's reward, why) of samples without a score: the client itself is told NaN.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, intake: Intake, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._intake = intake
+        self._log = log
+        self._clock = clock
+        self._sent: dict[str, _Sent] = {}
+
+    def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[Response]]]:
+        """What answers a body, by path."""
+        return {"/enqueue": self.enqueue, "/pull": self.pull, "/ping": self.ping}
+
+    async def enqueue(self, body: bytes) -> Response:
+        """Take pictures in. Raises ProtocolMismatch, SpecMismatch, Refused, Busy."""
+        given, pictures = await self._intake.off_loop(_split, body)
+        prompts = listed(given, "prompts", len(pictures))
+        rewards = given.get("reward_fn")
+        if type(rewards) is not dict:
+            raise SpecMismatch(f"expected a dict of names and weights in 'reward_fn', came {type(rewards).__name__}")
+        wanted = [name for name, weight in rewards.items() if not (_is_number(weight) and weight <= 0)]
+        if strange := [name for name in wanted if name not in self._intake.rewards]:
+            there = ", ".join(self._intake.rewards)
+            raise SpecMismatch(f"reward {plain(strange[0], 100)!r} is asked for, there are: {there}")
+        self._forget_old()
+        waiting = sum(one.size for one in self._sent.values() if not one.scoring.done())
+        if waiting + pictures.nbytes > max(_MOST_WAITING, pictures.nbytes) or len(self._sent) >= _MOST_KEPT:
+            raise Busy(f"{len(self._sent)} requests with {waiting} bytes of pictures are held: ask again later")
+        key = str(uuid.uuid4())
+        columns = {"prompt": prompts, "text": prompts}
+        scoring = asyncio.create_task(self._scored(columns, list(pictures)))
+        self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
+        return Response(json.dumps({"uuid": key}), media_type=MEDIA)
+
+    async def pull(self, body: bytes) -> Response:
+        """The scores of a request, or 400 where they are not there yet."""
+        form = parse_qs(body[:10_000].decode("latin-1"))
+        (key,), (reward,) = (form.get(name, [""])[-1:] for name in ("uuid", "type"))
+        sent = self._sent.get(key)
+        if sent is None:
+            return _not_yet(f"no request {plain(key, 50)!r} is known here: answers are kept for {_KEPT:g} s")
+        if reward and reward not in self._intake.rewards:
+            return _not_yet(f"no reward {plain(reward, 100)!r}, there are: {', '.join(self._intake.rewards)}")
+        await asyncio.wait((sent.scoring,), timeout=_HOLD)
+        if not sent.scoring.done():
+            return _not_yet("the scores are not there yet")
+        answer = {**sent.scoring.result(), "type": reward or self._intake.reward}
+        # NaN stands for a score that could not be made: the bare word, which its client reads.
+        return Response(json.dumps(answer), 200, {VERSION_HEADER: str(answer["weights_version"])}, MEDIA)
+
+    async def ping(self, _body: bytes) -> Response:
+        """Says that somebody is there."""
+        return Response(json.dumps({"status": "ok"}), media_type=MEDIA)
+
+    async def _scored(self, columns: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
+        """The answer; never raises, for the client would ask for an hour."""
+        began = self._clock()
+        n = len(pictures)
+        names = self._intake.rewards
+        try:
+            found = await self._intake.rows(columns, n, pictures=pictures)
+            version = found.version
+            scored: dict[str, list[Any]] = {name: found.parts.get(name, found) for name in names}
+            if wrong := [why for why in found if isinstance(why, str)]:
+                self._log(f"{len(wrong)} of {n} samples have no score; the first: {wrong[0]}")
+        except Error as error:
+            self._log(said(error, 300))
+            scored, version = {name: [""] * n for name in names}, 0
+        except Exception as error:  # noqa: BLE001
+            self._log(f"the gateway failed: {said(error, 300)}")
+            scored, version = {name: [""] * n for name in names}, 0
+        numbers = {
+            name: [math.nan if isinstance(score, str) else score for score in scores] for name, scores in scored.items()
+        }
+        return {
+            "scores": numbers,
+            "input_info": {"shape": [n]},
+            "duration": f"{self._clock() - began:.3f}",
+            "decoded_duration": "0.000",
+            "weights_version": version,
+        }
+
+    def _forget_old(self) -> None:
+        since = self._clock() - _KEPT
+        for key in [key for key, one in self._sent.items() if one.at < since and one.scoring.done()]:
+            del self._sent[key]
+
+
+def refusal(why: str) -> tuple[bytes, str]:
+    """A body that says why there is no answer, and its media type."""
+    return json.dumps({"message": why}).encode(), MEDIA
+
+
+def _not_yet(why: str) -> Response:
+    return Response(refusal(why)[0], 400, media_type=MEDIA)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _split(body: bytes) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+    """The JSON, and the pictures as they lie in the body. Raises ProtocolMismatch, SpecMismatch, Refused."""
+    end = body.find(b"\n", 0, _MOST_LINE)
+    if end < 0:
+        raise ProtocolMismatch(f"{_SPOKEN}, came no line of less than {_MOST_LINE} bytes", Code.MALFORMED)
+    given = read(body[:end])
+    if given.get("media_type") != "image":
+        came = plain(json.dumps(given.get("media_type")), 50)
+        raise Refused(f'expected media_type "image", came {came}: latents and video are not scored here')
+    file = io.BytesIO(body[end + 1 : end + 12_000])  # the header alone: NumPy's bound on it is 10,000
+    try:
+        version = npy.read_magic(file)
+        header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, fortran, dtype = header(file)
+    except (ValueError, EOFError, SyntaxError, TypeError) as error:
+        raise ProtocolMismatch(f"{_SPOKEN}: {said(error, 200)}", Code.MALFORMED) from error
+    if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or min(shape) < 0 or fortran:
+        raise SpecMismatch(f"{_SPOKEN}, came {plain(dtype, 50)} {plain(shape, 100)}")
+    start = end + 1 + file.tell()
+    if len(body) - start != math.prod(shape):
+        raise ProtocolMismatch(f"{len(body) - start} bytes follow the header of {shape}", Code.MALFORMED)
+    return given, np.frombuffer(body, np.uint8, offset=start).reshape(shape)
