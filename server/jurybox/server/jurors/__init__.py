@@ -3,7 +3,24 @@
 What each criterion measures, and how well, is in ``docs/jurors.md``.
 """
 
-from jurybox.server.jurors.aesthetic import siglip
+from jurybox.server.jurors.aesthetic import aesthetic_v2_5, siglip
+from jurybox.server.jurors.measures import jpeg_size, ocr_match
 from jurybox.server.jurors.panels import colour, exposure, naturalness, panel, sharpness
+from jurybox.server.jurors.ready import aesthetic_v1, clip_score, hpsv2, pick_score, text_reward
 
-__all__ = ["colour", "exposure", "naturalness", "panel", "sharpness", "siglip"]
+__all__ = [
+    "aesthetic_v1",
+    "aesthetic_v2_5",
+    "clip_score",
+    "colour",
+    "exposure",
+    "hpsv2",
+    "jpeg_size",
+    "naturalness",
+    "ocr_match",
+    "panel",
+    "pick_score",
+    "sharpness",
+    "siglip",
+    "text_reward",
+]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.jurors.panels import example_images
+from jurybox.server.jurors.ready import SCORE, Preprocessing, image_input
 from jurybox.server.models import ServedModel
 
 _SHOWN = 5
@@ -126,6 +127,42 @@ def siglip(weights: str = "", dtype: str = "float32") -> ServedModel:
         outputs={"score": TensorSpec("float32"), "rating": TensorSpec("float32")},
         example=lambda rows: {"image": example_images(rows, size)},
     )
+
+
+class _AnySize(nn.Module):
+    """Brings pictures to the predictor's size as SigLIP's processor does: both sides, by Pillow's bicubic filter."""
+
+    def __init__(self, predictor: nn.Module, prepare: Preprocessing) -> None:
+        super().__init__()
+        self.predictor, self._prepare = predictor, prepare
+
+    def forward(self, image: list[Tensor]) -> dict[str, Tensor]:
+        """As AestheticPredictor.forward, of a list of uint8 (height, width, 3)."""
+        bytes_of_values = (self._prepare(image)[0] * 255).round().to(torch.uint8)
+        device = next(self.predictor.parameters()).device
+        outputs: dict[str, Tensor] = self.predictor(bytes_of_values.permute(0, 2, 3, 1).to(device))
+        return {"score": outputs["rating"], "mark": outputs["score"]}
+
+
+def aesthetic_v2_5(weights: str = "", dtype: str = "float32", pixels: int = 1024 * 1024) -> ServedModel:
+    """Aesthetic Predictor V2.5 of pictures of any size; `siglip` is the same for those that have its size already.
+
+    Args:
+        weights, dtype: as `siglip` has them.
+        pixels: of the largest picture.
+
+    Returns:
+        Input ``image`` uint8 (-1, -1, 3) RGB; outputs ``score`` float32 (), the rating as the predictor gives it, about
+        1 to 10, and ``mark``, the same brought to 0..1 and clipped.
+
+    Raises:
+        As `siglip`.
+    """
+    served = siglip(weights, dtype)
+    size = served.inputs["image"].shape[0]
+    prepare = Preprocessing(size, fit="squash", mean=(0.0,) * 3, std=(1.0,) * 3)
+    outputs = {**SCORE, "mark": TensorSpec("float32")}
+    return ServedModel(_AnySize(served.module, prepare), {"image": image_input(pixels)}, outputs)
 
 
 def _weight_files(weights: str) -> list[Path]:

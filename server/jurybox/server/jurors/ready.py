@@ -1,0 +1,416 @@
+"""Reward models that trainers of image and language models use, from weights on disk.
+
+CLIP score, PickScore, HPSv2, LAION's aesthetic predictor, and sequence-classification reward models. Nothing is
+downloaded at run time, and weights are safetensors. What is done to a picture before a model sees it, filter, crop and
+normalisation, is what the model's own code does: docs/jurors.md has it side by side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from jurybox.protocol import TensorSpec
+from jurybox.server.models import RowErrors, ServedModel
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_TEXT = 8192  # bytes of a prompt
+_PIXELS = 1024 * 1024  # of the largest picture
+_LONGEST = 32  # times the shorter side: to make that as long as a model wants it takes memory as the square of it
+SCORE = {"score": TensorSpec("float32", finite=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessing:
+    """What becomes of a picture before a CLIP-like model sees it.
+
+    Attributes:
+        size: of the square that the model takes, in pixels.
+        filter: "pillow": Pillow's bicubic filter on bytes; "tensor": torch's on floating point, not rounded in between;
+            "tensor-aliased": the same without antialiasing.
+        fit: "crop": the shorter side becomes `size`, and the middle is cut out; "squash": both sides become `size`.
+        half: where the middle is where an odd number of pixels is cut off: "down" as in transformers, "even" as in
+            torchvision.
+        mean, std: of each channel, of values 0 to 1.
+    """
+
+    size: int = 224
+    filter: str = "pillow"
+    fit: str = "crop"
+    half: str = "down"
+    mean: tuple[float, ...] = _CLIP_MEAN
+    std: tuple[float, ...] = _CLIP_STD
+
+    def __call__(self, images: Sequence[Tensor]) -> tuple[Tensor, dict[int, str]]:
+        """uint8 (height, width, 3) each, to float32 (n, 3, size, size) on the CPU; and which cannot be, and why."""
+        expected = f"expected one at most {_LONGEST} times as long as wide"
+        wrong = {
+            i: f"a picture of {image.shape[1]} x {image.shape[0]} pixels, {expected}"
+            for i, image in enumerate(images)
+            if max(image.shape[:2]) > _LONGEST * min(image.shape[:2])
+        }
+        blank = torch.zeros(3, self.size, self.size)
+        planes = torch.stack([blank if i in wrong else self._one(image) for i, image in enumerate(images)])
+        mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (self.mean, self.std))
+        return (planes - mean) / std, wrong
+
+    def _one(self, image: Tensor) -> Tensor:
+        height, width = image.shape[:2]
+        shorter = min(height, width)
+        if self.fit == "squash":
+            to = (self.size, self.size)
+        else:  # the longer side is rounded down, by both libraries
+            to = (int(self.size * height / shorter), int(self.size * width / shorter))
+        if self.filter == "pillow":
+            whole = Image.fromarray(image.cpu().numpy())
+            if to != (height, width):
+                whole = whole.resize(to[::-1], Image.Resampling.BICUBIC)
+            planes = torch.from_numpy(np.array(whole)).permute(2, 0, 1).float() / 255
+        else:
+            planes = image.cpu().permute(2, 0, 1).float() / 255
+            if to != (height, width):
+                sharp = self.filter == "tensor"
+                planes = F.interpolate(planes[None], to, mode="bicubic", align_corners=False, antialias=sharp)[0]
+        down, across = (self._begin(side - self.size) for side in to)
+        return planes[:, down : down + self.size, across : across + self.size]
+
+    def _begin(self, over: int) -> int:
+        return over // 2 if self.half == "down" else round(over / 2)
+
+
+def _preprocessing(folder: Path) -> Preprocessing:
+    """As transformers' file in the folder says; CLIP's own without it. Raises ValueError."""
+    file = folder / "preprocessor_config.json"
+    if not file.is_file():
+        return Preprocessing()
+    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    size, crop = told.get("size", 224), told.get("crop_size", 224)
+    shortest = size.get("shortest_edge", 0) if isinstance(size, dict) else size
+    square = crop.get("height", 0) if isinstance(crop, dict) else crop
+    if shortest != square or told.get("resample", 3) != 3 or not told.get("do_center_crop", True):
+        raise ValueError(
+            f"{file}: expected a bicubic filter (resample 3), and shortest_edge equal to crop_size with "
+            f"do_center_crop, as CLIP's models have it; came {plain_json({'size': size, 'crop_size': crop})}"
+        )
+    return Preprocessing(square, mean=tuple(told["image_mean"]), std=tuple(told["image_std"]))
+
+
+def plain_json(value: Any) -> str:
+    """A short text of a setting, for messages."""
+    return json.dumps(value)[:200]
+
+
+def package(name: str, juror: str, extra: str) -> Any:
+    """A package that is not there in every installation. Raises ModuleNotFoundError, which says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise ModuleNotFoundError(
+            f"the {juror} juror needs {name}, which is not installed: pip install 'jurybox[{extra}]'"
+        ) from error
+
+
+def folder_of(weights: str, juror: str, *files: str) -> Path:
+    """The folder of weights. Raises FileNotFoundError, which says what is expected in it."""
+    expected = ", ".join(files)
+    how = f"expected a folder with {expected}: docs/jurors.md shows how to get it. Nothing is downloaded at run time"
+    if not weights:
+        raise FileNotFoundError(f"the {juror} juror was given no weights: set its argument weights; {how}")
+    folder = Path(weights)
+    missing = [name for name in files if not list(folder.glob(name))]
+    if missing:
+        raise FileNotFoundError(f"no {', '.join(missing)} in {weights}: {how}")
+    return folder
+
+
+def answer(score: Tensor, wrong: dict[int, str]) -> dict[str, Tensor] | RowErrors:
+    """What a module gives: scores, and the rows that have none."""
+    outputs = {"score": score.float()}
+    return RowErrors(wrong, outputs) if wrong else outputs
+
+
+def image_input(pixels: int) -> TensorSpec:
+    """Pictures of any size up to so many pixels."""
+    return TensorSpec("uint8", (-1, -1, 3), capacity=3 * pixels)
+
+
+# ----
+# CLIP, by transformers: CLIP score and PickScore are one sum, scaled differently.
+
+
+class Similarity(nn.Module):
+    """How well pictures fit their prompts: the cosine of CLIP's embeddings, scaled."""
+
+    def __init__(
+        self,
+        clip: Any,
+        tokens: Callable[[list[str]], Any],
+        prepare: Preprocessing,
+        scale: float,
+        divide_by: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.clip = clip
+        self._tokens, self._prepare, self._scale, self._divide_by = tokens, prepare, scale, divide_by
+
+    def forward(self, image: list[Tensor], prompt: list[bytes]) -> dict[str, Tensor] | RowErrors:
+        """Pictures uint8 (height, width, 3), prompts UTF-8, to ``score`` (n,)."""
+        given = self._tokens([text.decode("utf-8", "replace") for text in prompt])
+        device = next(self.clip.parameters()).device
+        seen, wrong = self._prepare(image)
+        output = self.clip(pixel_values=seen.to(device), **{name: value.to(device) for name, value in given.items()})
+        cosine = (F.normalize(output.image_embeds, dim=-1) * F.normalize(output.text_embeds, dim=-1)).sum(-1)
+        scale = self.clip.logit_scale.exp() if self._scale == 0 else self._scale
+        return answer(cosine * scale / self._divide_by, wrong)
+
+
+def _similarity(juror: str, weights: str, scale: float, divide_by: float, pixels: int) -> ServedModel:
+    folder = folder_of(weights, juror, "config.json", "*.safetensors", "tokenizer*.json")
+    transformers = package("transformers", juror, "jurors")
+    clip = transformers.CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    longest = int(clip.config.text_config.max_position_embeddings)
+
+    def tokens(prompts: list[str]) -> Any:
+        # Longer prompts are cut off: CLIP has no place for more, and its own code does the same.
+        return tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+
+    module = Similarity(clip.float().eval(), tokens, _preprocessing(folder), scale, divide_by)
+    inputs = {"image": image_input(pixels), "prompt": TensorSpec("bytes", capacity=_TEXT)}
+    return ServedModel(module, inputs, SCORE)
+
+
+def clip_score(weights: str = "", scale: float = 1.0, pixels: int = _PIXELS) -> ServedModel:
+    """CLIP score: the cosine of a picture's and its prompt's embeddings.
+
+    Args:
+        weights: a folder with a CLIP model in transformers' form, such as openai/clip-vit-large-patch14.
+        scale: what the cosine is multiplied with: 100 gives torchmetrics' numbers, 0 stands for the model's own factor.
+        pixels: of the largest picture.
+
+    Returns:
+        Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 ().
+
+    Raises:
+        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
+    """
+    return _similarity("clip_score", weights, scale, 1.0, pixels)
+
+
+def pick_score(weights: str = "", divide_by: float = 1.0, pixels: int = _PIXELS) -> ServedModel:
+    """PickScore (Kirstain et al., "Pick-a-Pic", NeurIPS 2023): CLIP fine-tuned on which of two pictures people took.
+
+    Args:
+        weights: a folder with yuvalkirstain/PickScore_v1, and the tokenizer and preprocessor_config.json of
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K.
+        divide_by: 26 gives Flow-GRPO's numbers, about 0 to 1.
+        pixels: of the largest picture.
+
+    Returns:
+        Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), about 15 to 26.
+
+    Raises:
+        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
+        ValueError: divide_by is 0.
+    """
+    if not divide_by:
+        raise ValueError("divide_by is 0: expected another number, 1 or 26")
+    return _similarity("pick_score", weights, 0.0, divide_by, pixels)
+
+
+# ----
+# HPSv2, by open_clip.
+
+
+class _OpenClip(nn.Module):
+    def __init__(self, clip: Any, tokens: Callable[[list[str]], Tensor], prepare: Preprocessing) -> None:
+        super().__init__()
+        self.clip = clip
+        self._tokens, self._prepare = tokens, prepare
+
+    def forward(self, image: list[Tensor], prompt: list[bytes]) -> dict[str, Tensor] | RowErrors:
+        texts = self._tokens([text.decode("utf-8", "replace") for text in prompt])
+        device = next(self.clip.parameters()).device
+        seen, wrong = self._prepare(image)
+        images = self.clip.encode_image(seen.to(device), normalize=True)
+        return answer((images * self.clip.encode_text(texts.to(device), normalize=True)).sum(-1), wrong)
+
+
+def hpsv2(weights: str = "", antialias: bool = True, pixels: int = _PIXELS) -> ServedModel:
+    """Human Preference Score v2 and v2.1 (Wu et al., 2023): open_clip's ViT-H-14, fine-tuned on people's choices.
+
+    Args:
+        weights: a folder with the checkpoint as safetensors (docs/jurors.md has the command). An
+            open_clip_config.json in it describes a model other than ViT-H-14.
+        antialias: as hpsv2 with torchvision 0.17 and later; False as before, when its filter was not antialiased.
+        pixels: of the largest picture.
+
+    Returns:
+        Inputs ``image`` uint8 (-1, -1, 3) RGB and ``prompt`` text; output ``score`` float32 (), about 0.2 to 0.35.
+
+    Raises:
+        FileNotFoundError: no weights there. ModuleNotFoundError: open_clip is not installed.
+        RuntimeError: weights of another model.
+    """
+    folder = folder_of(weights, "hpsv2", "*.safetensors")
+    open_clip = package("open_clip", "hpsv2", "jurors")
+    described = folder / "open_clip_config.json"
+    if described.is_file():
+        config = json.loads(described.read_text(encoding="utf-8"))["model_cfg"]
+    else:
+        config = open_clip.get_model_config("ViT-H-14")
+    clip = open_clip.model.CLIP(**config)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    clip.load_state_dict(tensors)
+    size = int(config["vision_cfg"]["image_size"])
+    # hpsv2 resizes after it has made a tensor of the picture, other than open_clip itself.
+    prepare = Preprocessing(size, "tensor" if antialias else "tensor-aliased", half="even")
+    tokenizer = open_clip.SimpleTokenizer(context_length=int(config["text_cfg"].get("context_length", 77)))
+    inputs = {"image": image_input(pixels), "prompt": TensorSpec("bytes", capacity=_TEXT)}
+    return ServedModel(_OpenClip(clip.eval(), tokenizer, prepare), inputs, SCORE)
+
+
+# ----
+# LAION's aesthetic predictors: a head on CLIP's embedding of the picture.
+
+
+class _Aesthetic(nn.Module):
+    def __init__(self, clip: Any, head: nn.Module, prepare: Preprocessing) -> None:
+        super().__init__()
+        self.encoder, self.projection, self.head = clip.vision_model, clip.visual_projection, head
+        self._prepare = prepare
+
+    def forward(self, image: list[Tensor]) -> dict[str, Tensor] | RowErrors:
+        seen, wrong = self._prepare(image)
+        device = next(self.encoder.parameters()).device
+        pooled = self.encoder(pixel_values=seen.to(device)).pooler_output
+        embedding = F.normalize(self.projection(pooled), dim=-1)
+        return answer(self.head(embedding).squeeze(-1), wrong)
+
+
+def aesthetic_v1(weights: str = "", pixels: int = _PIXELS) -> ServedModel:
+    """LAION's aesthetic predictors on CLIP ViT-L/14: V1's linear head, or the "improved" one of five layers.
+
+    Args:
+        weights: a folder with CLIP in transformers' form (openai/clip-vit-large-patch14) and head/head.safetensors: of
+            V1 ``weight`` and ``bias`` (sa_0_4_vit_l_14_linear.pth), of the improved one ``layers.0.weight`` and so on.
+        pixels: of the largest picture.
+
+    Returns:
+        Input ``image`` uint8 (-1, -1, 3) RGB; output ``score`` float32 (), about 1 to 10.
+
+    Raises:
+        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
+        ValueError: a head of another kind.
+    """
+    folder = folder_of(weights, "aesthetic_v1", "config.json", "*.safetensors", "head/head.safetensors")
+    transformers = package("transformers", "aesthetic_v1", "jurors")
+    clip = transformers.CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    tensors = {
+        name.removeprefix("layers."): tensor for name, tensor in load_file(folder / "head/head.safetensors").items()
+    }
+    features = int(clip.config.projection_dim)
+    if set(tensors) == {"weight", "bias"}:
+        head: nn.Module = nn.Linear(features, 1)
+    else:
+        sizes = {
+            int(name.partition(".")[0]): value.shape for name, value in tensors.items() if name.endswith(".weight")
+        }
+        if not sizes or not all(len(shape) == 2 for shape in sizes.values()):
+            raise ValueError(
+                f"head.safetensors has {', '.join(sorted(tensors))}: expected weight and bias, or layers.*"
+            )
+        layers: list[nn.Module] = [nn.Identity() for _ in range(max(sizes) + 1)]  # dropout acts in training alone
+        for number, (out, into) in sizes.items():
+            layers[number] = nn.Linear(into, out)
+        head = nn.Sequential(*layers)
+    head.load_state_dict(tensors)
+    module = _Aesthetic(clip.float().eval(), head.float().eval(), _preprocessing(folder))
+    return ServedModel(module, {"image": image_input(pixels)}, SCORE)
+
+
+# ----
+# Reward models for text.
+
+
+class _TextReward(nn.Module):
+    def __init__(self, model: Any, tokenizer: Any, longest: int) -> None:
+        super().__init__()
+        self.model = model
+        self._tokenizer, self._longest = tokenizer, longest
+
+    def forward(self, prompt: list[bytes], response: list[bytes]) -> dict[str, Tensor] | RowErrors:
+        tokens = [
+            self._tokens(*(text.decode("utf-8", "replace") for text in pair))
+            for pair in zip(prompt, response, strict=True)
+        ]
+        wrong = {
+            i: f"prompt and response have {len(row)} tokens, the model takes at most {self._longest}"
+            for i, row in enumerate(tokens)
+            if len(row) > self._longest
+        }
+        kept = [row[: 1 if i in wrong else None] for i, row in enumerate(tokens)]
+        most = max(map(len, kept))
+        device = next(self.model.parameters()).device
+        ids = torch.full((len(kept), most), self._tokenizer.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(kept):
+            ids[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        return answer(self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0], wrong)
+
+    def _tokens(self, prompt: str, response: str) -> list[int]:
+        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+        # The template has written the special tokens already.
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def text_reward(weights: str = "", dtype: str = "float32", max_length: int = 4096, text: int = 65536) -> ServedModel:
+    """A sequence-classification reward model with a chat template, such as Skywork-Reward-V2 or a model of TRL's.
+
+    Args:
+        weights: a folder in transformers' form: config.json, safetensors, a tokenizer with a chat template.
+        dtype: "float32", "bfloat16" or "float16".
+        max_length: tokens. A longer conversation fails alone: the score of one that is cut off would be another's.
+        text: bytes of the longest prompt, and of the longest response.
+
+    Returns:
+        Inputs ``prompt`` and ``response``, text; output ``score`` float32 (), the model's first logit.
+
+    Raises:
+        FileNotFoundError: no weights there. ModuleNotFoundError: transformers is not installed.
+        ValueError: the tokenizer has no chat template or no token to pad with.
+    """
+    folder = folder_of(weights, "text_reward", "config.json", "*.safetensors", "tokenizer*.json")
+    transformers = package("transformers", "text_reward", "jurors")
+    precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in precisions:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(precisions)}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer in {weights} has no chat template: expected one (chat_template.jinja)")
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).to(precisions[dtype]).eval()
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"the tokenizer in {weights} has no pad_token: set one in its tokenizer_config.json")
+    # The model finds each row's last token by it.
+    model.config.pad_token_id = tokenizer.pad_token_id
+    inputs = {name: TensorSpec("bytes", capacity=text) for name in ("prompt", "response")}
+    return ServedModel(_TextReward(model, tokenizer, max_length), inputs, SCORE)
