@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.serving import serving
+from tests.serving import START, launch, serving, wait_until
 
 CLI = [sys.executable, "-m", "jurybox.training.cli", "train"]
 # fmt: off
@@ -94,3 +94,29 @@ def test_a_server_that_lets_the_policy_not_in_says_which_line_to_add(tmp_path):
     assert done.returncode == 3, done.stderr
     assert 'remote_factories = ["jurybox.training.recipes.served_networks:*"]' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_server_that_is_started_again_is_given_the_models_anew_and_the_run_goes_on(tmp_path):
+    lets_in = {"factories": ["tests.models:*"]}
+    server = launch(tmp_path / "server", {}, **lets_in)
+    servers, metrics = [server], tmp_path / "run" / "metrics.csv"
+    longer = [*HOCKEY, "--steps", "6000", "--set", "log_every = 300"]
+    try:
+        wait_until(lambda: "supervisor serving" in server.text(), START)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(train, tmp_path / "run", *longer, "--server", server.address)
+            wait_until(lambda: running.done() or (metrics.exists() and len(metrics.read_text().splitlines()) > 1), 200)
+            assert server.stop() == 0
+            servers.append(launch(tmp_path / "server", {}, **lets_in))
+            done = running.result(280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["env_steps"] >= 6000 and "which is loaded again" in done.stderr + done.stdout
+        with servers[-1].connect() as client:
+            assert client.models() == []
+    finally:
+        for each in servers:
+            if each.process.poll() is None:
+                each.stop()
