@@ -42,6 +42,23 @@ def test_generalised_advantages_are_the_discounted_sum_of_errors() -> None:
     np.testing.assert_allclose(advantages_of(given, settings)[:, 0], expected)
 
 
+@pytest.mark.parametrize("changes", [{}, {"gae": False}, {"bootstrap": False}])
+def test_one_long_column_counts_as_each_of_several_does(changes) -> None:
+    random = np.random.default_rng(0)
+    over = random.random((50, 2)) < 0.2
+    numbers = {name: random.normal(size=(50, 2)).astype(np.float32) for name in ("values", "rewards", "final_values")}
+    last = random.normal(size=2).astype(np.float32)
+    both = rollout(50, 2, over=over, terminated=over & (random.random((50, 2)) < 0.5), last_values=last, **numbers)
+    settings = replace(SETTINGS, **changes)
+    parts = {"values", "rewards", "final_values", "over", "terminated"}
+    for column in (0, 1):
+        alone = {name: getattr(both, name)[:, column : column + 1] for name in parts}
+        one = rollout(50, 1, last_values=last[column : column + 1], **alone)
+        np.testing.assert_allclose(
+            advantages_of(one, settings)[:, 0], advantages_of(both, settings)[:, column], rtol=1e-4, atol=1e-5
+        )
+
+
 def test_without_gae_an_advantage_is_the_discounted_return_less_the_value() -> None:
     settings = replace(SETTINGS, gamma=0.5, gae=False)
     given = rollout(values=column(1, 1, 1), over=np.array([[False], [False], [True]]))

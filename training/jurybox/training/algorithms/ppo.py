@@ -137,6 +137,8 @@ class Rollout:
 
 def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
     """Advantages, float32 (t, n): generalised (Schulman et al., 2016), or discounted return minus value."""
+    if rollout.rewards.shape[1] == 1:
+        return _advantages_of_one(rollout, settings)
     found = np.zeros_like(rollout.rewards)
     following = rollout.last_values
     advantage = np.zeros_like(following)
@@ -150,6 +152,22 @@ def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
         found[step] = advantage
         following = rollout.values[step]
     return found
+
+
+def _advantages_of_one(rollout: Rollout, settings: PPOSettings) -> Floats:
+    """The same of one column, which may be long: with Python's numbers, since NumPy takes microseconds for each."""
+    gamma, decay = settings.gamma, settings.gae_lambda if settings.gae else 1.0
+    cut = np.where(rollout.terminated | (not settings.bootstrap), np.float32(0.0), rollout.final_values)[:, 0].tolist()
+    rewards, values, over = (column[:, 0].tolist() for column in (rollout.rewards, rollout.values, rollout.over))
+    following, advantage = float(rollout.last_values[0]), 0.0
+    found = [0.0] * len(rewards)
+    for step in reversed(range(len(rewards))):
+        if over[step]:
+            following, advantage = cut[step], 0.0
+        advantage = rewards[step] + gamma * following - values[step] + gamma * decay * advantage
+        found[step] = advantage
+        following = values[step]
+    return np.array(found, np.float32)[:, None]
 
 
 class PPO:
