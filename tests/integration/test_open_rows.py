@@ -24,14 +24,22 @@ MODELS["few"] = {"factory": "tests.open_models:running_sum", "max_batch": 8, "ro
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    """A server of its own, since a gateway keeps rows of every model for those who ask it next."""
+    with serving(tmp_path_factory.mktemp("gateway"), MODELS, grpc="127.0.0.1:0") as running:
         yield running
 
 
 @pytest.fixture(params=["shm", "zmq", "tcp", "grpc"])
-def client(request, server):
+def client(request):
     local = request.param in ("shm", "zmq")
-    where = server.address if local else f"{request.param}://{server.listening(request.param)}"
+    there = request.getfixturevalue("gateway" if request.param == "grpc" else "server")
+    where = there.address if local else f"{request.param}://{there.listening(request.param)}"
     with connect(where, transport=request.param if local else "auto", timeout=60) as connection:
         yield connection
 

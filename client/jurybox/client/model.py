@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import repeat, starmap
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.lane import Lane, row_failed
+from jurybox.client.lane import Lane
 from jurybox.client.link import seconds
+from jurybox.client.pieces import Pieces
 from jurybox.client.row_codec import Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
-from jurybox.client.transports.transport import LOOK_AFTER
-from jurybox.client.turns import Taken, Turns
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, RowFailed, SpecMismatch
+from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout
 from jurybox.protocol.spec import BYTES, ModelSpec
 
 if TYPE_CHECKING:
+    import asyncio
+
     from jurybox.client.sessions import Sessions
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
+T = TypeVar("T")
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
@@ -337,7 +340,7 @@ class Model:
     def _answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         lane = self._roomy(n)
         if not 0 < n <= self.max_batch or (first := lane.find(n)) is None:
-            return self._in_pieces(lane, given, n, deadline, version)
+            return Pieces(self, lane, given, n, deadline, version).answered()
         lane.codec.put(lane.columns, given, 0, n, first)
         answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
         # Nobody else can take the rows before this thread gives up the lock.
@@ -345,120 +348,13 @@ class Model:
             raise lane.failure(answer, first, n)
         return Reply(shaped(lane.codec.take(lane.columns, first, n)), answer.version)
 
-    def _in_pieces(self, lane: Lane, given: Checked, n: int, deadline: int, version: int) -> Reply:
-        outputs = lane.codec.room(n)
-        in_flight: deque[tuple[int, Ticket]] = deque()
-        sent, versions = 0, []
-        errors: dict[int, str] = {}
-        try:
-            while sent < n or in_flight:
-                sent = self._send_some(lane, given, sent, n, in_flight, deadline, version)
-                if not in_flight:
-                    if not lane.wait_for_rows(deadline):
-                        self._found(lane, 1)  # says that and why no row is free, or one has come back
-                    continue
-                at, ticket = in_flight[0]
-                waited = ticket._in_flight()
-                assert waited is not None
-                lane.wait(waited, deadline)
-                try:
-                    versions.append(ticket._into(outputs, at))
-                except RowFailed as error:
-                    versions.append(self._partly(outputs, at, ticket.rows, errors, error))
-                in_flight.popleft()
-        finally:
-            for _, ticket in in_flight:
-                ticket._give_up()
-        return self._whole(outputs, n, versions, errors)
-
-    def _partly(self, outputs: dict[str, Any], at: int, n: int, errors: dict[int, str], error: RowFailed) -> int:
-        """Collect a piece of which rows failed; gives the weights' version."""
-        self._codec.place(outputs, at, n, error.outputs)
-        errors.update({at + index: reason for index, reason in error.errors.items()})
-        return error.version
-
-    def _whole(self, outputs: dict[str, Any], n: int, versions: list[int], errors: dict[int, str]) -> Reply:
-        """The reply that pieces make. Raises RowFailed where rows failed."""
-        version = min(versions, default=0)
-        if errors:
-            raise row_failed(self.name, errors, n, shaped(outputs), version)
-        return Reply(shaped(outputs), version)
-
     async def _answered_async(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         lane = self._lane
         if lane.gone is not None or (n > lane.rows and self._may_grow):
             import asyncio
 
             lane = await asyncio.to_thread(self.turns.run, lambda: self._roomy(n), deadline)
-        outputs = lane.codec.room(n)
-        in_flight: deque[tuple[int, Ticket]] = deque()
-        sent, versions = 0, []
-        errors: dict[int, str] = {}
-        try:
-            while sent < n or in_flight:
-                send_some = partial(self._send_some, lane, given, sent, n, in_flight, deadline, version)
-                sent = await self.turns.alone(send_some, deadline)
-                if in_flight:
-                    at, ticket = in_flight[0]
-                    try:
-                        reply = await ticket.result_async((deadline - time.monotonic_ns()) / 1e9)
-                    except RowFailed as error:
-                        if ticket.rows == n:
-                            raise
-                        versions.append(self._partly(outputs, at, ticket.rows, errors, error))
-                    else:
-                        if ticket.rows == n:
-                            return reply
-                        lane.codec.place(outputs, at, ticket.rows, reply.outputs)
-                        versions.append(reply.version)
-                    in_flight.popleft()
-                elif sent < n:
-                    await self._rows_come_back(lane, deadline)
-        finally:
-            for _, ticket in in_flight:
-                ticket._give_up()
-        return self._whole(outputs, n, versions, errors)
-
-    async def _rows_come_back(self, lane: Lane, deadline: int) -> None:
-        """Wait until rows may have become free."""
-        left = (deadline - time.monotonic_ns()) / 1e9
-        if left <= 0:
-            raise Busy(f"no rows of this lane's {lane.rows} became free in time: ask for a larger lane")
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        future = lane.row_waiter()
-        await self.turns.alone(lambda: self.turns.watch(lane, loop), deadline)
-        try:
-            await asyncio.wait_for(future, min(left, LOOK_AFTER))
-        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
-            await self.turns.alone(lane.look_after, deadline)
-
-    def _send_some(
-        self,
-        lane: Lane,
-        given: Checked,
-        sent: int,
-        n: int,
-        in_flight: deque[tuple[int, Ticket]],
-        deadline: int,
-        version: int,
-    ) -> int:
-        """Send as many of the rows from `sent` on as there is room for; gives how many of the n are sent then."""
-        if lane.gone is not None:
-            raise lane.lost()
-        while sent < n:
-            wanted = min(n - sent, self.max_batch)
-            first, piece = lane.find(wanted), wanted
-            if first is None and (self._row is not None or not (piece := lane.largest)):
-                self._give_up_row()
-                lane.receive_now()
-                piece = min(wanted, lane.largest)
-            if first is None and (not piece or (first := lane.find(piece)) is None):
-                break
-            in_flight.append((sent, self._sent(lane, given, sent, piece, first, deadline, version)))
-            sent += piece
-        return sent
+        return await Pieces(self, lane, given, n, deadline, version).answered_async()
 
     def _after_fork_in_child(self) -> None:
         self.turns.anew()
@@ -476,3 +372,114 @@ def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] 
     if only.dtype == BYTES:
         return None, (), True
     return only.numpy_dtype, None if only.variable else only.shape, False
+
+
+# ----
+# Whose turn it is: threads and event loops that share a model use its lane one after another.
+
+
+_TURN = 0.001  # seconds between two looks of an event loop whether another thread's call is over
+
+
+class Taken(Exception):
+    """Another thread has the lock."""
+
+
+class _Mine(dict[bool, None]):
+    """What `acquire` said: True is looked up, anything else raises."""
+
+    def __missing__(self, _: bool) -> None:
+        raise Taken
+
+
+_MINE = _Mine({True: None})
+
+
+class Turn:
+    """The lock in a ``with`` that waits so many seconds for it, or not at all, and then raises Taken.
+
+    Entering and leaving are single calls of C, as a lock's own are: a KeyboardInterrupt never falls between taking the
+    lock and the ``with`` knowing of it. And it costs no more than ``with lock``.
+    """
+
+    __slots__ = ("__enter__", "__exit__")
+
+    def __init__(self, lock: Any, seconds: float = 0.0) -> None:
+        how = (True, seconds) if seconds > 0 else (False,)
+        self.__enter__ = map(_MINE.__getitem__, starmap(lock.acquire, repeat(how))).__next__
+        self.__exit__ = lock.__exit__
+
+
+class Turns:
+    """The turns of one model.
+
+    Attributes:
+        lock: re-entrant, as a signal's handler or a destructor may use the model in the midst of a call.
+        now: the turn that is there at once or not at all.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.anew()
+
+    def anew(self) -> None:
+        """In a forked child, whose parent's threads may have had the lock."""
+        self.lock = threading.RLock()
+        self.now = Turn(self.lock)
+        self._watched: tuple[Lane, asyncio.AbstractEventLoop] | None = None
+
+    def run(self, action: Callable[[], T], deadline: int) -> T:
+        """Do something while no other thread uses the lane.
+
+        Raises:
+            Timeout: another thread's call was not over by `deadline`, ns of CLOCK_MONOTONIC.
+        """
+        try:
+            with self.now:
+                return action()
+        except Taken:
+            pass
+        try:
+            with Turn(self.lock, (deadline - time.monotonic_ns()) / 1e9):
+                return action()
+        except Taken:
+            raise self._late() from None
+
+    async def alone(self, action: Callable[[], T], deadline: int) -> T:
+        """As `run`, of something short; the event loop goes on until then."""
+        import asyncio  # most clients have no event loop, and its import costs as much as ZeroMQ's
+
+        while True:
+            try:
+                with self.now:
+                    return action()
+            except Taken:
+                pass
+            if time.monotonic_ns() > deadline:
+                raise self._late()
+            await asyncio.sleep(_TURN)
+
+    def watch(self, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
+        """Have answers taken in as they come to the lane, in the running loop, and take in what is there."""
+        if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
+            this, that = weakref.ref(self), weakref.ref(lane)  # what a loop or a thread calls must keep nothing alive
+
+            def arrived() -> None:
+                turns, watched = this(), that()
+                if turns is not None and watched is not None:
+                    turns._arrived(watched, loop, arrived)
+
+            lane.watch(loop, arrived)
+            self._watched = (lane, loop)
+        lane.receive_now()
+
+    def _arrived(self, lane: Lane, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:
+        try:
+            with self.now:
+                if lane.gone is None:
+                    lane.receive_now()
+        except Taken:  # by another thread, which takes in what it finds; perhaps it has looked already
+            loop.call_later(_TURN, again)
+
+    def _late(self) -> Timeout:
+        return Timeout(f"another thread's call of {self._model!r} was not over in time: take a model for each")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jurybox.client.model import Model, Taken
+from jurybox.client.pieces import rows_come_back
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.ticket import Reply, Ticket
-from jurybox.client.turns import Taken
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
 from jurybox.protocol.errors import (
     Busy,
@@ -28,7 +29,6 @@ from jurybox.protocol.errors import (
 
 if TYPE_CHECKING:
     from jurybox.client.lane import Lane
-    from jurybox.client.model import Model
     from jurybox.client.rows import CallRow
 
 Numbers = Sequence[int] | NDArray[np.integer[Any]]
@@ -428,7 +428,7 @@ class Sessions:
                         sent = await model.turns.alone(send, deadline)
                         break
                     except Busy:
-                        await model._rows_come_back(lane, deadline)
+                        await rows_come_back(model, lane, deadline)
                 with sent as ticket:
                     left = (deadline - time.monotonic_ns()) / 1e9
                     found.append((await ticket.result_async(left)).outputs)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from jurybox.client.lane import Lane
 from jurybox.client.row_codec import shaped
 from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
-from jurybox.client.turns import Taken
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 
 if TYPE_CHECKING:
@@ -84,13 +83,15 @@ class Ticket:
         if self._reply is not None or self._failure is not None or self._cancelled or self._lane.gone is not None:
             return True
         try:
-            with self._model.turns.now:
-                sent = self._in_flight()
-                if sent is not None and sent.answer is None:
-                    self._lane.look_after((sent,))
-                return sent is None or sent.answer is not None
-        except Taken:  # by another thread's call, for which it would wait
+            return self._model.turns.run(self._looked_for, 0)
+        except Timeout:  # another thread's call has the lane
             return False
+
+    def _looked_for(self) -> bool:
+        sent = self._in_flight()
+        if sent is not None and sent.answer is None:
+            self._lane.look_after((sent,))
+        return sent is None or sent.answer is not None
 
     def cancel(self) -> bool:
         """Give the request up; an engine that has it already computes it all the same. False if it is done."""

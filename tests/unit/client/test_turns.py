@@ -115,7 +115,7 @@ def test_each_of_many_threads_is_answered_and_the_lane_is_whole_afterwards(share
 
 
 def test_a_lock_that_is_given_up_on_stays_the_others():
-    from jurybox.client.turns import Taken, Turn
+    from jurybox.client.model import Taken, Turn
 
     lock = threading.RLock()
     free = Turn(lock)
