@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,33 +13,19 @@ from numpy.typing import NDArray
 from jurybox.client.model import Model, Taken
 from jurybox.client.pieces import rows_come_back
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
+from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
 from jurybox.protocol.errors import (
     Busy,
     Code,
-    ModelFailed,
-    ModelNotFound,
     Refused,
-    RowFailed,
-    SessionLost,
     SpecMismatch,
-    VersionNotHeld,
 )
 
 if TYPE_CHECKING:
     from jurybox.client.lane import Lane
     from jurybox.client.rows import CallRow
-
-Numbers = Sequence[int] | NDArray[np.integer[Any]]
-Mask = Sequence[bool] | NDArray[np.bool_]
-
-
-def not_computed(error: BaseException) -> bool:
-    """Whether a request that failed so was not computed, so that the state of its sessions is what it was."""
-    if isinstance(error, Refused) and error.code == Code.UNSUPPORTED:
-        return True  # a transport cannot carry it
-    return isinstance(error, (Busy, ModelFailed, ModelNotFound, SpecMismatch, VersionNotHeld))
 
 
 class Sessions:
@@ -56,18 +42,14 @@ class Sessions:
     def __init__(self, model: Model, n: int, *, pin_version: bool = False) -> None:
         self._model = model
         self._n = n
-        self._next = np.zeros(n, np.uint32)  # step of each session's next request; 0: it begins
-        self._lost = np.zeros(n, np.bool_)
-        self._some_lost = False  # whether there may be some
-        self._asking = False  # all of them, in order; still set when the next request comes, its end was broken off
+        self._book = SessionBook(model.name, n)
         self._pinned = np.zeros(n, np.uint64) if pin_version else None
         self.version = 0
-        self._all = np.arange(n)
+        self._all = self._book.all
         self._records = np.zeros(n, SESSION)
         self._records["slot"] = self._all
-        self._steps = np.zeros(n, np.uint32)  # of the request that `_asking` is about
         self._kept: CallRow | None = None  # their rows, from request to request
-        self._step_column: NDArray[Any] = self._steps
+        self._step_column: NDArray[Any] = self._records["step"]
         self._dtype: np.dtype[Any] | None = None  # and shape: of inputs that go as they are
         self._shape: tuple[int, ...] = ()
 
@@ -140,43 +122,25 @@ class Sessions:
 
     def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> Any:
         """Answer row i for session i. No session is lost by it unless it is broken off."""
-        model, steps = self._model, self._steps
+        book = self._book
         if not (
             type(inputs) is np.ndarray
             and inputs.dtype == self._dtype
             and inputs.shape == self._shape
             and inputs.flags.c_contiguous
         ):
-            inputs, n = model._codec.checked(inputs)
-            self._require_rows(n, self._n)
-        self._settle_broken_off()
-        np.copyto(steps, self._next)
-        if reset is not None:
-            begin = self._begin(reset, self._n)
-            steps[begin] = 0
-            if self._some_lost:
-                self._require(self._all[~begin])
-        elif self._some_lost:
-            self._require(self._all)
-        self._step_column[:] = steps
-        self._asking, rows.answer = True, None
+            inputs, n = self._model._codec.checked(inputs)
+            require_rows(n, self._n)
+        self._step_column[:] = book.begin_all(reset)
+        rows.answer = None
         try:
             outputs = rows.ask(inputs, left)
         except BaseException:
-            with self._stepping(self._all, steps.copy()):
-                self._asking = False
-                raise
-        np.add(steps, 1, out=self._next)
-        if self._some_lost:
-            self._lost[:] = self._some_lost = False
-        self._asking = False
+            book.fail_all(self._model.max_batch)
+            raise
+        book.end_all()
         self.version = rows.version
         return outputs
-
-    def _settle_broken_off(self) -> None:
-        if self._asking:
-            self._lost[:] = self._some_lost = True
-            self._asking = False
 
     def _infer(self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int) -> Any:
         model = self._model
@@ -184,10 +148,10 @@ class Sessions:
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
             if len(part) == len(ids):
-                with self._stepping(ids, steps):
+                with self._book.stepping(ids, steps, self._model.max_batch):
                     replies.append((part, model._answered(given, len(ids), deadline, wanted)))
                 continue
-            with self._stepping(ids[part], steps[part]):
+            with self._book.stepping(ids[part], steps[part], model.max_batch):
                 replies.append((part, model._answered(_of(given, part), len(part), deadline, wanted)))
         return self._joined(len(ids), ids, replies)
 
@@ -218,7 +182,7 @@ class Sessions:
         given, ids, steps = await model.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
         replies = []
         for part, wanted in self._by_version(ids, steps, version):
-            with self._stepping(ids[part], steps[part]):
+            with self._book.stepping(ids[part], steps[part], model.max_batch):
                 replies.append((part, await model._answered_async(_of(given, part), len(part), deadline, wanted)))
         return self._joined(len(ids), ids, replies)
 
@@ -248,8 +212,7 @@ class Sessions:
             raise SpecMismatch(f"a ticket holds 1 to {model.max_batch} rows, {n} came; infer() cuts")
         lane = model._usable()
         ticket = model._sent(lane, given, 0, n, model._found(lane, n), deadline, version)
-        self._next[ids] = steps + 1
-        self._lost[ids] = False
+        self._book.stepped(ids, steps)
         return ticket
 
     def get_state(self, session: Numbers | None = None, *, timeout: float | None = None) -> dict[str, NDArray[Any]]:
@@ -260,7 +223,7 @@ class Sessions:
         Raises:
             SessionLost, Timeout, ServerGone, Refused.
         """
-        return self._state(self._ids(session), STORE, {}, timeout)
+        return self._state(self._book.ids(session), STORE, {}, timeout)
 
     def set_state(
         self, state: Mapping[str, NDArray[Any]], session: Numbers | None = None, *, timeout: float | None = None
@@ -274,7 +237,7 @@ class Sessions:
             SpecMismatch: a name, dtype or shape that is not the model's.
             Timeout, ServerGone, Refused.
         """
-        ids, specs = self._ids(session), self._model.spec.state
+        ids, specs = self._book.ids(session), self._model.spec.state
         if state.keys() != specs.keys():
             raise SpecMismatch(f"state of {self._model.name!r} is {sorted(specs)}, {sorted(state)} came")
         given = {name: np.asarray(value) for name, value in state.items()}
@@ -298,55 +261,24 @@ class Sessions:
 
     # ---- inside
 
-    def _ids(self, session: Numbers | None) -> NDArray[np.intp]:
-        if session is None:
-            return self._all
-        ids = np.asarray(session)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-            raise SpecMismatch(f"session is {ids.dtype} of shape {ids.shape}: expected whole numbers, one for each row")
-        if int(ids.min()) < 0 or int(ids.max()) >= self._n:
-            raise SpecMismatch(f"session {int(ids.min())}..{int(ids.max())}: these are sessions 0..{self._n - 1}")
-        if len(np.unique(ids)) != len(ids):
-            raise SpecMismatch("a session stands in one request twice: its second step needs the first one's answer")
-        return ids.astype(np.intp)
-
     def _prepared(
         self, inputs: Any, session: Numbers | None, reset: Mask | None
     ) -> tuple[Checked, NDArray[np.intp], NDArray[np.uint32]]:
         """The inputs with their session records, the sessions, and the step that each is asked for."""
         given, n = self._model._codec.checked(inputs)
-        ids = self._ids(session)
-        self._require_rows(n, len(ids))
-        self._settle_broken_off()
-        steps = self._next.copy() if ids is self._all else self._next[ids]
+        ids = self._book.ids(session)
+        require_rows(n, len(ids))
+        self._book.settle_broken_off()
+        steps = self._book.next.copy() if ids is self._all else self._book.next[ids]
         if reset is None:
-            self._require(ids)
+            self._book.require(ids)
         else:
-            begin = self._begin(reset, n)
-            self._require(ids[~begin])
+            begin = resets(reset, n)
+            self._book.require(ids[~begin])
             steps[begin] = 0
         records = self._records.copy() if ids is self._all else self._records[ids]
         records["step"] = steps
         return given | {SESSIONS: records}, ids, steps
-
-    @staticmethod
-    def _require_rows(n: int, sessions: int) -> None:
-        if n != sessions:
-            raise SpecMismatch(f"{n} rows came for {sessions} sessions: expected one row for each")
-
-    @staticmethod
-    def _begin(reset: Mask, n: int) -> NDArray[np.bool_]:
-        begin = np.asarray(reset, np.bool_)
-        if begin.shape != (n,):
-            raise SpecMismatch(f"reset has shape {begin.shape}: expected one bool for each of {n} rows")
-        return begin
-
-    def _require(self, ids: NDArray[np.intp]) -> None:
-        if self._some_lost and len(lost := ids[self._lost[ids]]):
-            raise SessionLost(
-                f"sessions {lost.tolist()} of {self._model.name!r} have lost their state: begin them anew with reset",
-                sessions=lost.tolist(),
-            )
 
     def _by_version(
         self, ids: NDArray[np.intp], steps: NDArray[np.uint32], version: int
@@ -357,10 +289,6 @@ class Sessions:
             return [(everything, version)]
         wanted = np.where(steps == 0, 0, self._pinned[ids])
         return [(everything[wanted == each], int(each)) for each in np.unique(wanted)]
-
-    def _stepping(self, ids: NDArray[np.intp], steps: NDArray[np.uint32]) -> _Step:
-        # All of them in order are a slice, which NumPy reads and writes without an index.
-        return _Step(self, slice(None) if ids is self._all else ids, ids, steps)
 
     def _joined(self, n: int, ids: NDArray[np.intp], replies: list[tuple[NDArray[np.intp], Reply]]) -> Any:
         if self._pinned is not None:
@@ -392,12 +320,15 @@ class Sessions:
     def _state_in_turn(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], deadline: int
     ) -> dict[str, NDArray[Any]]:
-        self._settle_broken_off()
+        self._book.settle_broken_off()
         if flag == STORE:
-            self._require(ids)
+            self._book.require(ids)
         lane, found = self._model._usable(), []
         for part, steps, given in self._state_parts(lane, ids, flag, state):
-            with self._stepping(part, steps), self._state_sent(lane, part, steps, flag, given, deadline) as ticket:
+            with (
+                self._book.stepping(part, steps, self._model.max_batch),
+                self._state_sent(lane, part, steps, flag, given, deadline) as ticket,
+            ):
                 found.append(ticket._waited_for(deadline).outputs)
         return _concatenated(found)
 
@@ -409,19 +340,19 @@ class Sessions:
         Args:
             reset: which of the sessions begin anew, from the initial state, before it is read.
         """
-        model, deadline, numbers = self._model, self._model.deadline(timeout), self._ids(ids)
+        model, deadline, numbers = self._model, self._model.deadline(timeout), self._book.ids(ids)
         begin = np.asarray(reset, np.bool_)
         flag = STORE if state is None else LOAD
 
         def first_look() -> Lane:
-            self._settle_broken_off()
+            self._book.settle_broken_off()
             if flag == STORE:
-                self._require(numbers[~begin])
+                self._book.require(numbers[~begin])
             return model._usable()
 
         lane, found = await model.turns.alone(first_look, deadline), []
         for part, steps, given in self._state_parts(lane, numbers, flag, state or {}, begin):
-            with self._stepping(part, steps):
+            with self._book.stepping(part, steps, self._model.max_batch):
                 send = partial(self._state_sent, lane, part, steps, flag, given, deadline)
                 while True:
                     try:
@@ -446,7 +377,7 @@ class Sessions:
         most = min(self._model.max_batch, lane.rows)
         for at in range(0, len(ids), most):
             part = ids[at : at + most]
-            steps = self._next[part] if flag == STORE else np.zeros(len(part), np.uint32)
+            steps = self._book.next[part] if flag == STORE else np.zeros(len(part), np.uint32)
             if begin is not None:
                 steps[begin[at : at + most]] = 0
             yield part, steps, {name: array[at : at + most] for name, array in state.items()}
@@ -495,55 +426,6 @@ class _StateTicket(Ticket):
 
 def _concatenated(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-class _Step:
-    """Around a request: whatever becomes of it, sessions have taken the step, have not, or are lost."""
-
-    __slots__ = ("_before", "_ids", "_sessions", "_steps", "_those")
-
-    def __init__(
-        self, sessions: Sessions, those: slice | NDArray[np.intp], ids: NDArray[np.intp], steps: NDArray[np.uint32]
-    ) -> None:
-        self._sessions = sessions
-        self._those = those
-        self._ids = ids
-        self._steps = steps
-        self._before = sessions._lost[those].copy()
-
-    def __enter__(self) -> None:
-        self._sessions._some_lost = True
-        self._sessions._lost[self._those] = True
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        sessions, those = self._sessions, self._those
-        if error is None:
-            sessions._next[those] = self._steps + 1
-            sessions._lost[those] = False
-            return
-        one_ticket = len(self._ids) <= sessions._model.max_batch  # of several, some may have been computed
-        if isinstance(error, RowFailed):
-            failed = np.zeros(len(self._ids), np.bool_)
-            failed[list(error.errors)] = True
-            sessions._next[self._ids[~failed]] = self._steps[~failed] + 1
-            sessions._lost[those] = self._before & failed
-        elif isinstance(error, SessionLost):
-            gone = self._ids[np.asarray(error.sessions, np.intp)]
-            if one_ticket:
-                sessions._lost[those] = self._before
-                sessions._lost[gone] = True
-            raise SessionLost(str(error), sessions=gone.tolist()) from None
-        elif isinstance(error, Refused) and error.code == Code.STALE_LEASE:
-            begun = self._steps > 0
-            sessions._lost[those] = self._before | begun
-            if begun.any():
-                raise SessionLost(
-                    f"the state of these sessions of {sessions._model.name!r} went down with a relay or a server: "
-                    "begin their episodes anew, with reset",
-                    sessions=self._ids[begun].tolist(),
-                ) from error
-        elif one_ticket and not_computed(error):
-            sessions._lost[those] = self._before
 
 
 def _of(given: Checked, part: NDArray[np.intp]) -> Checked:

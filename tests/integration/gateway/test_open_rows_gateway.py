@@ -634,7 +634,7 @@ def test_our_clients_sessions_keep_their_state(ours):
         np.testing.assert_array_equal(other.infer(x), [402, 30, 114])
         with pytest.raises(Exception, match="negative"):
             one.infer(-x)
-        one._next[1] = 9  # a client that claims steps it never took
+        one._book.next[1] = 9  # a client that claims steps it never took
         with pytest.raises(SessionLost) as lost:
             one.get_state()
         assert lost.value.sessions == [1]
@@ -659,7 +659,7 @@ def test_our_client_is_told_of_lost_sessions_by_their_numbers(ours):
         with pytest.raises(Exception, match="negative"):
             sessions.infer(-one, session=[2])
         np.testing.assert_array_equal(sessions.infer(one, session=[2]), [2])
-        sessions._next[1] = 7  # a client that claims steps it never took
+        sessions._book.next[1] = 7  # a client that claims steps it never took
         with pytest.raises(SessionLost) as lost:
             sessions.infer(np.ones((3, 1), np.float32), session=[0, 1, 3])
         assert lost.value.sessions == [1]

@@ -306,7 +306,7 @@ def test_nobody_gets_the_state_of_who_had_the_rows_before(served):
     with model.sessions(4) as sessions:
         np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32)), [1, 1, 1, 1])
         records = sessions._model._lane.columns.sessions
-        sessions._next[:] = 7  # a client that claims steps it never took
+        sessions._book.next[:] = 7  # a client that claims steps it never took
         with pytest.raises(SessionLost):
             sessions.infer(np.ones((4, 1), np.float32))
         assert records is not None

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jurybox.client.sessions import not_computed
+from jurybox.client.session_book import not_computed
 from jurybox.protocol.errors import (
     Busy,
     Error,
