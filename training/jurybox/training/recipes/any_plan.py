@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from pydantic import Field
-from rich.console import Console
 
-from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.recorded_run import recorded_run
+from jurybox.training.recipes.recorded_run import RecordingOptions, recorded_run
 from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.report import page
 from jurybox.training.report.page import Section, Table
-from jurybox.training.run_folder import Tracker
-from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import Budget, ConfigError, Outcome, Plan, load
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.settings import Settings
@@ -62,12 +58,7 @@ def train(
     folder: Path,
     *,
     command: str = "",
-    serial: bool = False,
-    resume: bool = False,
-    console: Console | None = None,
-    signals: Signals | None = None,
-    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
-    launcher: Launcher | None = None,
+    **options: Unpack[RecordingOptions],
 ) -> Outcome:
     """Carry the plan out; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`."""
     planned = plan_of(settings)
@@ -77,12 +68,7 @@ def train(
         (*COLUMNS, *planned.columns),
         settings,
         lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
-        serial=serial,
-        resume=resume,
-        console=console,
-        signals=signals,
-        trackers=trackers,
-        launcher=launcher,
+        **options,
     )
 
 

@@ -5,11 +5,11 @@ Roles import this module for its settings, so what only the run needs (torch, pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from pydantic import Field, model_validator
 
@@ -39,11 +39,7 @@ from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from jurybox.training.interrupts import Signals
-    from jurybox.training.run_folder import Tracker
-    from jurybox.training.runtime.launching import Launcher
+    from jurybox.training.recipes.recorded_run import RecordingOptions
     from jurybox.training.runtime.serving import ServedModels
 
 Algorithm = Literal["ppo", "dqn", "td3", "sac"]
@@ -439,13 +435,8 @@ def train(
     settings: GymTraining,
     folder: Path,
     *,
-    serial: bool = False,
-    resume: bool = False,
-    console: Console | None = None,
-    signals: Signals | None = None,
     command: str = "",
-    trackers: Callable[[], Sequence[Tracker]] = lambda: (),
-    launcher: Launcher | None = None,
+    **options: Unpack[RecordingOptions],
 ) -> Outcome:
     """Train; leaves metrics, logs, checkpoints, summary.json and report.html in `folder`.
 
@@ -468,8 +459,8 @@ def train(
         resources.enter_context(threadpool_limits(1))
         served = None
         if settings.policy == "served":
-            serving: object = launcher
-            if isinstance(serving, Serves) and not serial and settings.server is None:
+            serving: object = options.get("launcher")
+            if isinstance(serving, Serves) and not options.get("serial") and settings.server is None:
                 raise ConfigError(
                     "a served policy on --launcher ray wants a server that runs (--server), or policy='local'"
                 )
@@ -488,12 +479,7 @@ def train(
             columns(settings),
             settings,
             lambda outcome, rows: report(settings, outcome, rows, folder, command),
-            serial=serial,
-            resume=resume,
-            console=console,
-            signals=signals,
-            trackers=trackers,
-            launcher=launcher,
+            **options,
         )
 
 

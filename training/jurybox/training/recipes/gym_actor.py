@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.client import Error, Model, ModelNotFound, ServerGone, Timeout, connect
 from jurybox.training.environments.gymnasium_env import Actions, Environment, Observations, make_environment
 from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
+from jurybox.training.runtime.serving import LeasedModel
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]
@@ -21,7 +21,7 @@ Outputs = Mapping[str, Array]
 _SEED = 1_000_003  # episodes of evaluations are none of those that were trained on
 _LIVES = 40  # bits of a moment that are of one life of a worker
 _REMEMBERED = 64  # publications
-_ANSWER, _ADOPTED, _LOOK = 10.0, 30.0, 0.0005  # seconds: an engine that restarts imports torch before it adopts weights
+_ADOPTED = 30.0  # seconds: an engine that restarts imports torch before it adopts weights
 _ENDLESS = 1_000_000  # steps of an evaluation's episode
 _SIDE_BY_SIDE = 10  # environments of the evaluator
 
@@ -93,13 +93,9 @@ class ServedPolicy:
     """
 
     def __init__(self, context: RoleContext, *, rows: int, max_lag: int) -> None:
-        assert context.plan.server is not None
-        self._server, self._context = context.plan.server, context
-        self._rows, self._max_lag = rows, max_lag
+        self._model, self._max_lag = LeasedModel(context, CHANNEL, rows), max_lag
         self._told = _Told(context)
         self._version = 0
-        self._resources = ExitStack()
-        self._model: Model | None = None
 
     @property
     def updates(self) -> int:
@@ -107,42 +103,27 @@ class ServedPolicy:
         return max(known, default=min(self._told.updates.values()))
 
     def outputs(self, rows: Array) -> Outputs:
-        """Raises ServerGone, Timeout, ModelNotFound: for longer than the time-out."""
-        until = time.monotonic() + max(_ADOPTED, self._server.patience)
-        patient = time.monotonic() + self._server.patience
-        while True:
-            try:
-                model = self._model or self._open()
-                reply = model.infer_reply(rows, timeout=_ANSWER)
-                if reply.version and self._told.version - reply.version <= self._max_lag:
-                    self._version = reply.version
-                    found: Any = reply.outputs
-                    return found if isinstance(found, Mapping) else {next(iter(model.spec.outputs)): np.asarray(found)}
-                if time.monotonic() > until:
-                    raise StaleAnswers(
-                        f"{self._server.address} answers with version {reply.version} of the policy's weights, long "
-                        f"after version {self._told.version} was published: the server's log says why"
-                    )
-            except (ServerGone, Timeout, ModelNotFound):
-                self.close()
-                if time.monotonic() > patient:
-                    raise
-            self._context.alive()
-            time.sleep(_LOOK)
+        """Raises ServerGone, Timeout, ModelNotFound: for longer than the time-out; StaleAnswers."""
+        until = time.monotonic() + max(_ADOPTED, self._model.timeout)
+
+        def fresh(version: int) -> bool:
+            if self._told.version - version <= self._max_lag:
+                return True
+            if time.monotonic() > until:
+                raise StaleAnswers(
+                    f"the server answers with version {version} of the policy's weights, long after version "
+                    f"{self._told.version} was published: the server's log says why"
+                )
+            return False
+
+        reply = self._model.ask(rows, fresh)
+        self._version = reply.version
+        found: Any = reply.outputs
+        return found if isinstance(found, Mapping) else {self._model.outputs[0]: np.asarray(found)}
 
     def close(self) -> None:
-        """Release its lane."""
-        self._model = None
-        with suppress(Error):
-            self._resources.close()
-
-    def _open(self) -> Model:
-        with ExitStack() as undo:
-            connection = undo.enter_context(connect(self._server.address))
-            model = undo.enter_context(connection.model(self._server.models[CHANNEL], rows=self._rows))
-            self._resources = undo.pop_all()
-        self._model = model
-        return model
+        """Release the lane."""
+        self._model.close()
 
 
 class StaleAnswers(RuntimeError):

@@ -123,7 +123,7 @@ class OnServer:
         assert context.plan.server is not None
         self._server = context.plan.server
         self.models = self._server.models[CHANNEL], past
-        self.patience, self.alive = self._server.patience, context.alive
+        self.timeout, self.alive = self._server.timeout, context.alive
         self._weights = context.reader(CHANNEL)
 
     def connect(self) -> Server:
@@ -138,7 +138,7 @@ class InCluster:
     """An engine that is found by its name, which has the weights of the run's channel; a role of that run asks it."""
 
     models = MODEL, POOL_MODEL
-    patience = _FOUND
+    timeout = _FOUND
 
     def __init__(self, name: str, context: RoleContext) -> None:
         self._name, self._context = name, context
@@ -240,7 +240,7 @@ class ServedPolicies:
     def _again(self, error: Error) -> None:
         """Connect anew, and ask again for all that is not answered, as long as the server is waited for."""
         _log.warning("the policy server is looked for again: %s", error)
-        until = time.monotonic() + self._where.patience
+        until = time.monotonic() + self._where.timeout
         while True:
             with suppress(Error):
                 self._resources.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -13,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from jurybox.client import Error, Model, ModelNotFound, ServerGone, Timeout, connect
 from jurybox.training.algorithms.dqn import QNetwork, QuantileNetwork, ValueNetwork, as_floats
 from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.runtime.serving import LeasedModel
 
 Algorithm = Literal["dqn", "iqn", "ppo"]
 ON_POLICY = "ppo"
@@ -48,8 +47,6 @@ def make_network(
 
 
 Observation = npt.NDArray[Any]
-_ANSWER = 10.0  # seconds
-_LOOK = 0.002
 _UPDATES = 64
 
 
@@ -90,47 +87,28 @@ class ServedNetwork:
     """
 
     def __init__(self, context: RoleContext, channel: str) -> None:
-        assert context.plan.server is not None
-        self._server, self._channel, self._context = context.plan.server, channel, context
+        self._model = LeasedModel(context, channel, 1)
         self._reader, self._max_lag = context.reader(channel), context.plan.max_lag
-        self._resources = ExitStack()
-        self._model: Model | None = None
         self.version = 0
 
     def __call__(self, stacked: Observation) -> npt.NDArray[np.float32]:
-        """What the policy chooses by, (1, actions), of weights that have been published and are not too old.
+        """The network's outputs, (1, actions), of published weights that are not too old.
 
         Raises:
-            ServerGone, Timeout, ModelNotFound: for longer than the server's patience.
+            ServerGone, Timeout, ModelNotFound: for longer than the server's time-out.
         """
-        until = time.monotonic() + self._server.patience
-        while True:
-            try:
-                reply = (self._model or self._open()).infer_reply(stacked[None], timeout=_ANSWER)
-                behind = self._reader.newest - reply.version
-                if reply.version and (self._max_lag is None or behind <= self._max_lag or time.monotonic() > until):
-                    self.version = reply.version
-                    return np.asarray(reply.outputs)
-            except (ServerGone, Timeout, ModelNotFound):
-                self.close()
-                if time.monotonic() > until:
-                    raise
-            self._context.alive()
-            time.sleep(_LOOK)
+        until = time.monotonic() + self._model.timeout
+
+        def fresh(version: int) -> bool:
+            return self._max_lag is None or self._reader.newest - version <= self._max_lag or time.monotonic() > until
+
+        reply = self._model.ask(stacked[None], fresh)
+        self.version = reply.version
+        return np.asarray(reply.outputs)
 
     def close(self) -> None:
-        """Give its lane back."""
-        self._model = None
-        with suppress(Error):
-            self._resources.close()
-
-    def _open(self) -> Model:
-        with ExitStack() as undo:
-            connection = undo.enter_context(connect(self._server.address))
-            model = undo.enter_context(connection.model(self._server.models[self._channel], rows=1))
-            self._resources = undo.pop_all()
-        self._model = model
-        return model
+        """Release the lane."""
+        self._model.close()
 
 
 class ValuePolicy(Policy):

@@ -98,12 +98,12 @@ class PolicyServer:
     Attributes:
         address: of the server.
         models: by weights channel, the model that has its publications, under the same versions.
-        patience: seconds for which roles wait for a server that went away before that is an error.
+        timeout: seconds for which roles wait for a server that went away before that is an error.
     """
 
     address: str
     models: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 60.0
+    timeout: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

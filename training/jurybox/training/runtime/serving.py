@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jurybox.client import Error, ModelNotFound, Refused, Server, ServerGone, Timeout, connect
+from jurybox.client import Error, Model, ModelNotFound, Refused, Reply, Server, ServerGone, Timeout, connect
 from jurybox.training import interrupts
 from jurybox.training.runtime.local_server import LocalServer
 from jurybox.training.runtime.plan import ConfigError, PolicyServer
@@ -25,6 +25,7 @@ from jurybox.training.runtime.plan import ConfigError, PolicyServer
 if TYPE_CHECKING:
     from jurybox.client import Publisher
     from jurybox.client.remote.weights import RemotePublisher
+    from jurybox.training.runtime.role_context import RoleContext
 
 _log = logging.getLogger("jurybox.training")
 
@@ -33,8 +34,9 @@ _KEEPS = 4  # words in that time
 _LOAD = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
 _CALL = 10.0
 _UNLOAD = 5.0
-_PATIENCE, _PRIVATE_PATIENCE = 60.0, 2.0  # seconds for a server that went away; nobody starts a private one again
+_TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that went away; nobody starts a private one again
 _AGAIN = 0.2
+_LOOK = 0.001  # seconds between two requests for newer weights
 
 Models = Mapping[str, Mapping[str, Any]]
 
@@ -58,7 +60,7 @@ class ServedModels:
     def feed(self, models: Mapping[str, str]) -> PolicyServer:
         """For a plan: by channel, the model (as the training calls it) that gets its publications."""
         named = {channel: self.names[model] for channel, model in models.items()}
-        return PolicyServer(self.address, named, _PRIVATE_PATIENCE if self.private else _PATIENCE)
+        return PolicyServer(self.address, named, _PRIVATE_TIMEOUT if self.private else _TIMEOUT)
 
 
 @contextmanager
@@ -193,9 +195,9 @@ class ServedChannel:
         """Publish the channel's `version`, unless the server has had it.
 
         Raises:
-            ServerGone, Timeout, ModelNotFound, Refused: for longer than the server's patience.
+            ServerGone, Timeout, ModelNotFound, Refused: for longer than the server's time-out.
         """
-        until = time.monotonic() + self._server.patience
+        until = time.monotonic() + self._server.timeout
         while True:
             try:
                 publisher = self._publisher or self._open()
@@ -221,3 +223,64 @@ class ServedChannel:
             publisher = self._publisher = connection.publisher(self._model)
             self._resources = undo.pop_all()
         return publisher
+
+
+class LeasedModel:
+    """A model of the plan's server, for a role that asks it for actions. It connects again where the server goes away.
+
+    Args:
+        channel: whose publications the model gets.
+        rows: of a request.
+
+    Attributes:
+        timeout: seconds for which a server that went away is waited for.
+    """
+
+    def __init__(self, context: RoleContext, channel: str, rows: int) -> None:
+        assert context.plan.server is not None
+        self._server, self._context = context.plan.server, context
+        self._channel, self._rows = channel, rows
+        self._resources = ExitStack()
+        self._model: Model | None = None
+        self.timeout = self._server.timeout
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the model's outputs; connects where it is not connected."""
+        return list((self._model or self._open()).spec.outputs)
+
+    def ask(self, rows: Any, fresh: Callable[[int], bool]) -> Reply:
+        """Infer, again while the answer is of weights that are too old.
+
+        Args:
+            fresh: whether weights of a version are new enough; it may raise to give up.
+
+        Raises:
+            ServerGone, Timeout, ModelNotFound: for longer than `timeout`.
+        """
+        until = time.monotonic() + self.timeout
+        while True:
+            try:
+                reply = (self._model or self._open()).infer_reply(rows, timeout=_CALL)
+                if reply.version and fresh(reply.version):
+                    return reply
+            except (ServerGone, Timeout, ModelNotFound):
+                self.close()
+                if time.monotonic() > until:
+                    raise
+            self._context.alive()
+            time.sleep(_LOOK)
+
+    def close(self) -> None:
+        """Release the lane."""
+        self._model = None
+        with suppress(Error):
+            self._resources.close()
+
+    def _open(self) -> Model:
+        with ExitStack() as undo:
+            connection = undo.enter_context(connect(self._server.address))
+            model = undo.enter_context(connection.model(self._server.models[self._channel], rows=self._rows))
+            self._resources = undo.pop_all()
+        self._model = model
+        return model
