@@ -15,7 +15,7 @@ OF_TRAININGS = {name: service for name, service in SERVICES.items() if "train" i
 
 
 def test_every_training_that_needs_a_server_has_a_service():
-    assert {service["command"][1] for service in OF_TRAININGS.values()} == {"photo", "hockey", "workflow", "marl"}
+    assert {service["command"][1] for service in OF_TRAININGS.values()} == {"photo", "hockey", "workflow", "marl", "gym"}
 
 
 @pytest.mark.parametrize("name", OF_TRAININGS)
@@ -38,7 +38,7 @@ def test_the_servers_configuration_lets_in_what_trainings_on_the_host_bring_over
     from jurybox.server.settings.config import ModelSettings
 
     settings = load_settings(ROOT / "docker" / "server.toml")
-    for factory in ("hockey_policy", "actor_critic", "choosing_policy"):
+    for factory in ("hockey_policy", "actor_critic", "choosing_policy", "gym_policy"):
         model = ModelSettings(factory=f"jurybox.training.recipes.served_networks:{factory}", publish="double_buffer")
         require_loadable_from_elsewhere(settings, "policy/mine", model, 60.0)
     assert SERVICES["server"]["environment"]["JURYBOX_GRPC"].startswith("0.0.0.0:")
