@@ -15,7 +15,8 @@ OF_TRAININGS = {name: service for name, service in SERVICES.items() if "train" i
 
 
 def test_every_training_that_needs_a_server_has_a_service():
-    assert {service["command"][1] for service in OF_TRAININGS.values()} == {"photo", "hockey", "workflow", "marl", "gym"}
+    trainings = {service["command"][1] for service in OF_TRAININGS.values()}
+    assert trainings == {"photo", "hockey", "workflow", "marl", "gym"}
 
 
 @pytest.mark.parametrize("name", OF_TRAININGS)

@@ -20,7 +20,9 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("command", ["train photo", "train marl", "train hockey", "train workflow", "train gym", "demo photo"])
+@pytest.mark.parametrize(
+    "command", ["train photo", "train marl", "train hockey", "train workflow", "train gym", "demo photo"]
+)
 def test_a_training_without_its_extra_ends_in_one_sentence_with_the_line_that_installs_it(command, tmp_path):
     arguments = [*command.split(), "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", WITHOUT, *arguments], capture_output=True, text=True, timeout=60)
