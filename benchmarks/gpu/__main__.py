@@ -134,7 +134,9 @@ class Run:
             }  # fmt: skip
         self.results["not_run"].pop(name, None)
         self.results["measurements"][name] = document
-        self._say(f"{name}: {'measured' if document['ok'] else 'FAILED: ' + document['error']} in {seconds:.0f} s")
+        self._say(
+            f"{name}: {'measured' if document['ok'] else 'FAILED: ' + page.short(document['error'])} in {seconds:.0f} s"
+        )
 
     def _tests(self, ready: Prepared, device: str, bound: float) -> None:
         """tests/gpu; in a rehearsal they are collected, and those of the device's path run on the CPU."""

@@ -162,7 +162,7 @@ def carry_out(name: str, setup: Setup) -> dict[str, Any]:
     return {
         "name": name,
         "ok": not error,
-        "error": error[:1000],
+        "error": error if len(error) < 1000 else f"{error[:300]}\n...\n{error[-700:]}",
         "device": setup.device,
         "quick": setup.quick,
         "seconds": round(time.monotonic() - began, 1),

@@ -92,11 +92,11 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     where = machine.get("device") or "CPU"
     kind = "" if documents and _is_real(results) else " (a rehearsal: figures mean nothing)"
     missing = "; ".join(f"{name} ({why})" for name, why in results["not_run"].items())
-    broken = "; ".join(f"{name} ({_short(error)})" for name, error in failed.items())
+    broken = "; ".join(f"{name} ({short(error)})" for name, error in failed.items())
     tests = "not run" if tests is None else tests["says"]
     lines = [
         f"{where}{kind}; commit {machine.get('commit', 'unknown')}; {machine.get('date', '')}",
-        f"tests: {tests}" if "error" not in machine else f"CANNOT RUN HERE: {_short(machine['error'])}",
+        f"tests: {tests}" if "error" not in machine else f"CANNOT RUN HERE: {short(machine['error'])}",
         f"measured: {len(documents) - len(failed)} of {len(documents) + len(results['not_run'])}"
         + (f"; not run: {missing}" if missing else ""),
         f"failed: {broken or 'nothing'}",
@@ -104,9 +104,11 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     return lines + [judged.line() for judged in judge(results)]
 
 
-def _short(text: str) -> str:
-    first = (text.splitlines() or [""])[0]
-    return first if len(first) < 100 else f"{first[:97]}..."
+def short(text: str) -> str:
+    """One line of an error: its first line and, of many, its last, where Python says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    return said if len(said) < 160 else f"{said[:157]}..."
 
 
 def _number(value: float) -> str:

@@ -15,7 +15,7 @@ from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batches import Batches, Counters, Slot
-from jurybox.server.engine.device import DeviceServed, Mark, Stream, ladder, neighbours, pays, rung
+from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, ladder, neighbours, pays, rung
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.models import ServedModel
@@ -197,3 +197,15 @@ def test_weights_are_adopted_where_the_module_has_them(arena):
         weights_updater.join()
         publisher.close()
         owner.close()
+
+
+def test_an_engine_keeps_to_its_share_of_a_device(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Of", (), {"total_memory": 8 << 30}))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: set_to.append(share))
+    bound_device_memory(torch.device("cpu"), 1024)
+    bound_device_memory(torch.device("cuda:0"), 0)
+    assert not set_to
+    bound_device_memory(torch.device("cuda:0"), 2048)
+    bound_device_memory(torch.device("cuda:0"), 1 << 20)  # more than there is
+    assert set_to == [0.25, 1.0]

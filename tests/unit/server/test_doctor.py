@@ -195,3 +195,27 @@ def test_a_slow_clock_is_a_warning():
 )
 def test_the_kernel_is_judged_by_what_it_has(release, level):
     assert host.check_kernel(release).level is level
+
+
+def sharing(tmp_path, instances=0, **environ):
+    return host.check_gpu_sharing(environ, host.mps_folder({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}), instances)
+
+
+def test_a_gpu_cut_up_without_a_choice_is_a_warning(tmp_path):
+    assert sharing(tmp_path).level is Level.OK
+    (tmp_path / "gpu0/mig/gi1").mkdir(parents=True)
+    (tmp_path / "gpu0/mig/gi2").mkdir()
+    instances = host.mig_instances(tmp_path)
+    found = sharing(tmp_path, instances)
+    assert (found.level, "2 MIG instances" in found.found) == (Level.WARN, True)
+    assert sharing(tmp_path, instances, CUDA_VISIBLE_DEVICES="0").level is Level.WARN
+    chosen = sharing(tmp_path, instances, CUDA_VISIBLE_DEVICES="MIG-1234")
+    assert (chosen.level, "MIG-1234" in chosen.found) == (Level.OK, True)
+
+
+def test_a_daemon_for_sharing_that_is_named_must_run(tmp_path):
+    found = sharing(tmp_path, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))
+    assert (found.level, "nvidia-cuda-mps-control" in found.remedy) == (Level.WARN, True)
+    (tmp_path / "control").touch()
+    found = sharing(tmp_path, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="30")
+    assert found.level is Level.OK and "MPS" in found.found and "30 %" in found.found

@@ -52,6 +52,7 @@ def examine(*, fix: bool = False) -> list[Finding]:
         lambda: check_cores(available_cores(), os.environ),
         lambda: host.check_clock(host.clock_source()),
         check_torch,
+        lambda: host.check_gpu_sharing(os.environ, host.mps_folder(os.environ), host.mig_instances()),
         lambda: check_runtime_folder(default_address()),
         lambda: check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=Path("/dev/nvidiactl").exists()),
     )

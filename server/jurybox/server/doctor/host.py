@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -194,3 +195,47 @@ def _listens(path: Path) -> bool:
         except OSError:
             return True  # not for us to judge
     return True
+
+
+# ----
+# A GPU that several processes share: by turns, at the same time (MPS), or cut up (MIG).
+
+
+_CAPABILITIES = Path("/proc/driver/nvidia/capabilities")
+
+
+def mps_folder(environ: Mapping[str, str]) -> Path:
+    """Where the daemon of NVIDIA's Multi-Process Service has its pipes, if one runs."""
+    return Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+
+
+def mig_instances(capabilities: Path = _CAPABILITIES) -> int:
+    """GPU instances that this host's devices are cut up into; 0 without MIG."""
+    return len(list(capabilities.glob("gpu*/mig/gi*")))
+
+
+def check_gpu_sharing(environ: Mapping[str, str], mps: Path, instances: int) -> Finding:
+    """How processes share a GPU, as far as it shows without opening one."""
+    subject, visible = "GPU sharing", environ.get("CUDA_VISIBLE_DEVICES", "")
+    running = (mps / "control").exists()
+    if environ.get("CUDA_MPS_PIPE_DIRECTORY") and not running:
+        return Finding(
+            subject,
+            Level.WARN,
+            f"CUDA_MPS_PIPE_DIRECTORY={mps}, and no MPS daemon runs there: processes take turns on the GPU",
+            "start it as the same user (nvidia-cuda-mps-control -d), or unset the variable",
+        )
+    if instances and "MIG-" not in visible:
+        return Finding(
+            subject,
+            Level.WARN,
+            f"{instances} MIG instances, CUDA_VISIBLE_DEVICES={visible or 'unset'}: processes get the first one",
+            "name one: CUDA_VISIBLE_DEVICES=MIG-..., as nvidia-smi -L lists them",
+        )
+    parts = []
+    if instances:
+        parts.append(f"MIG: {visible} of {instances} instances")
+    if running:
+        share = environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        parts.append(f"MPS in {mps}" + (f", {share} % of the GPU's threads" if share else ""))
+    return Finding(subject, Level.OK, "; ".join(parts) or "none set up: processes on one GPU take turns")

@@ -164,6 +164,17 @@ class Graphs:
 _EVERY = 1.0  # seconds: asking takes torch's allocator some tens of microseconds, beside the loop
 
 
+def bound_device_memory(device: torch.device, mib: int) -> None:
+    """Let this process take so much of a GPU at most, whoever shares it; 0: as much as there is. Nothing for a CPU.
+
+    What does not fit is torch.OutOfMemoryError, as on a device of that size: batches are halved. Weights, activations
+    and graphs count; the driver's own few hundred MiB a process do not.
+    """
+    if device.type == "cuda" and mib:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, mib * 2**20 / total), device)
+
+
 def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:
     """Keep `device_bytes` of a scoreboard's engine record, shape (1,), at what torch's allocator has reserved.
 

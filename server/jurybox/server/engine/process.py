@@ -22,7 +22,7 @@ from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
 from jurybox.server.engine.batches import Batches, Slot
 from jurybox.server.engine.core import Engine, Transport
-from jurybox.server.engine.device import show_device_memory
+from jurybox.server.engine.device import bound_device_memory, show_device_memory
 from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.engine.served import Outcome
 from jurybox.server.logs import Seldom, configure, traced
@@ -173,6 +173,7 @@ class EngineProcess:
         torch.set_num_threads(orders["threads"])
         if orders["device"] == "cpu":
             keep_freed_memory()
+        bound_device_memory(torch.device(orders["device"]), orders["device_memory_mib"])
         index, incarnation = orders["index"], orders["incarnation"]
         self._log = configure(f"engine-{index}", orders["log_level"], orders["log_format"])
         self._control_pipe = control_pipe

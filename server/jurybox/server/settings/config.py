@@ -115,6 +115,7 @@ class ServerSettings(SecuritySettings):
     replicas: int = Field(default=1, ge=1, le=MAX_ENGINES)
     devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)
+    device_memory_mib: int = Field(default=0, ge=0, le=1 << 30)
     standby: bool = False
     factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
     remote_factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])

@@ -102,6 +102,7 @@ class Engines:
                 "address": engine_address(settings.address, index),
                 "device": self.devices[index],
                 "threads": threads,
+                "device_memory_mib": settings.device_memory_mib,
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
                 "factories": self._factories,
