@@ -76,7 +76,7 @@ def processor_ms(pid: int) -> float:
 
 
 def ceiling(data: bytes, seconds: float, batch: int = CALLERS) -> tuple[float, float]:
-    """Pictures a second, and processors' ms for each, of one process that decodes in threads and computes batches, the next one being decoded."""
+    """Pictures a second, and CPU ms for each, of one process that decodes in threads while it computes batches."""
     model = Convolutions().eval()
 
     def gathered() -> torch.Tensor:
@@ -245,7 +245,7 @@ def main() -> None:
             for name, contender in contenders.items():
                 found[name].append(contender())
                 print(
-                    f"round {number} {name}: {found[name][-1][0]:.1f} pictures a second, {found[name][-1][1]:.1f} ms each",
+                    f"round {number} {name}: {found[name][-1][0]:.1f} pictures/s, {found[name][-1][1]:.1f} ms each",
                     flush=True,
                 )
             waits["decode + forward"].append(alone(data, arguments.lone))
@@ -253,9 +253,7 @@ def main() -> None:
                 waits[name].append(lone(*one, arguments.lone))
             print(f"round {number} ms: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in waits.items()), flush=True)
     print(f"load at the end {os.getloadavg()[0]:.1f}\n")
-    print(
-        "| | pictures/s, each round | of the ceiling, each round | processors' ms for a picture | alone, ms | added, ms |"
-    )
+    print("| | pictures/s, each round | of the ceiling, each round | CPU ms for a picture | alone, ms | added, ms |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, rates in found.items():
         shares = [r / c for (r, _), (c, _) in zip(rates, found["ceiling"], strict=True)]

@@ -1,7 +1,7 @@
 """The plot of docs/reward_hygiene.md: one picture, as JPEG of every quality, and the score that a juror gives it.
 
-``python -m benchmarks.rewards.encodings [--out docs/images/jpeg-quality.svg]``. The pictures are scikit-image's, the juror
-is jurybox.server.jurors:panel.
+``python -m benchmarks.rewards.encodings [--out docs/images/jpeg-quality.svg]``. The pictures are scikit-image's, the
+juror is jurybox.server.jurors:panel.
 """
 
 from __future__ import annotations
