@@ -73,7 +73,7 @@ class Lane:
         model: its name, for messages.
         arena: whose rows these are.
         give_back: tells the server, politely, that the lease ends; not called where the lane is merely lost.
-        leave: gives the lease up at once, without a word; called once, at the latest when the lane is collected.
+        leave: gives the lease up at once, without telling the server; called once, at the latest when the lane is collected.
         far: whether a network is between it and the server.
     """
 
@@ -124,18 +124,18 @@ class Lane:
 
     @property
     def free(self) -> int:
-        """How many rows are free, neighbours or not."""
+        """The number of free rows."""
         self._count()
         return sum(length for _, length in self._runs)
 
     @property
     def largest(self) -> int:
-        """How many neighbouring rows are free."""
+        """The length of the longest run of free rows."""
         self._count()
         return max((length for _, length in self._runs), default=0)
 
     def find(self, rows: int) -> int | None:
-        """The first of so many neighbouring free rows; None where there are none.
+        """Find a run of so many free rows; return its first row, or None where there is no such run.
 
         They stay free: ask for them, or hold them, before anybody else can.
         """
@@ -158,7 +158,7 @@ class Lane:
         self._held[id(holder)] = weakref.ref(holder)
 
     def release(self, holder: Holder) -> None:
-        """The holder needs its rows no more: they are free now, or once the engine has answered."""
+        """End a hold. The rows are free now, or when the engine has answered."""
         self._held.pop(id(holder), None)
         self._stale = True
         if self._row_waiters:
@@ -171,7 +171,7 @@ class Lane:
         )
 
     def _count(self) -> None:
-        """Find the free runs anew."""
+        """Compute the free runs from the two tables."""
         taken = []
         for key, reference in list(self._held.items()):
             if (holder := reference()) is None:
@@ -214,7 +214,7 @@ class Lane:
         return ticket
 
     def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
-        """The answer to a ticket for rows already written. Until the lane is used again its outputs are there.
+        """Send a ticket for rows already written and wait for its answer. The outputs stay until the lane is used again.
 
         Raises:
             Timeout: none came; the rows go free when the engine has answered, or is gone.
@@ -281,7 +281,7 @@ class Lane:
         return ticket.answer
 
     def wait_for_rows(self, deadline: int) -> bool:
-        """Wait a moment for rows that an engine still has. False where there are none, or the time is over."""
+        """Wait up to LOOK_AFTER for rows that an engine has. Return False where it has none, or the deadline is over."""
         left = deadline - time.monotonic_ns()
         if left <= 0 or not self.in_flight:
             return False
@@ -298,7 +298,7 @@ class Lane:
         return future
 
     def receive(self, timeout: float, waited: Sequence[InFlight] = ()) -> None:
-        """Take in answers, waiting at most `timeout` seconds; silence makes it look after the tickets.
+        """Receive answers, waiting at most `timeout` seconds. Where none come, check what became of the tickets.
 
         Args:
             waited: the tickets whose answers the caller wants.
@@ -310,7 +310,7 @@ class Lane:
             self._look_after(waited)
 
     def receive_now(self) -> None:
-        """Take in the answers that are there."""
+        """Receive the answers that have arrived."""
         while answers := self._transport.receive(0):
             self._settle(answers)
 
@@ -330,7 +330,7 @@ class Lane:
         self._let_go()
 
     def failure(self, answer: Answer, first: int, rows: int) -> Error:
-        """What to raise for an answer that is not OK, while the rows are still the ticket's."""
+        """Make the exception for an answer that is not OK. Call it before the rows are used again."""
         if answer.code == Code.SESSION_LOST:
             return SessionLost(answer.message, Code.SESSION_LOST, sorted(self.columns.failures(first, rows)))
         if answer.code != Code.ROW_FAILED:
@@ -340,7 +340,7 @@ class Lane:
         return row_failed(self.model, errors, rows, shaped(outputs), answer.version)
 
     def lost(self) -> Error:
-        """What to raise for a ticket or rows of a lane that is gone."""
+        """Make the exception for a ticket or rows of a lane that is gone."""
         assert self.gone is not None
         return error_for(self.gone.code, str(self.gone))
 
@@ -406,7 +406,7 @@ class Lane:
         _wake(waiters)
 
     def look_after(self, waited: Sequence[InFlight] = ()) -> None:
-        """Take in what is there, then see to what went down with an engine or was lost in an interrupted call."""
+        """Receive what has arrived; then send again what was lost with an engine or in an interrupted call."""
         self.receive_now()
         self._look_after(waited)
 
@@ -447,7 +447,7 @@ class Lane:
         return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.incarnation)
 
     def why_late(self, ticket: InFlight) -> str:
-        """What to say of a ticket that was not answered in time."""
+        """Make the message of a time-out."""
         if self._far and ticket.engine != UNSENT:
             return (
                 f"model {self.model!r} did not answer in time ({ticket.rows} rows): its server is busy, or the network "
@@ -477,7 +477,7 @@ class Lane:
 
 
 def row_failed(model: str, errors: dict[int, str], rows: int, outputs: Any, version: int) -> RowFailed:
-    """What is raised where single rows of a request failed."""
+    """Make the exception for a request of which single rows failed."""
     shown = "; ".join(f"row {index}: {reason}" for index, reason in list(errors.items())[:3])
     more = "" if len(errors) <= 3 else f"; and {len(errors) - 3} more"
     message = f"{len(errors)} of {rows} rows of {model!r} failed: {shown}{more}"
@@ -493,7 +493,7 @@ def _let_go(pid: int, transport: Transport, arena: RowMemory, leave: Callable[[]
 
 
 def _wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
-    """Have futures done, whichever thread their loops run in."""
+    """Set the result of futures, in the threads of their loops."""
     import asyncio  # its loops wait, so it is here already
 
     here = asyncio._get_running_loop()

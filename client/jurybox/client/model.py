@@ -175,12 +175,12 @@ class Model:
         return self._sent(lane, given, 0, n, self._found(lane, n), deadline, version)
 
     def look(self) -> None:
-        """Take in the answers that are there, for those who wait for them in this event loop."""
+        """Receive the answers that have arrived, for tasks of this event loop that wait for them."""
         with self.turns.lock:
             self._lane.receive_now()
 
     def room(self) -> int:
-        """How many neighbouring rows are free. What has more goes in pieces, each with weights of its own version."""
+        """The length of the longest run of free rows. A larger request goes in pieces, each with its weights' version."""
         with self.turns.lock:
             return self._lane.largest if self._lane.gone is None else self._lane.rows
 
@@ -245,7 +245,7 @@ class Model:
         return self._default_timeout if timeout is None else seconds(timeout)
 
     def deadline(self, timeout: float | None) -> int:
-        """When a time-out is over, ns of CLOCK_MONOTONIC."""
+        """The end of a time-out that begins now, ns of CLOCK_MONOTONIC."""
         return time.monotonic_ns() + int((self._default_timeout if timeout is None else seconds(timeout)) * 1e9)
 
     # ---- inside
@@ -268,7 +268,7 @@ class Model:
         return self._lane
 
     def _adopt(self, lane: Lane, spec: ModelSpec, max_batch: int) -> None:
-        """Use another lane. Raises SpecMismatch where the model is another, too."""
+        """Use another lane. Raises SpecMismatch where the model's spec has changed."""
         self._lane, self.max_batch = lane, max_batch
         if spec != self.spec:
             old, self.spec, self._codec = self.spec, spec, lane.codec
@@ -276,7 +276,7 @@ class Model:
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def _roomy(self, n: int) -> Lane:
-        """The lane; a larger one for who did not say how many rows it needs, and turns out to need more."""
+        """The lane; a larger one where the caller asked for no number of rows and needs more than it has."""
         lane = self._usable()
         if n <= lane.rows or not self._may_grow:
             return lane
@@ -386,7 +386,7 @@ class Taken(Exception):
 
 
 class _Mine(dict[bool, None]):
-    """What `acquire` said: True is looked up, anything else raises."""
+    """A table of what `acquire` returned: the lookup of False raises Taken."""
 
     def __missing__(self, _: bool) -> None:
         raise Taken
@@ -460,7 +460,7 @@ class Turns:
             await asyncio.sleep(_TURN)
 
     def watch(self, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
-        """Have answers taken in as they come to the lane, in the running loop, and take in what is there."""
+        """Receive the lane's answers in the running loop from now on, and those that have arrived."""
         if self._watched is None or self._watched[0] is not lane or self._watched[1] is not loop:
             this, that = weakref.ref(self), weakref.ref(lane)  # what a loop or a thread calls must keep nothing alive
 
