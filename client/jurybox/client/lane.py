@@ -73,7 +73,7 @@ class Lane:
         model: its name, for messages.
         arena: whose rows these are.
         give_back: tells the server, politely, that the lease ends; not called where the lane is merely lost.
-        leave: gives the lease up at once, without telling the server; called once, at the latest when the lane is collected.
+        leave: gives the lease up without telling the server; called once, at the latest when the lane is collected.
         far: whether a network is between it and the server.
     """
 
@@ -214,7 +214,7 @@ class Lane:
         return ticket
 
     def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
-        """Send a ticket for rows already written and wait for its answer. The outputs stay until the lane is used again.
+        """Ask for rows already written and wait for the answer. The outputs stay until the lane is used again.
 
         Raises:
             Timeout: none came; the rows go free when the engine has answered, or is gone.
@@ -281,7 +281,7 @@ class Lane:
         return ticket.answer
 
     def wait_for_rows(self, deadline: int) -> bool:
-        """Wait up to LOOK_AFTER for rows that an engine has. Return False where it has none, or the deadline is over."""
+        """Wait up to LOOK_AFTER for rows that an engine has. Return False where it has none, or time is up."""
         left = deadline - time.monotonic_ns()
         if left <= 0 or not self.in_flight:
             return False

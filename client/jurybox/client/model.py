@@ -180,7 +180,7 @@ class Model:
             self._lane.receive_now()
 
     def room(self) -> int:
-        """The length of the longest run of free rows. A larger request goes in pieces, each with its weights' version."""
+        """The length of the longest run of free rows. A larger request goes in pieces, each with its own version."""
         with self.turns.lock:
             return self._lane.largest if self._lane.gone is None else self._lane.rows
 
