@@ -17,8 +17,7 @@ from pettingzoo.test import parallel_api_test, parallel_seed_test
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.environments.hockey import Bot, HockeyGame, Mode, make_game
-from jurybox.training.environments.hockey.drawing import draw
-from jurybox.training.environments.hockey.film import film
+from jurybox.training.environments.hockey.drawing import draw, film
 from jurybox.training.environments.hockey.parallel import HockeyParallel
 from jurybox.training.environments.hockey.single import DISCRETE_ACTIONS, HockeyEnv
 from jurybox.training.film import save_film

@@ -11,7 +11,7 @@ import numpy as np
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import read_state
 from jurybox.training.environments.hockey.bots import BOTS, Opponent, make_opponent
-from jurybox.training.environments.hockey.film import film
+from jurybox.training.environments.hockey.drawing import film
 from jurybox.training.environments.hockey.game import Game
 from jurybox.training.environments.hockey.matches import Match, play
 from jurybox.training.environments.hockey.original import make_game

@@ -1,4 +1,4 @@
-"""Pictures of the game, drawn with OpenCV into memory: no display, no window system."""
+"""Pictures of the game and frames of whole games, drawn with OpenCV in memory, without a display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.training.environments.hockey.bots import Opponent
 from jurybox.training.environments.hockey.game import HockeyGame
+from jurybox.training.environments.hockey.matches import Policy
 from jurybox.training.environments.hockey.rink import (
     GOAL_DEPTH,
     GOAL_X,
@@ -23,6 +25,7 @@ from jurybox.training.environments.hockey.rink import (
     WALL_Y,
 )
 
+_GOAL_FRAMES = 20  # that a goal stays in the picture
 Frame = npt.NDArray[np.uint8]
 _Colour = tuple[int, int, int]
 
@@ -159,3 +162,34 @@ def _board(canvas: _Canvas, game: HockeyGame, score: tuple[int, int] | None, nam
     share = game.taken / game.max_steps
     canvas.box(-4.25, 3.72, 4.25, 3.76, _BOARD)
     canvas.box(-4.25, 3.72, -4.25 + 8.5 * max(0.0, 1.0 - share), 3.76, _EDGE)
+
+
+def film(
+    policy: Policy,
+    opponent: Opponent,
+    *,
+    games: int = 3,
+    seed: int = 0,
+    names: tuple[str, str] = ("policy", "opponent"),
+    width: int = 640,
+    every: int = 1,
+) -> list[Frame]:
+    """Frames of a few games, `policy` on the left.
+
+    Args:
+        every: steps between two frames: 1 for 50 frames a second.
+    """
+    game, score, frames = HockeyGame(), [0, 0], list[Frame]()
+    for number in range(games):
+        chance = int(np.random.default_rng((seed, number)).integers(2**31))
+        seen: npt.NDArray[np.float32] = game.reset(chance, first=number % 2)
+        opponent.reset(chance)
+        while not game.over:
+            turn = game.step(np.stack((policy(seen[:1])[0], opponent.act(seen[1]))))
+            seen = turn.observations
+            if winner := turn.infos[0]["winner"]:
+                score[0 if winner > 0 else 1] += 1
+            if game.taken % every == 0 or game.over:
+                frames.append(draw(game, score=(score[0], score[1]), names=names, width=width))
+        frames += [frames[-1]] * (_GOAL_FRAMES // every)
+    return frames
