@@ -44,7 +44,7 @@ def test_a_step_that_fails_or_hangs_stops_no_other_and_is_told(tmp_path):
     lines = done.stdout.strip().splitlines()[-10:]
     assert lines[0].startswith("CPU (a rehearsal")
     assert lines[2] == "measured: 1 of 3"
-    assert "nonsense (" in lines[3] and "loop (" in lines[3] and "floor" not in lines[3]
+    assert "nonsense (" in lines[3] and "loop (" in lines[3] and "floor (" not in lines[3]
     assert all(line.endswith("not measured") for line in lines[4:])
     assert "nonsense" in (tmp_path / "out/report.html").read_text()
     assert json.loads((tmp_path / "out/environment.json").read_text())["torch"]
