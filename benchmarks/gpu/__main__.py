@@ -99,6 +99,11 @@ class Run:
             # A CPU that shows how it goes has other work, and thread pools only wait for it.
             ready.environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._say(f"{facts['device'] or 'CPU, a rehearsal'}: torch {facts['torch']}, native {facts['native']}")
+        if absent := [name for name, version in facts.get("packages", {}).items() if version is None]:
+            self._say(f"not here, and what needs it will fail: {', '.join(absent)} (make gpu-wheels)")
+        if facts.get("wheels_left_out"):
+            self._say(f"wheels for another Python or processor, left out: {', '.join(facts['wheels_left_out'])}")
+        self._keep_other_parts({step.name for step in steps})
         self.write(None)
         for step in steps:
             left = self._deadline - _REPORT - time.monotonic()
@@ -116,6 +121,21 @@ class Run:
         documents = self.results["measurements"].values()
         tests = self.results["tests"]
         return all(doc["ok"] for doc in documents) and not self.results["not_run"] and (tests is None or tests["ok"])
+
+    def _keep_other_parts(self, mine: set[str]) -> None:
+        """What stands in the folder of other parts, run before on this device with this code, stays."""
+        file = self._out / "results.json"
+        if not self._options.part or not file.exists():
+            return
+        earlier = json.loads(file.read_text())
+        same = ("device", "measured_on", "commit")
+        if any(earlier["environment"].get(key) != self.results["environment"][key] for key in same):
+            return
+        for kind in ("measurements", "not_run"):
+            others = {name: each for name, each in earlier[kind].items() if name not in mine}
+            self.results[kind] = others | self.results[kind]
+        if "tests" not in mine:
+            self.results["tests"] = earlier["tests"]
 
     def _measure(self, ready: Prepared, device: str, name: str, bound: float) -> None:
         file = self._work / f"{name}.json"

@@ -77,11 +77,11 @@ def prepare(folder: Path, wheels: Path) -> Prepared:
     site.mkdir(parents=True)
     installed = _installed()
     facts: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(wheels)}
-    facts["wheels"], facts["wheels_left_out"] = unpack(wheels, site)
-    if installed and not facts["wheels"]:
+    if installed:  # with all that it needs: what is carried for another machine stays packed
         facts["native"] = f"installed: {installed}"
         paths: list[Path] = []
     else:
+        facts["wheels"], facts["wheels_left_out"] = unpack(wheels, site)
         facts["native"] = f"compiled: {compile_native(site, folder / 'objects')}"
         _describe(site)
         paths = [site, *(ROOT / name for name in SOURCES)]

@@ -53,15 +53,19 @@ def test_a_step_that_fails_or_hangs_stops_no_other_and_is_told(tmp_path):
 def test_steps_without_time_left_are_named(tmp_path, monkeypatch):
     from benchmarks.gpu import __main__ as main
 
-    facts = {"cuda_available": False, "device": "", "torch": "", "native": ""}
+    facts = {"cuda_available": False, "device": "", "torch": "", "native": "", "commit": "c0ffee"}
+    earlier = results(device="cpu", torn={"torn_reads": 0.0}, floor={"memory_gbs": 1.0})
+    earlier["environment"] = {**facts, "measured_on": "cpu"}
+    (tmp_path / "results.json").write_text(json.dumps(earlier))
     monkeypatch.setattr(main, "prepare", lambda folder, wheels: prepare.Prepared({}, {}))
-    monkeypatch.setattr(main, "machine", lambda environment: facts)
+    monkeypatch.setattr(main, "machine", lambda environment: dict(facts))
     monkeypatch.setattr(main.Run, "write", lambda self, ready: None)
-    options = main._options(["--seconds", "1", "--out", str(tmp_path)])
+    options = main._options(["--part", "1", "--seconds", "1", "--out", str(tmp_path)])
     with (tmp_path / "log.txt").open("w") as log:
         run = main.Run(options, log)
         assert not run([main.Step("floor", 1, 60.0)])
-    assert page.summary(run.results)[2] == "measured: 0 of 1; not run: floor (no time left)"
+    # The other part's result stays, this one's earlier result does not.
+    assert page.summary(run.results)[2] == "measured: 1 of 2; not run: floor (no time left)"
 
 
 @pytest.mark.slow
