@@ -76,7 +76,10 @@ def processor_ms(pid: int) -> float:
 
 
 def ceiling(data: bytes, seconds: float, batch: int = CALLERS) -> tuple[float, float]:
-    """Pictures a second, and CPU ms for each, of one process that decodes in threads while it computes batches."""
+    """Pictures a second, and processors' ms for each, of one process.
+
+    It decodes in threads and computes batches, the next one being decoded meanwhile.
+    """
     model = Convolutions().eval()
 
     def gathered() -> torch.Tensor:
@@ -244,16 +247,14 @@ def main() -> None:
         for number in range(arguments.rounds):
             for name, contender in contenders.items():
                 found[name].append(contender())
-                print(
-                    f"round {number} {name}: {found[name][-1][0]:.1f} pictures/s, {found[name][-1][1]:.1f} ms each",
-                    flush=True,
-                )
+                one_rate, worked = found[name][-1]
+                print(f"round {number} {name}: {one_rate:.1f} pictures a second, {worked:.1f} ms each", flush=True)
             waits["decode + forward"].append(alone(data, arguments.lone))
             for name, one in asked.items():
                 waits[name].append(lone(*one, arguments.lone))
             print(f"round {number} ms: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in waits.items()), flush=True)
     print(f"load at the end {os.getloadavg()[0]:.1f}\n")
-    print("| | pictures/s, each round | of the ceiling, each round | CPU ms for a picture | alone, ms | added, ms |")
+    print("| | pictures/s, each round | of the ceiling | processors' ms for a picture | alone, ms | added, ms |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, rates in found.items():
         shares = [r / c for (r, _), (c, _) in zip(rates, found["ceiling"], strict=True)]

@@ -53,9 +53,8 @@ def main() -> None:
     for number, name in enumerate(PICTURES):
         found, itself = scores(name)
         axes.plot(QUALITIES, [score - itself for score in found], f"C{number}.-", linewidth=0.9, label=name)
-        print(
-            name, f"{itself:.4f}", *(f"{quality}:{score:.4f}" for quality, score in zip(QUALITIES, found, strict=True))
-        )
+        told = (f"{quality}:{score:.4f}" for quality, score in zip(QUALITIES, found, strict=True))
+        print(name, f"{itself:.4f}", *told)
     axes.axhline(0, color="grey", linestyle=":", label="the picture as PNG")
     axes.axvline(75, color="grey", linewidth=0.5)
     axes.set(xlabel="quality of the JPEG (Pillow; its default is 75)", ylabel="score - score as PNG")
