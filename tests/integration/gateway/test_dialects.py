@@ -18,7 +18,7 @@ from PIL import Image
 from tests.serving import serving
 
 MODELS = {
-    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 256, "lane_rows": 64}
+    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 512, "lane_rows": 64}
     for name in ("text_length", "brightness", "brightness_and_prompt")
 }
 DIALECTS = {
