@@ -99,7 +99,9 @@ class Run:
             # A CPU that shows how it goes has other work, and thread pools only wait for it.
             ready.environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._say(f"{facts['device'] or 'CPU, a rehearsal'}: torch {facts['torch']}, native {facts['native']}")
-        if absent := [name for name, version in facts.get("packages", {}).items() if version is None]:
+        if absent := [
+            name for name, version in facts.get("packages", {}).items() if version is None and name != "triton"
+        ]:
             self._say(f"not here, and what needs it will fail: {', '.join(absent)} (make gpu-wheels)")
         if facts.get("wheels_left_out"):
             self._say(f"wheels for another Python or processor, left out: {', '.join(facts['wheels_left_out'])}")
