@@ -276,23 +276,26 @@ class Inference:
         arrays: dict[str, NDArray[Any]] = {}
         failed: dict[int, str] = {}
         for name, answer in zip(members, answers, strict=True):
-            array = np.asarray(answer.outputs[0].array, np.float32)
-            arrays[name] = array.reshape(len(array))
+            # A copy: what stands in rows that failed is no score (0 where the output holds whole numbers).
+            scores = arrays[name] = np.array(answer.outputs[0].array, np.float32).reshape(-1)
             wrong = {int(row): why for row, why in json.loads(answer.parameters.get("row_errors", "{}")).items()}
-            wrong |= {int(row): f"the score is {array[row]}" for row in np.flatnonzero(~np.isfinite(arrays[name]))
-                      if int(row) not in wrong}  # fmt: skip
+            for row in np.flatnonzero(~np.isfinite(scores)).tolist():
+                wrong.setdefault(row, f"the score is {scores[row]}")
             for row, why in wrong.items():
+                scores[row] = np.nan
                 failed[row] = f"{failed[row]}; {name}: {why}" if row in failed else f"{name}: {why}"
-        if len({len(array) for array in arrays.values()}) > 1:
+        if len({len(scores) for scores in arrays.values()}) > 1:
             raise SpecMismatch("the members' inputs have different numbers of rows: expected as many of each")
         weighed = [np.float64(member["weight"]) * arrays[name] for name, member in members.items()]
-        arrays[models.TOTAL] = np.sum(weighed, axis=0).astype(np.float32)
-        if failed:
-            arrays[models.TOTAL][list(failed)] = np.nan
+        with np.errstate(over="ignore"):  # looked at here
+            total = arrays[models.TOTAL] = np.sum(weighed, axis=0).astype(np.float32)
+        for row in np.flatnonzero(~np.isfinite(total)).tolist():
+            failed.setdefault(row, f"the total is {total[row]}")
+            total[row] = np.nan
         version = min((int(answer.version or 0) for answer in answers), default=0)
         if failed and not asked.row_errors:
             raise RowFailed(
-                f"{len(failed)} of {len(arrays[models.TOTAL])} rows have no total; the first: {failed[min(failed)]}",
+                f"{len(failed)} of {len(total)} rows have no total; the first: {failed[min(failed)]}",
                 errors=failed,
                 outputs=arrays,
                 version=version,
