@@ -62,7 +62,7 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, server, transport):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--steps", 32, "--out", out]

@@ -57,7 +57,7 @@ def train(out, *options):
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     "training",
-    [WORKFLOW, GYM, *(pytest.param(each, marks=pytest.mark.slow) for each in (HOCKEY, MARL, [*PHOTO, *JUROR]))],
+    [GYM, *(pytest.param(each, marks=pytest.mark.slow) for each in (WORKFLOW, HOCKEY, MARL, [*PHOTO, *JUROR]))],
     ids=lambda options: options[0],
 )
 def test_two_runs_at_once_over_both_transports_end_with_their_reports_and_leave_no_model(tmp_path, server, training):

@@ -62,7 +62,7 @@ def test_agents_that_see_all_kinds_of_things_learn_side_by_side(tmp_path, algori
     assert (two_hot.sum(1) == 2).all() and (two_hot.sum(0) > 0).sum() == 5
 
 
-@pytest.mark.parametrize("base", [DQN, PPO], ids=["dqn", "ppo"])
+@pytest.mark.parametrize("base", [pytest.param(DQN, marks=pytest.mark.slow), PPO], ids=["dqn", "ppo"])
 def test_float_observations_travel_between_processes_as_they_are(tmp_path, base):
     settings = MarlTraining(
         **base, environment=KINDS, world={"kinds": {"a": "float32", "b": "float32"}}, publish_interval=0
@@ -165,7 +165,9 @@ def test_gpus_are_set_aside_by_ray_alone(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("base", "kills"), [(DQN, 2), (PPO, 1)], ids=["dqn", "ppo"])
+@pytest.mark.parametrize(
+    ("base", "kills"), [pytest.param(DQN, 2, marks=pytest.mark.slow), (PPO, 1)], ids=["dqn", "ppo"]
+)
 def test_a_killed_actor_comes_back_and_the_run_goes_on(tmp_path, base, kills):
     steps = 150 * kills + 100
     settings = MarlTraining(**{**base, "steps": steps}, max_ahead=40, world={"turns": 15, "height": 9, "width": 9})

@@ -15,7 +15,7 @@ from jurybox.client import Refused, ServerGone
 from jurybox.training.cluster import endpoints
 from jurybox.training.cluster.host import Folders
 from jurybox.training.recipes.hockey import plan, train
-from jurybox.training.runtime.plan import ConfigError, Kind
+from jurybox.training.runtime.plan import ConfigError
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_an_engine_that_is_not_found_says_what_was_tried(endpoint):
 def test_served_hockey_in_a_cluster_has_a_registry_and_its_past_selves_are_carried(tmp_path):
     planned = plan(settings(policy="served"), tmp_path, engine="hockey")
     assert planned.folders == {"pool": str(tmp_path / "pool"), endpoints.REGISTRY: str(tmp_path / "engines")}
-    actor, learner = planned.roles[0], planned.roles[planned.of_kind(Kind.LEARNER)[0]]
-    assert actor.settings["engine"] == "hockey" and learner.settings["address"] is None, "the learner knows of none"
+    actor = planned.roles[0]
+    assert actor.settings["engine"] == "hockey" and planned.server is None, "the learner knows of none"
     assert endpoints.REGISTRY not in plan(settings(), tmp_path).folders
 
 
