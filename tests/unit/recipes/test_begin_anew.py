@@ -76,10 +76,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
     assert "ended before its first checkpoint" in done.stdout and "it begins anew" in done.stdout
     assert json.loads((folder / "summary.json").read_text())["env_steps"] == 60
     assert (folder / "before-1" / "metrics.csv").exists()
-    again = command(folder, "--steps", "100", "--resume", "--serial")
-    again = subprocess.run(again, capture_output=True, text=True, timeout=90)
-        command(folder, "--steps", "100", "--resume", "--serial"), capture_output=True, text=True, timeout=90
-    )
+    resumed = command(folder, "--steps", "100", "--resume", "--serial")
+    again = subprocess.run(resumed, capture_output=True, text=True, timeout=90)
     assert again.returncode == 0 and "anew" not in again.stdout
     assert json.loads((folder / "summary.json").read_text())["env_steps"] == 100
     wait_until(lambda: segments() - before == set(), 10)
