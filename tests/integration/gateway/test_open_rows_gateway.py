@@ -557,6 +557,22 @@ def test_health_asks_a_model_with_state_and_leaves_its_sequences_alone(raw, curl
     assert raw.one("sum", {"x": numbers(1)}, sequence_id="ill", sequence_end=True)[0] == 6
 
 
+def test_sequences_wait_a_moment_for_the_rows_that_others_gave_back(tmp_path):
+    """As where a gateway has died: its lane is taken back after the next one has asked for rows."""
+    models = {"sum": {"factory": "tests.open_models:running_sum", "max_batch": 4, "rows": 18}}
+    with serving(tmp_path, models, http="127.0.0.1:0") as running, running.connect() as near:
+        way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
+
+        def one_step(name):
+            return way.one("sum", {"x": numbers(5)}, sequence_id=name, sequence_start=True, sequence_end=True)
+
+        with near.model("sum", rows=1).sessions(16):
+            for _ in range(2):  # in the one row that is left; the second time no more are to be had
+                assert one_step("alone") == [5]
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(one_step, range(1, 41))) == [[5]] * 40
+
+
 def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(tmp_path):
     models = {"sum": {"factory": "tests.open_models:running_sum", "max_batch": 4, "rows": 9}}
     with serving(tmp_path, models, http="127.0.0.1:0", grpc="127.0.0.1:0") as running, running.connect() as near:

@@ -19,7 +19,7 @@ from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held, Lanes
 from jurybox.server.gateway.inference.models import Repository
-from jurybox.server.gateway.inference.sequences import IDLE, Sequences, Turn
+from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, Turn
 from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
 from jurybox.server.gateway.inference.tensors import (
     GET,
@@ -122,6 +122,7 @@ class InferResponse:
 
 
 _TRIES = 3  # lanes that a request is asked on where one after another is taken back
+_SOON, _EXCHANGED = 0.02, 1.5  # seconds until another lane may be there, and is there unless others keep its rows
 _GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 _FINAL = {"triton_final_response": True}
 
@@ -180,6 +181,7 @@ class Inference:
         version = weights_version(request.version)
         seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + seconds
+        exchanged = min(until - _SOON, time.monotonic() + _EXCHANGED)
         tries = _TRIES
         failed: Mapping[int, str] = {}
         while True:
@@ -205,6 +207,12 @@ class Inference:
                 )
                 arrays, used, failed = outputs, error.version, error.errors
                 break
+            except NoSession:
+                # A lane of few rows, leased while others had them, is exchanged for a larger one as soon as may be.
+                if not held.makeshift or time.monotonic() > exchanged:
+                    self._told(request.model, False)
+                    raise
+                await asyncio.sleep(_SOON)
             except Error as error:
                 tries -= 1
                 if turn is not None and error.code in _GONE:

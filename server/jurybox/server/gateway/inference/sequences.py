@@ -42,6 +42,10 @@ _OVERTAKEN = 0.25  # seconds that a step waits for the one before it, where both
 _LOOK = 0.005  # seconds between two looks whether it has come
 
 
+class NoSession(Busy):
+    """No session is left for a sequence that begins; nothing was computed, and the turn may be asked again."""
+
+
 class _Sequence:
     """One sequence.
 
@@ -218,7 +222,7 @@ class Turn:
         if len(wanting) > len(held.free):
             self._all.sweep()
         if len(wanting) > len(held.free):
-            raise Busy(
+            raise NoSession(
                 f"{held.rows - len(held.free)} sequences of model {self.model!r} are open, as many as the gateway has "
                 f"rows for ({len(held.free)} are left, {len(wanting)} were asked for): end some with sequence_end, or "
                 "raise the model's 'rows' in the server's configuration"
