@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -128,6 +129,12 @@ def slow_to_load(seconds: float = 2.0) -> ServedModel:
 def says(text: str) -> ServedModel:
     """Fails to load, in these words; they come as JSON, so that they may be what no codec takes."""
     raise RuntimeError(text)
+
+
+def last_words() -> ServedModel:
+    """Has something to do when its engine ends."""
+    atexit.register(print, "these are the last words of a model")
+    return affine()
 
 
 def exits() -> ServedModel:

@@ -32,7 +32,7 @@ import psutil
 import pytest
 from tests.faults.asker import CALL, Asker
 from tests.faults.conftest import MODELS, leaving_nothing
-from tests.faults.kills_roles import GONE, RECORD, TIMEOUT, WRONG
+from tests.faults.kills_roles import EVERY, GONE, NO, RECORD, TIMEOUT, WRONG, YES
 from tests.serving import START, RunningServer, children_of, launch, wait_until
 
 from jurybox.client import Error
@@ -297,9 +297,11 @@ def disagreements(probes: np.ndarray) -> list[list[float]]:
     On a busy machine both are not heard at quite the same moment, and a change comes between them: what is near grows
     by as much as the later of two answers came after the time-out that it had. A connection that broke, with whoever
     was to answer, says that nobody is there when it broke, not when it was made; the other was perhaps answered just
-    before. With many in flight the probe asks less often, so the first pair after the break is near in any case.
+    before. With many in flight the probe asks less often, so the first pair after the break is near in any case. What
+    one says is near, too, to what the other said within NEAR of it, whenever both were asked.
     """
     asked, works, well = probes[:, 0], probes[:, 2] > 0, probes[:, 4] > 0
+    told_works, told_well = probes[:, 1], probes[:, 3]
     late = np.maximum(0, np.maximum(probes[:, 1], probes[:, 3]) - asked - TIMEOUT)
     broke = np.flatnonzero((probes[:, [2, 4]] == GONE).any(axis=1))
     late[broke] = np.maximum(probes[broke, 1], probes[broke, 3]) - asked[broke]
@@ -308,9 +310,34 @@ def disagreements(probes: np.ndarray) -> list[list[float]]:
         near = np.abs(asked - asked[row]) <= NEAR + late[row]
         if row in broke:
             near[np.flatnonzero(asked > max(probes[row, 1], probes[row, 3]))[:1]] = True
-        if well[row] not in works[near] or works[row] not in well[near]:
+        of_requests = near | (np.abs(told_works - told_well[row]) <= NEAR)
+        of_health = near | (np.abs(told_well - told_works[row]) <= NEAR)
+        if well[row] not in works[of_requests] or works[row] not in well[of_health]:
             found.append([float(value) for value in probes[row]])
     return found
+
+
+def test_a_moment_at_which_health_and_requests_disagree_is_found():
+    def pairs(works: Sequence[float], well: Sequence[float]) -> np.ndarray:
+        """One pair every EVERY seconds, answered 10 ms later."""
+        asked = 100 + EVERY * np.arange(len(works))
+        return np.stack([asked, asked + 0.01, np.array(works), asked + 0.01, np.array(well)], axis=1)
+
+    up, down = [YES] * 10, [NO] * 10
+    assert not disagreements(pairs(up + down + up, up + down + up))
+    assert not disagreements(pairs(up + down + up, [*up, YES, *down[1:], *up]))  # one is heard a little later
+    assert len(disagreements(pairs(up + down + up, up + up + up))) == 10
+    assert len(disagreements(pairs(up + up + up, up + down + up))) == 10
+    assert len(disagreements(pairs([*up, NO, *up], up + up + [YES]))) == 1  # a request failed, and nobody said so
+    late = pairs(up[:4] + down[:5] + [NO], up[:4] + down[:5] + [YES])
+    late[3, 1] = late[9, 3]  # health was asked long after the request was, and both were answered at one moment
+    assert not disagreements(late)
+
+
+def reasons_near(file: Path, moments: Sequence[float]) -> list[str]:
+    """Why requests failed and what health said within three seconds of these moments; each line begins with its own."""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return [line for line in lines if any(abs(float(line.partition(" ")[0]) - at) < 3 for at in moments)]
 
 
 def recoveries(kills: list[tuple[float, str]], answers: dict[str, np.ndarray]) -> list[tuple[str, float, bool, str]]:
@@ -406,7 +433,7 @@ def one_round(
         "unwell": int((probes[:, 4] <= 0).sum()),
         "disagreements": (disagreed := disagreements(probes)),
         "probes_around": [probes[np.abs(probes[:, 0] - at) < 1].tolist() for at, *_ in disagreed[:3]],
-        "reasons": reasons.read_text(errors="replace").splitlines()[-400:] if reasons.exists() else [],
+        "reasons": reasons_near(reasons, [row[0] for row in disagreed]),
         "deeds": deeds,
         "quarantined": logs.count("model in quarantine"),
         "faults": sum(logs.count(text) for text in ("a part of the loop failed", "Exception in ASGI", "a call failed")),

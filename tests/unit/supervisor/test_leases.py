@@ -99,3 +99,12 @@ def test_gaps_between_lanes_are_used(world):
     a, b, c = (world.leases.grant(0, 2, 6) for _ in range(3))
     world.leases.release(b.lane, b.lease, [])
     assert world.leases.grant(0, 2, 6).first == b.first
+
+
+def test_a_row_that_is_given_back_leaves_no_gap_that_is_too_small_for_everybody(world):
+    probe = world.leases.grant(0, 1, 64)
+    for _ in range(3):
+        world.leases.grant(0, 16, 64)
+    world.leases.grant(0, 8, 64)
+    world.leases.release(probe.lane, probe.lease, [])
+    assert world.leases.grant(0, 8, 64).rows == 8

@@ -129,10 +129,18 @@ class Leases:
             del self._lanes[leased.lane]
 
     def _free_run(self, model: int, rows: int, arena_rows: int) -> int | None:
+        """The smallest gap that holds them; in it one row lies last and others first.
+
+        A single row is often somebody's for a moment only, as that of a first request: between two larger lanes it
+        would leave gaps that nobody after it can use.
+        """
         taken = sorted((held.first, held.rows) for held in self._lanes.values() if held.model == model)
-        end = 0
-        for first, length in taken:
+        gaps, end = [], 0
+        for first, length in [*taken, (arena_rows, 0)]:
             if first - end >= rows:
-                break
+                gaps.append((first - end, end))
             end = first + length
-        return end if end + rows <= arena_rows else None
+        if not gaps:
+            return None
+        length, first = min(gaps)
+        return first + length - 1 if rows == 1 else first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -58,6 +59,7 @@ class Reports:
 
 def main() -> None:
     control_pipe = attach(int(sys.argv[1]))
+    gc.disable()  # until the role stands: what a plan imports stays, as what was imported before
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -104,6 +106,8 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
         try:
             os.nice(context.spec.nice)  # not before: the start is what everybody waits for
             context.begin()
+            gc.freeze()
+            gc.enable()
             _take_turns(turn, context, control_pipe, reports)
             context.report(now=True)
             context.finish_timeline()
