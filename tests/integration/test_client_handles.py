@@ -303,6 +303,24 @@ def test_a_remote_client_out_of_files_is_told_what_to_do(connecting):
         assert connection.model("affine", rows=1)
 
 
+def test_a_connection_that_another_thread_still_asks_over_is_closed_the_next_time(server):
+    with connect(server.address, timeout=0.3) as client:
+        busy, idle = client.model("moody", rows=2), client.model("affine", rows=2)
+        answers = []
+        slow = np.full((1, 4), 1_500_000, np.float32)
+        thread = threading.Thread(target=lambda: answers.append(busy.infer(slow, timeout=60)))
+        thread.start()
+        wait_until(lambda: bool(busy._lane.in_flight))
+        with pytest.raises(Timeout, match="another thread's call of 'moody'"):
+            client.close()
+        with pytest.raises(Refused, match="closed"):
+            idle.infer(X)
+        thread.join(60)
+        np.testing.assert_array_equal(answers[0], slow + 1)
+    with pytest.raises(Refused, match="closed"):
+        busy.infer(X)
+
+
 def test_two_models_of_one_connection_both_find_the_next_server(tmp_path):
     folder = tmp_path / "server"
     models = {name: {"factory": "tests.models:affine"} for name in ("one", "two")}

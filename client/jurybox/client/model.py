@@ -176,13 +176,13 @@ class Model:
 
     def look(self) -> None:
         """Receive the answers that have arrived, for tasks of this event loop that wait for them."""
-        with self.turns.lock:
-            self._lane.receive_now()
+        self.turns.run(self._lane.receive_now, self.deadline(None))
 
     def room(self) -> int:
         """The length of the longest run of free rows. A larger request goes in pieces, each with its own version."""
-        with self.turns.lock:
-            return self._lane.largest if self._lane.gone is None else self._lane.rows
+        return self.turns.run(
+            lambda: self._lane.largest if self._lane.gone is None else self._lane.rows, self.deadline(None)
+        )
 
     # ---- zero-copy
 
@@ -226,11 +226,17 @@ class Model:
         return Sessions(Model(self.name, self._lease, n, self._default_timeout), n, pin_version=pin_version)
 
     def close(self) -> None:
-        """Give the lane back to the server."""
-        with self.turns.lock:
-            if not self._closed:
-                self._closed = True
-                self._lane.close()
+        """Give the lane back to the server.
+
+        Raises:
+            Timeout: another thread's call was not over within the model's default time-out; nothing was given back.
+        """
+        self.turns.run(self._close, self.deadline(None))
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._lane.close()
 
     def __enter__(self) -> Model:
         return self

@@ -195,13 +195,23 @@ class Server:
         return self._open_link().weights(name, self.timeout)
 
     def close(self) -> None:
-        """Give back every lane and close every socket. Harmless when done already."""
+        """Give back every lane and close every socket. Harmless when done already.
+
+        Raises:
+            Timeout: a model is still in use by another thread. The others are closed, and close() may be called again.
+        """
         if self._link.closed:
             return
+        used: Timeout | None = None
         for model in list(self._models):
-            model.close()
+            try:
+                model.close()
+            except Timeout as error:
+                used = error
         for publisher in list(self._ends):
             publisher.close()
+        if used is not None:
+            raise used
         self._link.close()
 
     def __enter__(self) -> Server:

@@ -95,12 +95,14 @@ class Ticket:
 
     def cancel(self) -> bool:
         """Give the request up; an engine that has it already computes it all the same. False if it is done."""
-        with self._model.turns.lock:
-            if self._reply is not None or (self._sent is not None and self._sent.answer is not None):
-                return False
-            self._cancelled = True
-            self._give_up()
-            return True
+        return self._model.turns.run(self._cancelled_now, self._model.deadline(None))
+
+    def _cancelled_now(self) -> bool:
+        if self._reply is not None or (self._sent is not None and self._sent.answer is not None):
+            return False
+        self._cancelled = True
+        self._give_up()
+        return True
 
     def cancelled(self) -> bool:
         """Whether it was cancelled."""

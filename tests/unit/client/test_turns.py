@@ -13,7 +13,7 @@ import pytest
 from tests.open_models import NUMBER
 from torch import nn
 
-from jurybox.client import Timeout
+from jurybox.client import Refused, Timeout
 from jurybox.protocol import TensorSpec
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
@@ -97,6 +97,29 @@ def test_a_call_waits_for_another_threads_no_longer_than_its_own_time_out(shared
     lane = (model or sessions._model)._lane
     (model or sessions._model)._give_up_row()
     assert (lane.free, lane.in_flight) == (lane.rows, {})
+
+
+def test_whatever_needs_the_lane_waits_for_another_thread_no_longer_than_the_default_time_out(shared):
+    server, plain, _ = shared
+    busy = server.model("plain", rows=8)
+    ticket = busy.submit(np.ones((1, 1), np.float32))
+    ticket.result(timeout=30)
+    busy._default_timeout = 0.2
+    with ThreadPoolExecutor(1) as other:
+        long = other.submit(busy.infer, TEN, timeout=30)
+        try:
+            assert plain.reached.wait(30)
+            for call in (ticket.cancel, busy.look, busy.room, busy.close):
+                began = time.monotonic()
+                with pytest.raises(Timeout, match="another thread's call"):
+                    call()
+                assert time.monotonic() - began < 2  # of 30
+        finally:
+            plain.go_on.set()
+        np.testing.assert_array_equal(long.result(30), [11])  # undisturbed
+    busy.close()
+    with pytest.raises(Refused, match="closed"):
+        busy.infer(TEN)
 
 
 def test_each_of_many_threads_is_answered_and_the_lane_is_whole_afterwards(shared):
