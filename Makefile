@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -31,6 +31,9 @@ demo: setup  ## train the photo editor against the juror server; leaves demo-out
 
 test: setup  ## the whole default suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-runs: setup  ## whole trainings in their processes; CI runs them, too
+	$(BIN)/python -m pytest -m 'runs and not slow' --timeout 400 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the longer proofs
 	$(BIN)/python -m pytest -m slow --timeout 1800

@@ -119,6 +119,7 @@ def killed_again_and_again(
     return said
 
 
+@pytest.mark.runs
 def test_a_run_that_is_killed_at_any_moment_goes_on_or_begins_anew(tmp_path):
     said = killed_again_and_again(
         tmp_path, PLAN, 3000, [moment for name, moment in MOMENTS.items() if "best" not in name]

@@ -41,6 +41,7 @@ def command(*arguments, **environment):
     )
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(400)
 def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path, server):
     out = tmp_path / "run"
@@ -61,6 +62,7 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["grpc", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_training_against_a_server_of_another_host_ends_with_its_report(tmp_path, server, transport):
@@ -205,6 +207,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("moment", "presses"),
     [

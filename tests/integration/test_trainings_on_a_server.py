@@ -54,6 +54,7 @@ def train(out, *options):
     )
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     "training",
@@ -88,6 +89,7 @@ def test_an_address_that_cannot_be_is_told_in_a_sentence(tmp_path, options, told
     assert told in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.runs
 def test_a_server_that_lets_the_policy_not_in_says_which_line_to_add(tmp_path):
     with serving(tmp_path / "server", {}, grpc="127.0.0.1:0", factories=["tests.models:*"]) as server:
         done = train(tmp_path / "run", *WORKFLOW, "--server", f"grpc://{server.listening('grpc')}")

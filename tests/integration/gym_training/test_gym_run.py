@@ -28,6 +28,7 @@ def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.runs
 def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
     before = segments()
     small = [*SMALL_PPO, "--env", "CartPole-v1", "--algorithm", "ppo", "--workers", "2", "--envs", "4"]
@@ -49,6 +50,7 @@ def test_workers_act_by_themselves_and_the_run_is_resumed(tmp_path) -> None:
     assert segments() == before
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,6 +102,7 @@ def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
     assert segments() == before
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("victim", [pytest.param("actor-0", marks=pytest.mark.slow), "learner"])
 def test_who_is_killed_is_started_again(tmp_path, victim) -> None:
     small = {"n_steps": 32, "hidden": (16,), "evaluation_episodes": 1, "evaluate_every": 0}

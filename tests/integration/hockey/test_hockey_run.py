@@ -41,6 +41,7 @@ def command(folder, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.runs
 def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> None:
     before = segments()
     done = command(tmp_path, "--workers", "2", "--envs", "8", "--steps", "1600", "--learning-starts", "200")
@@ -60,6 +61,7 @@ def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> 
     assert segments() == before
 
 
+@pytest.mark.runs
 def test_a_served_policy_plays_and_so_do_pinned_past_selves(tmp_path) -> None:
     before = segments()
     # Collectors that ran ahead would have ended all their games before the learner looks for snapshots a second time.

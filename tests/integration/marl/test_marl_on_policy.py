@@ -44,6 +44,7 @@ def test_a_serial_training_is_resumed_bit_for_bit(tmp_path):
     assert all(np.array_equal(whole[name], halves[name]) for name in whole)
 
 
+@pytest.mark.runs
 def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
     # Without a checkpoint on the way: it ends the episode that is going on, and in which turn it falls is chance.
     frozen = {name: value for name, value in PPO.items() if name != "checkpoint_every"}

@@ -62,6 +62,7 @@ def test_agents_that_see_all_kinds_of_things_learn_side_by_side(tmp_path, algori
     assert (two_hot.sum(1) == 2).all() and (two_hot.sum(0) > 0).sum() == 5
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("base", [pytest.param(DQN, marks=pytest.mark.slow), PPO], ids=["dqn", "ppo"])
 def test_float_observations_travel_between_processes_as_they_are(tmp_path, base):
     settings = MarlTraining(
@@ -164,6 +165,7 @@ def test_gpus_are_set_aside_by_ray_alone(tmp_path):
         train(MarlTraining(learner_gpus=1, log_dir=tmp_path))
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("base", "kills"), [pytest.param(DQN, 2, marks=pytest.mark.slow), (PPO, 1)], ids=["dqn", "ppo"]

@@ -57,6 +57,7 @@ class Said(Silence):
         self.lines.append(text)
 
 
+@pytest.mark.runs
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
     before = segments()
     folder = tmp_path / "run"
