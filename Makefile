@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -123,6 +123,14 @@ monitoring: setup  ## generate docs/metrics.md, the Grafana dashboard and Promet
 sbom: setup  ## what installs of each kind bring along, as CycloneDX in sbom/; with an engine, of the images too
 	$(BIN)/python .ci/sbom.py
 	if command -v docker >/dev/null && docker info >/dev/null 2>&1; then docker build -f docker/Dockerfile --target sbom --output sbom .; fi
+
+docs: $(VENV)/.jurybox-docs  ## the documentation as a site in build/site/; a dead link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+$(VENV)/.jurybox-docs: $(STAMP)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet -e '.[docs]'
+	touch $@
 
 proto: setup  ## generate the protobuf and gRPC code from protos/
 	$(BIN)/python protos/generate.py

@@ -24,9 +24,9 @@ NOT_SHIPPED = {"dev", "browser"}
 # Permissive, and MPL-2.0 for files used as they are. Metadata names them by SPDX's words or by PyPI's classifiers.
 ALLOWED = {
     "0BSD", "MIT-0", "Apache Software License", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "3-Clause BSD License",
-    "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC License (ISCL)", "MIT", "MIT License",
-    "MIT-CMU", "Mozilla Public License 2.0 (MPL 2.0)", "MPL-2.0", "PSF-2.0", "Python Software Foundation License",
-    "Zlib", "zlib",
+    "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "ISC License (ISCL)", "MIT",
+    "MIT License", "MIT-CMU", "Mozilla Public License 2.0 (MPL 2.0)", "MPL-2.0", "PSF-2.0",
+    "Python Software Foundation License", "Zlib", "zlib",
     # torch's CUDA libraries, which the user gets from NVIDIA through PyPI.
     "LicenseRef-NVIDIA-Proprietary", "NVIDIA Proprietary Software",
 }  # fmt: skip

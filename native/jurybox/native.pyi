@@ -138,6 +138,8 @@ class ShmRingsCaller:
     def message(self) -> str: ...
 
 class WeightsClaim:
+    """A slot of a weights channel that a reader copies from: `WeightsChannel.holds` tells whether it is still whole."""
+
     @property
     def version(self) -> int: ...
     @property

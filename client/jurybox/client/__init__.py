@@ -24,6 +24,7 @@ from jurybox.protocol.errors import (
 )
 
 if TYPE_CHECKING:
+    from jurybox.client.sessions import Sessions
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
 
@@ -42,6 +43,7 @@ __all__ = [
     "Server",
     "ServerGone",
     "SessionLost",
+    "Sessions",
     "SharedMemoryError",
     "SpecMismatch",
     "Ticket",
@@ -52,7 +54,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The ends of a weights channel, imported when they are named: most clients have none."""
+    """Ends of a weights channel and sessions, imported when they are named: most clients have none."""
+    if name == "Sessions":
+        from jurybox.client.sessions import Sessions
+
+        return Sessions
     if name == "Publisher":
         from jurybox.protocol.weights.publisher import Publisher
 

@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 
+__all__ = ["AsyncChunkPolicy", "ChunkStats", "TemporalEnsemble"]
+
 Ask = Callable[[dict[str, Any], float], ArrayLike]
 
 # What a request of real-time chunking brings beside the observation.

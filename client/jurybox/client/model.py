@@ -106,7 +106,13 @@ class Model:
             (n, *row shape) of the output, or a dict of such where there are several.
 
         Raises:
-            SpecMismatch, Timeout, Busy, ModelFailed, Refused, ServerGone.
+            SpecMismatch: dtype or shape differ from the spec; the message has both.
+            RowFailed: the model failed on single rows; `index` and `reason` say which and why.
+            Timeout: no answer in time.
+            Busy: no row became free in time.
+            ModelFailed: the model raised, or was given up after several crashes.
+            Refused: the request is not allowed, as for a model that keeps state.
+            ServerGone: the server ended, and none came back in time.
         """
         return self.infer_reply(inputs, timeout=timeout, version=version).outputs
 
@@ -159,7 +165,9 @@ class Model:
         Raises:
             Busy: fewer than n neighbouring rows of the lane are free: collect results, or ask
                 `Server.model(name, rows=...)` for more.
-            SpecMismatch, Refused, ServerGone.
+            SpecMismatch: dtype, shape or number of rows do not fit.
+            Refused: the request is not allowed, as for a model that keeps state.
+            ServerGone: the server ended, and none came back in time.
         """
         deadline = self.deadline(timeout)
         return self.turns.run(lambda: self._submitted(inputs, deadline, version), deadline)

@@ -79,7 +79,12 @@ class Sessions:
         Raises:
             SessionLost: `sessions` of the error have lost their state; nothing was computed. Reset them.
             RowFailed: as `Model.infer`; the state of rows that failed is what it was.
-            SpecMismatch, Timeout, Busy, ModelFailed, Refused, ServerGone.
+            SpecMismatch: dtype or shape differ from the spec; the message has both.
+            Timeout: no answer in time.
+            Busy: no row became free in time.
+            ModelFailed: the model raised, or was given up after several crashes.
+            Refused: the request is not allowed, as for a model that keeps state.
+            ServerGone: the server ended, and none came back in time.
         """
         model = self._model
         if session is None and not version and self._pinned is None:
@@ -221,7 +226,10 @@ class Sessions:
         For replays of sequences that begin with the state at their first step (Kapturowski et al. 2019, "R2D2").
 
         Raises:
-            SessionLost, Timeout, ServerGone, Refused.
+            SessionLost: a session's state is gone with its engine.
+            Timeout: no answer in time.
+            ServerGone: the server ended, and none came back in time.
+            Refused: the transport or server cannot hand states out.
         """
         return self._state(self._book.ids(session), STORE, {}, timeout)
 
@@ -235,7 +243,9 @@ class Sessions:
 
         Raises:
             SpecMismatch: a name, dtype or shape that is not the model's.
-            Timeout, ServerGone, Refused.
+            Timeout: no answer in time.
+            ServerGone: the server ended, and none came back in time.
+            Refused: the transport or server does not take states.
         """
         ids, specs = self._book.ids(session), self._model.spec.state
         if state.keys() != specs.keys():

@@ -64,7 +64,10 @@ class Ticket:
         Raises:
             Timeout: none came in time. The ticket goes on: ask again, or `cancel` it.
             CancelledError: it was cancelled.
-            ModelFailed, Refused, ServerGone.
+            ModelFailed: the model raised, or was given up after several crashes.
+            RowFailed: the model failed on single rows.
+            Refused: the engine did not accept the request; the message says why.
+            ServerGone: the server ended, and none came back in time.
         """
         if self._reply is not None:
             return self._reply

@@ -33,6 +33,8 @@ from jurybox.server.supervisor.leases import Leases
 if TYPE_CHECKING:
     import asyncio
 
+__all__ = ["InprocServer"]
+
 _INCARNATION = 1
 
 

@@ -12,6 +12,8 @@ from jurybox.protocol.spec import ModelSpec
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["RowErrors", "ServedModel"]
+
 Collate = Literal["list", "pad"] | Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 

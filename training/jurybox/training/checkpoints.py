@@ -24,6 +24,8 @@ from typing import Any
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 
+__all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "NoCheckpoint", "StateDamaged", "read_state", "write_state"]
+
 DOCUMENT = "run.json"
 EVALUATION = "evaluation.json"  # beside weights that were evaluated: when, with what result, which versions
 _PREFIX = "step-"

@@ -29,6 +29,22 @@ from jurybox.training import interrupts
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, read_state, write_atomically
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
 
+__all__ = [
+    "Acting",
+    "Acts",
+    "Description",
+    "Environment",
+    "Episode",
+    "Found",
+    "Policy",
+    "PolicyError",
+    "choose",
+    "export",
+    "play",
+    "policies",
+    "score",
+]
+
 FORMAT = 1
 SCORES = "policy-scores.json"  # in the run's folder: what evaluations said, by the digest of the weights
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"

@@ -31,6 +31,7 @@ except ModuleNotFoundError:  # on macOS and Windows: weights come and go over gR
     WeightsClaim = WeightsSlots = None  # type: ignore[misc, assignment]
 
 Mode = Literal["double_buffer", "snapshot"]
+"""Two copies of the weights, so that nobody waits; or one, in half the memory, and readers wait while it is written."""
 SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
 
 # magic, protocol version, slots; bytes of layout, of weights, of room for the extra; first slot's byte, stride;

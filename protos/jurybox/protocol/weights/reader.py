@@ -181,8 +181,7 @@ class WeightsReader:
     def read_flat(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, dict[str, Any]]:
         """As `read`, into ``layout.nbytes`` bytes laid out as the slot is (`layout.views` gives the arrays).
 
-        Raises:
-            As `read`.
+        It raises what `read` raises.
         """
         version, extra = self.read_bytes(out, timeout=timeout)
         return version, decode_extra(extra)
@@ -190,8 +189,7 @@ class WeightsReader:
     def read_bytes(self, out: npt.NDArray[np.uint8], *, timeout: float = 1.0) -> tuple[int, bytes]:
         """As `read_flat`, with the extra still encoded: `decode_extra` may refuse it.
 
-        Raises:
-            As `read`.
+        It raises what `read` raises.
         """
         if (
             out.dtype != np.uint8

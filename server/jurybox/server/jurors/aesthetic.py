@@ -148,15 +148,15 @@ def aesthetic_v2_5(weights: str = "", dtype: str = "float32", pixels: int = 1024
     """Aesthetic Predictor V2.5 of pictures of any size; `siglip` is the same for those that have its size already.
 
     Args:
-        weights, dtype: as `siglip` has them.
+        weights: as `siglip` has it.
+        dtype: as `siglip` has it.
         pixels: of the largest picture.
 
     Returns:
         Input ``image`` uint8 (-1, -1, 3) RGB; outputs ``score`` float32 (), the rating as the predictor gives it, about
         1 to 10, and ``mark``, the same brought to 0..1 and clipped.
 
-    Raises:
-        As `siglip`.
+    It raises what `siglip` raises.
     """
     served = siglip(weights, dtype)
     size = served.inputs["image"].shape[0]

@@ -15,6 +15,8 @@ from torch import nn
 
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
+__all__ = ["DQN", "IQN", "QNetwork", "QuantileNetwork", "ValueSettings"]
+
 # DQN (Mnih et al., 2015) with double Q-learning (van Hasselt et al., 2016) and n-step returns.
 #
 # The update knows nothing of environments, replays or processes: batches of arrays in, a loss out. What `iqn` does

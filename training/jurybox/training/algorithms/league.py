@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["League", "LeagueSettings", "WinMatrix"]
+
 Weighting = Literal["hard", "variance"]
 LEARNER = "learner"
 _WIN, _TIE, _LOSS = 0, 1, 2

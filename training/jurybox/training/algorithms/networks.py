@@ -20,6 +20,16 @@ from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.td3 import TwinCritic
 from jurybox.training.algorithms.torch_states import perceptron
 
+__all__ = [
+    "DeterministicActor",
+    "Features",
+    "GaussianActorCritic",
+    "QValues",
+    "SeeingActorCritic",
+    "SeeingCritic",
+    "SquashedGaussianActor",
+]
+
 CLIP = 10.0  # deviations; beyond them a normalised number tells no more
 _ALONE, _AMONG = 512, 256  # features of a picture: of the only part of an observation, and of one among others
 _LOG_STD = (-20.0, 2.0)  # bounds of the logarithm of a deviation (Haarnoja et al., 2018, in their own code)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
+__all__ = ["PPO", "ActorCritic", "PPOSettings", "Rollout", "advantages_of"]
+
 
 class ActorCritic(nn.Module):
     """Logits and value of observations.
@@ -174,7 +176,8 @@ class PPO:
     """The learner: a network, its optimiser and its own random numbers.
 
     Args:
-        inputs, actions: sizes of the network.
+        inputs: size of an observation's row.
+        actions: number of actions.
         seed: of its weights, its actions and the order of its minibatches.
         network: to be used instead of a new one of these sizes, with weights of its own.
         device: where updates are computed.

@@ -19,6 +19,8 @@ from jurybox.training.algorithms.networks import (
 from jurybox.training.algorithms.td3 import Update
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, restore_optimiser
 
+__all__ = ["SAC", "SACSettings"]
+
 # T. Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (arXiv:1812.05905): eq. 5 and 6 are the critics',
 # 9 the policy's, 18 the temperature's; appendix C corrects the density for the tanh.
 

@@ -192,7 +192,8 @@ class TD3:
     """The learner, which takes batches.
 
     Args:
-        observation_size, action_size: of a row.
+        observation_size: numbers of an observation's row.
+        action_size: numbers of an action.
         settings: see `TD3Settings`.
         device: where everything is computed.
         seed: of the first weights and the smoothing noise.

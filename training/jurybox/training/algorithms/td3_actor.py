@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["NumpyActor", "TD3Settings", "coloured_noise"]
+
 CLIP = 5.0  # deviations; beyond them an observation tells no more
 
 

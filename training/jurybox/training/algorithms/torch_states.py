@@ -14,6 +14,8 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
 
+__all__ = ["TorchWeights", "as_tensors", "optimiser_state", "perceptron", "restore_optimiser"]
+
 
 def perceptron(
     inputs: int,

@@ -16,6 +16,8 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from jurybox.training.cluster.vector_env import LOST, Request, Workers
 from jurybox.training.vector.worker import WorkerFailed
 
+__all__ = ["SpreadVecEnv"]
+
 
 class SpreadVecEnv(SubprocVecEnv):
     """As `WorkerVecEnv`, but a worker that is replaced does not end the training: its episodes are cut.

@@ -15,6 +15,8 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from jurybox.training.vector.worker import answered
 
+__all__ = ["SpreadVectorEnv"]
+
 
 class Lost(Enum):
     """Returned instead of an answer: the worker was replaced, and its environments are new."""

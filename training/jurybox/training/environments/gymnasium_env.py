@@ -25,6 +25,16 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
+__all__ = [
+    "Actions",
+    "EnvironmentUnusable",
+    "Observations",
+    "RowsEnv",
+    "StrangeObservation",
+    "make_environment",
+    "rows_environment",
+]
+
 Array = npt.NDArray[Any]
 Environment = gymnasium.Env[Any, Any]
 

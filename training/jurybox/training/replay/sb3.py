@@ -22,6 +22,8 @@ from jurybox.training.replay.batch import Batch
 from jurybox.training.replay.options import Field, RateLimiter
 from jurybox.training.replay.replay import Replay
 
+__all__ = ["SharedReplayBuffer"]
+
 
 class SharedReplayBuffer(ReplayBuffer):
     """`ReplayBuffer` whose rows lie in a `Replay`; a row is one transition of one env.

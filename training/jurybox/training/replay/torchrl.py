@@ -20,6 +20,8 @@ from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.training.replay.options import Windows
 from jurybox.training.replay.replay import Replay
 
+__all__ = ["SharedSampler", "SharedStorage", "as_drawn"]
+
 
 class SharedStorage(Storage):  # type: ignore[misc]
     """A `Replay` as a storage; the tensordict's keys are the replay's fields.

@@ -11,6 +11,8 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay.cursor import ENDED, FIRST, NewRows, Piece
 from jurybox.training.replay.part import Parts
 
+__all__ = ["Exporter", "Importer"]
+
 # A ticket that no row ever has: whoever asks for what was before finds that it is gone.
 _NEVER = np.uint64(1 << 61)
 

@@ -18,6 +18,8 @@ from typing import Any
 from jurybox.client import Server, ServerGone, connect
 from jurybox.training import interrupts
 
+__all__ = ["LocalServer", "ServerNotStarted"]
+
 _START = 90.0  # seconds to be ready: importing torch on a busy machine takes most of them
 _STOP = 10.0  # seconds it gets to stop in order; what it holds is freed by then or never
 _LOOK = 0.5
@@ -132,6 +134,7 @@ class LocalServer:
             time.sleep(0.05)
 
     def connect(self, timeout: float = 30.0) -> Server:
+        """Connect to it, as `jurybox.client.connect` does."""
         return connect(self.address, timeout=timeout)
 
     @property

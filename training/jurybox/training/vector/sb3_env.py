@@ -16,6 +16,8 @@ from jurybox.training import interrupts
 from jurybox.training.vector.worker import Orders, WorkerFailed
 from jurybox.training.vector.worker_pool import STOP, WorkerProcess, end_all
 
+__all__ = ["WorkerVecEnv"]
+
 
 class Remote:
     """The learner's end of the pipe to one worker, as SubprocVecEnv uses it."""

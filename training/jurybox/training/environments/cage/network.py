@@ -152,6 +152,7 @@ REDS: dict[str, Callable[[int], Red]] = {"B_line": BLine, "Meander": Meander}
 
 
 RedName = Literal["B_line", "Meander"]
+"""The attacker: one that goes straight for the operational server, or one that takes host after host."""
 
 _SCAN, _EXPLOIT = (1, 0), (1, 1)  # activity bits
 # Belief bits.

@@ -13,6 +13,7 @@ from jurybox.training.environments.hockey.rink import MAX_ANGLE
 
 BotName = Literal["weak", "strong", "random"]
 BOTS: tuple[BotName, ...] = ("weak", "strong", "random")
+"""Names of the opponents that need no learning."""
 
 _HOME = -3.5
 _PAST = 0.2  # the target lies so far beyond the puck, so that it is run through

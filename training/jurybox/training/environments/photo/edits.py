@@ -79,6 +79,7 @@ class Edits:
 
 
 TOOLS: tuple[str, ...] = tuple(field.name for field in fields(Edits))
+"""Names of the edits, in the order of an action's numbers."""
 LOWEST: Vector = np.array([-3.0, -2.0, -2.0, -1.5, -1.0, 0.0, 0.0, -15.0, 0.0])
 HIGHEST: Vector = np.array([3.0, 2.0, 2.0, 1.5, 1.0, 2.0, 40.0, 15.0, 0.6])
 

@@ -1,0 +1,110 @@
+"""What mkdocs does not do by itself for `make docs`.
+
+- `cli.md` gets the help of every command, from the command line itself, so that it cannot be out of date.
+- A link from a page to a file outside docs/ leads to a copy of it in the site; text gets the ending .txt, which
+  browsers show.
+- Drawings (SVG) stand in the page itself, so that their colours follow the page's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<path>[\w./-]+)(?:#[\w-]+)?\)")
+DRAWING = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?:\.\./)*images/(?P<name>[\w-]+\.drawing\.svg)" ?/?>')
+COMMANDS = "<!-- commands -->"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page in files.documentation_pages():
+        for found in OUTSIDE.finditer(page.content_string):
+            path = outside(found, page.src_uri)
+            if path and (ROOT / path).is_file() and shown_as(path) not in files.src_uris:
+                files.append(File.generated(config, shown_as(path), abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    def copied(found: re.Match[str]) -> str:
+        path, depth = outside(found, page.file.src_uri), page.file.src_uri.count("/")
+        return f"]({'../' * depth}{shown_as(path)})" if path else found[0]
+
+    markdown = OUTSIDE.sub(copied, markdown)
+    if COMMANDS in markdown:
+        markdown = markdown.replace(COMMANDS, "\n".join(command_lines()))
+    return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    def drawing(found: re.Match[str]) -> str:
+        file = Path(config.docs_dir) / "images" / found["name"]
+        return file.read_text().replace("<svg ", f'<svg role="img" aria-label="{found["alt"]}" ', 1)
+
+    return DRAWING.sub(drawing, html)
+
+
+def outside(found: re.Match[str], page: str) -> str:
+    """The path in the repository of a link that leads out of docs/; "" where it does not."""
+    return found["path"] if found["up"].count("/") > page.count("/") else ""
+
+
+def shown_as(path: str) -> str:
+    """Where a file of the repository stands in the site."""
+    picture = path.endswith((".svg", ".png", ".jpg"))
+    return f"repository/{path}" if picture else f"repository/{path}.txt"
+
+
+def command_lines() -> list[str]:
+    """The page of the command line, as Markdown: every command with its help, arguments and options."""
+    import click
+    from typer.main import get_command
+
+    from jurybox.server.commands.app import app
+
+    lines: list[str] = []
+
+    def describe(command: click.Command, words: list[str]) -> None:
+        context = click.Context(command, info_name=" ".join(words))
+        arguments = [each for each in command.params if isinstance(each, click.Argument)]
+        options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+        usage = " ".join([*words, *command.collect_usage_pieces(context)])
+        lines.extend([f"## {' '.join(words)}", "", plain(command.help), "", "```text", usage, "```", ""])
+        if isinstance(command, click.Group):
+            for name in sorted(command.commands):
+                link = "-".join([*words, name])
+                lines.append(f"- [`{name}`](#{link}): {plain(command.commands[name].help).split(chr(10) * 2)[0]}")
+            lines.append("")
+        rows = [row for each in [*arguments, *options] if (row := row_of(each, context))]
+        if rows:
+            lines.extend(["| option | | default |", "| --- | --- | --- |", *rows, ""])
+        if isinstance(command, click.Group):
+            for name in sorted(command.commands):
+                if not command.commands[name].hidden:
+                    describe(command.commands[name], [*words, name])
+
+    describe(get_command(app), ["jurybox"])
+    return lines
+
+
+def row_of(parameter: Any, context: Any) -> str:
+    """A row of a command's table; nothing for what every command has."""
+    if parameter.name in {"help", "install_completion", "show_completion"}:
+        return ""
+    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+    if parameter.param_type_name == "argument":
+        names = f"`{parameter.make_metavar(context)}`"
+    default = parameter.default
+    shown = "" if default in (None, (), [], "") or callable(default) or default is False else f"`{default}`"
+    return f"| {names} | {plain(getattr(parameter, 'help', '')).replace('|', chr(92) + '|')} | {shown} |"
+
+
+def plain(text: str | None) -> str:
+    """A help text without the marks that only a terminal understands."""
+    return re.sub(r"[ \t]*\n(?!\n)[ \t]*", " ", (text or "").replace("\b", "").strip()) if text else ""
