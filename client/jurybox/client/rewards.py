@@ -609,6 +609,9 @@ def gymnasium_reward(
         missing: "raise", or "nan" with the reason in info["reward_missing"], for who leaves such steps out.
         juror: as Juror's; columns are observation (and the keys of a dict observation), action, and frame, what
             `render` gives, where the environment renders to an array.
+
+    Example:
+        env = gymnasium_reward(env, "photo", inputs={"image": "observation"})
     """
     import gymnasium
 
@@ -633,6 +636,13 @@ def sb3_reward(venv: Any, model: str | Members, *, missing: Missing = "raise", *
     """As `gymnasium_reward`, for a VecEnv of Stable-Baselines3: all environments' scores in one request.
 
     Where an episode ended, its last observation is scored, not the first of the next one.
+
+    Args:
+        missing: as in `gymnasium_reward`.
+        juror: as in `gymnasium_reward`.
+
+    Example:
+        model = PPO("CnnPolicy", sb3_reward(venv, "photo", inputs={"image": "observation"}))
     """
     from stable_baselines3.common.vec_env import VecEnvWrapper
 

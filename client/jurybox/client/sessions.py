@@ -71,7 +71,8 @@ class Sessions:
             inputs: as `Model.infer`, a row for each session.
             session: numbers of the sessions that the rows are of; without it row i is of session i. None twice.
             reset: which rows begin anew, from the initial state; without it none but those that never began.
-            timeout, version: as `Model.infer`.
+            timeout: as `Model.infer`.
+            version: as `Model.infer`.
 
         Returns:
             As `Model.infer`.

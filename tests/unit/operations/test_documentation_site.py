@@ -56,8 +56,8 @@ def tree(module: str) -> ast.Module:
 
 def file_of(module: str) -> Path:
     for root in SOURCES:
-        path = root / module.replace(".", "/")
-        for path in (path / "__init__.py", path.with_suffix(".py"), path.with_suffix(".pyi")):
+        stem = root / module.replace(".", "/")
+        for path in (stem / "__init__.py", stem.with_suffix(".py"), stem.with_suffix(".pyi")):
             if path.is_file():
                 return path
     raise FileNotFoundError(module)
