@@ -63,48 +63,48 @@ def shown_as(path: str) -> str:
 
 def command_lines() -> list[str]:
     """The page of the command line, as Markdown: every command with its help, arguments and options."""
-    import click
+    from typer.core import TyperGroup
     from typer.main import get_command
 
     from jurybox.server.commands.app import app
 
     lines: list[str] = []
 
-    def describe(command: click.Command, words: list[str]) -> None:
-        context = click.Context(command, info_name=" ".join(words))
-        arguments = [each for each in command.params if isinstance(each, click.Argument)]
-        options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+    def describe(command: Any, words: list[str]) -> None:
+        context = command.context_class(command, info_name=" ".join(words))
         usage = " ".join([*words, *command.collect_usage_pieces(context)])
-        lines.extend([f"## {' '.join(words)}", "", plain(command.help), "", "```text", usage, "```", ""])
-        if isinstance(command, click.Group):
-            for name in sorted(command.commands):
-                link = "-".join([*words, name])
-                lines.append(f"- [`{name}`](#{link}): {plain(command.commands[name].help).split(chr(10) * 2)[0]}")
-            lines.append("")
-        rows = [row for each in [*arguments, *options] if (row := row_of(each, context))]
-        if rows:
-            lines.extend(["| option | | default |", "| --- | --- | --- |", *rows, ""])
-        if isinstance(command, click.Group):
-            for name in sorted(command.commands):
-                if not command.commands[name].hidden:
-                    describe(command.commands[name], [*words, name])
+        lines.extend([f"{'#' * min(len(words) + 1, 4)} {' '.join(words)}", "", plain(command.help)])
+        lines.extend(["", "```text", usage, "```", ""])
+        if rows := [row for each in command.params if (row := row_of(each, context))]:
+            lines.extend(["| | | default |", "| --- | --- | --- |", *rows, ""])
+        inner = {}
+        if isinstance(command, TyperGroup):
+            found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+            inner = {name: each for name, each in found.items() if each is not None and not each.hidden}
+        for name, each in inner.items():
+            summary = plain(each.help).split("\n\n")[0]
+            lines.append(f"- [`{' '.join([*words, name])}`](#{'-'.join([*words, name])}): {summary}")
+        lines.append("")
+        for name, each in inner.items():
+            describe(each, [*words, name])
 
     describe(get_command(app), ["jurybox"])
     return lines
 
 
 def row_of(parameter: Any, context: Any) -> str:
-    """A row of a command's table; nothing for what every command has."""
-    if parameter.name in {"help", "install_completion", "show_completion"}:
+    """A row of a command's table; nothing for what every command has, and for what is hidden."""
+    if parameter.name in {"help", "install_completion", "show_completion"} or getattr(parameter, "hidden", False):
         return ""
-    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
     if parameter.param_type_name == "argument":
-        names = f"`{parameter.make_metavar(context)}`"
+        names = f"`{' '.join(parameter.get_usage_pieces(context)).strip('[]')}`"
+    else:
+        names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
     default = parameter.default
     shown = "" if default in (None, (), [], "") or callable(default) or default is False else f"`{default}`"
     return f"| {names} | {plain(getattr(parameter, 'help', '')).replace('|', chr(92) + '|')} | {shown} |"
 
 
 def plain(text: str | None) -> str:
-    """A help text without the marks that only a terminal understands."""
-    return re.sub(r"[ \t]*\n(?!\n)[ \t]*", " ", (text or "").replace("\b", "").strip()) if text else ""
+    """A help text with its paragraphs as lines of their own, without what only a terminal understands."""
+    return "\n\n".join(" ".join(part.split()) for part in (text or "").replace("\b", "").split("\n\n"))

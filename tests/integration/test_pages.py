@@ -20,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 import torch
 import yaml
 from tests.serving import RunningServer, segments, serving
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from jurybox.protocol.segment import directory
@@ -217,15 +217,21 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def parse(words: list[str]) -> None:
-    """What the command line makes of the words after `jurybox`; click.UsageError where it makes nothing of them."""
-    command: click.Command = get_command(app)
+    """What the command line makes of the words after `jurybox`; an error where it makes nothing of them."""
+    command: Any = get_command(app)
     context = None
-    while isinstance(command, click.Group):
+    while isinstance(command, TyperGroup):  # not click's Group: typer has brought a click of its own since 0.26
         context = command.make_context(command.name or "jurybox", words, parent=context, resilient_parsing=False)
         name, found, words = command.resolve_command(context, [*context._protected_args, *context.args])
         assert found is not None, name
         command = found
     command.make_context(command.name, list(words), parent=context)
+
+
+@pytest.mark.parametrize("words", ["train gym --no-such-option 1", "train chess", "status surplus"])
+def test_a_command_that_is_none_would_be_seen(words: str) -> None:
+    with pytest.raises(Exception, match="(?i)no such|unexpected extra"):
+        parse(words.split())
 
 
 def target(name: str) -> bool:
@@ -240,6 +246,7 @@ def test_every_command_is_one(block, tmp_path, monkeypatch) -> None:
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20)
     assert checked.returncode == 0, checked.stderr
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "holiday").mkdir()  # a reader's pictures
     for command in commands(text):
         program, *words = command
         match Path(program).name, words:
