@@ -64,7 +64,10 @@ def page() -> str:
     head = """\
 # Metrics
 
-<!-- Made by docker/monitoring/generate.py from the table in server/jurybox/server/gateway/metrics/table.py. -->
+<!-- Made by docker/monitoring/generate.py from the table in server/jurybox/server/gateway/metrics.py. -->
+
+Every number that a server gives to Prometheus, with what it tells and what to change when it is wrong.
+[Watch it](watching.md) has the other ways to look at a server.
 
 ```bash
 curl http://127.0.0.1:8000/metrics

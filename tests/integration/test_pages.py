@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -298,3 +299,33 @@ def test_what_asks_a_server_gets_an_answer(server) -> None:
         )
         assert done.returncode == 0, f"{block}: {shown}{done.stderr}"
         assert done.stdout
+
+
+@pytest.mark.slow
+def test_the_start_page_leads_to_a_policy_that_has_learned_and_answers(tmp_path) -> None:
+    page = (ROOT / "docs/start.md").read_text()
+    for file, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.S):
+        (tmp_path / file).write_text(code)
+        assert sum(bool(line.strip()) for line in code.splitlines()) < 40
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="jb") as sockets:
+        env = {**os.environ, "PATH": path, "JURYBOX_ADDRESS": f"ipc://{sockets}/engine"}
+
+        def run(command: str) -> str:
+            words = shlex.split(command)
+            done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        training = re.search(r"^jurybox train gym .*$", page, re.M)
+        assert training and "--policy served" in training[0]
+        run(training[0])
+        evaluation = re.search(r"mean return (\S+) ", run("jurybox policy evaluate runs/cart --episodes 50"))
+        assert evaluation and float(evaluation[1]) > -20  # at random: -80
+        serve = "jurybox policy serve runs/cart --http 127.0.0.1:0 --grpc 127.0.0.1:0 --address"
+        server = subprocess.Popen([*serve.split(), env["JURYBOX_ADDRESS"]], cwd=tmp_path, env=env)
+        try:
+            assert float(run(f"{sys.executable} ask.py").split()[-1]) > -30
+        finally:
+            server.terminate()
+            server.wait(60)
