@@ -23,8 +23,10 @@ from jurybox.protocol.control_pb2 import (
     LoadRequest,
     ModelMessage,
     ModelRequest,
+    SleepRequest,
     StatusRequest,
     UnloadRequest,
+    WakeRequest,
 )
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
@@ -62,6 +64,12 @@ class Link(Protocol):
 
     def unload(self, name: str, timeout: float) -> None:
         """Serve a model no longer."""
+
+    def sleep(self, name: str, timeout: float) -> None:
+        """Begin to move a model's weights to host memory; `describe` says how it goes."""
+
+    def wake(self, name: str, timeout: float) -> None:
+        """Begin to move them back."""
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
@@ -183,6 +191,14 @@ class ControlLink:
     def unload(self, name: str, timeout: float) -> None:
         """As Link.unload."""
         self._call(timeout, unload=UnloadRequest(model=name))
+
+    def sleep(self, name: str, timeout: float) -> None:
+        """As Link.sleep."""
+        self._call(timeout, sleep=SleepRequest(model=name))
+
+    def wake(self, name: str, timeout: float) -> None:
+        """As Link.wake."""
+        self._call(timeout, wake=WakeRequest(model=name))
 
     def hello(self) -> Hello:
         """How this client introduces itself."""

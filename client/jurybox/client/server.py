@@ -153,13 +153,9 @@ class Server:
             ModelFailed: it could not be loaded; Timeout: not within `timeout` seconds; Refused: the configuration does
                 not allow it, and the message says which line to add.
         """
-        deadline = time.monotonic() + seconds(timeout)
         told = json.dumps(settings) if settings is not None else ""
         self._open_link().load(name, told, self.timeout, keep=keep or 0.0, remote=remote)
-        while not (message := self.describe(name)).settled:
-            if time.monotonic() > deadline:
-                raise Timeout(f"model {name!r} is still {message.state}")
-            time.sleep(POLL)
+        message = self._settled(name, timeout)
         if message.reason:
             raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
 
@@ -170,6 +166,38 @@ class Server:
     def unload(self, name: str) -> None:
         """Serve a model no longer; tickets that wait for it are refused. Raises ModelNotFound."""
         self._open_link().unload(name, self.timeout)
+
+    def sleep(self, name: str, *, timeout: float = 60.0) -> None:
+        """Move a model's weights from the device to host memory, so that others have room there, until `wake`.
+
+        Requests to it raise Refused (code SLEEPING) meanwhile; the server stays healthy, and clients keep their rows.
+        What is published meanwhile is adopted when it wakes. Harmless where it sleeps already.
+
+        Raises:
+            ModelNotFound; Refused: it is loading, or one of a group; ModelFailed: it could not be moved and serves on;
+            Timeout: not within `timeout` seconds.
+
+        Example:
+            server.sleep("geneval")       # the trainer's step needs the memory
+            trainer.step()
+            server.wake("geneval")
+        """
+        self._open_link().sleep(name, self.timeout)
+        message = self._settled(name, timeout)
+        if message.state != "sleeping":
+            raise ModelFailed(f"model {name!r} does not sleep, it is {message.state}: {message.reason}")
+
+    def wake(self, name: str, *, timeout: float = 60.0) -> None:
+        """Bring back a model that sleeps, with the newest weights. Harmless where it is awake.
+
+        Raises:
+            ModelNotFound; ModelFailed: it could not be brought back, for want of device memory perhaps, and sleeps on;
+            Timeout: not within `timeout` seconds.
+        """
+        self._open_link().wake(name, self.timeout)
+        message = self._settled(name, timeout)
+        if message.reason or message.state != "ready":
+            raise ModelFailed(f"model {name!r} could not be woken, it is {message.state}: {message.reason}")
 
     def publisher(self, name: str, *, transfer: Transfer = "exact") -> Publisher | RemotePublisher:
         """The learner's end of a model's weights channel; there is one at a time.
@@ -226,6 +254,15 @@ class Server:
         if self._link.closed:
             raise Refused("this connection was closed: connect again")
         return self._link
+
+    def _settled(self, name: str, timeout: float) -> ModelMessage:
+        """A model once all engines have done what was ordered."""
+        deadline = time.monotonic() + seconds(timeout)
+        while not (message := self.describe(name)).settled:
+            if time.monotonic() > deadline:
+                raise Timeout(f"model {name!r} is still {message.state} after {timeout:.1f} s")
+            time.sleep(POLL)
+        return message
 
     def _lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         return self._open_link().lease(name, rows, timeout)

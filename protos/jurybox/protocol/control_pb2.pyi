@@ -21,7 +21,7 @@ class TensorSpecMessage(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., capacity: _Optional[int] = ..., finite: _Optional[bool] = ...) -> None: ...
 
 class ModelMessage(_message.Message):
-    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "session_state", "max_lag")
+    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "session_state", "engines", "max_lag")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class ModelMessage(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     SESSION_STATE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     MAX_LAG_FIELD_NUMBER: _ClassVar[int]
     name: str
     index: int
@@ -49,8 +50,9 @@ class ModelMessage(_message.Message):
     digest: str
     settled: bool
     session_state: _containers.RepeatedCompositeFieldContainer[TensorSpecMessage]
+    engines: _containers.RepeatedScalarFieldContainer[int]
     max_lag: int
-    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., session_state: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., max_lag: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., session_state: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., engines: _Optional[_Iterable[int]] = ..., max_lag: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("client", "pid")
@@ -136,6 +138,18 @@ class UnloadRequest(_message.Message):
     model: str
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
+class SleepRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -159,7 +173,7 @@ class StatusMessage(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep")
+    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep", "sleep", "wake")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +182,8 @@ class ControlRequest(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_FIELD_NUMBER: _ClassVar[int]
+    WAKE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     lease: LeaseRequest
     release: ReleaseRequest
@@ -176,7 +192,9 @@ class ControlRequest(_message.Message):
     load: LoadRequest
     unload: UnloadRequest
     keep: KeepRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ...) -> None: ...
+    sleep: SleepRequest
+    wake: WakeRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ..., sleep: _Optional[_Union[SleepRequest, _Mapping]] = ..., wake: _Optional[_Union[WakeRequest, _Mapping]] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("error", "server", "lease", "status", "model", "done")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+SLEEPS = "sleeping"  # how the reason of an unavailable model that sleeps begins, in a repository's index
 MOST_TEXT = 4000  # characters of a text from elsewhere that travel
 
 
@@ -39,6 +40,7 @@ class Code(IntEnum):
     VERSION_NOT_HELD = 16
     ROW_FAILED = 17
     SESSION_LOST = 18
+    SLEEPING = 19
 
 
 class Error(Exception):
@@ -192,6 +194,7 @@ TABLE: dict[Code, Row] = {
     Code.VERSION_NOT_HELD: Row(VersionNotHeld, 409, _FAILED_PRECONDITION),
     Code.ROW_FAILED: Row(RowFailed, 422, _INVALID_ARGUMENT),
     Code.SESSION_LOST: Row(SessionLost, 409, _FAILED_PRECONDITION),
+    Code.SLEEPING: Row(Refused, 503, _UNAVAILABLE),
 }
 
 
@@ -202,6 +205,15 @@ def error_for(code: int, message: str) -> Error:
         return TABLE[known].exception(message, known)
     except (ValueError, KeyError):
         return Error(f"{message} (code {code}, unknown to this version)")
+
+
+def asleep(model: str) -> Refused:
+    """The error of a request to a model that sleeps."""
+    return Refused(
+        f"model {model!r} sleeps, its weights are in host memory: server.wake({model!r}), or 'jurybox wake {model}', "
+        "brings it back",
+        Code.SLEEPING,
+    )
 
 
 def plain(value: object, most: int = MOST_TEXT) -> str:

@@ -34,6 +34,10 @@ class ServedModel:
       below `max_padding` of what is computed;
     - a callable: gets a list of n dicts (inputs by name), gives the keyword arguments.
 
+    Parameters, buffers and state of a model that is put to sleep go to host memory, and back when it is woken. A module
+    that holds more on the device has the methods `sleep()` and `wake()`, which then move all of it; each may give the
+    number of bytes.
+
     Outputs whose rows differ in size are lists of n tensors, or of n bytes or str.
 
     Example:

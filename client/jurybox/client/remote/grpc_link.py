@@ -18,7 +18,17 @@ from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub
-from jurybox.protocol.errors import Code, ModelFailed, ModelNotFound, Refused, ServerGone, Timeout, plain
+from jurybox.protocol.errors import (
+    SLEEPS,
+    Code,
+    ModelFailed,
+    ModelNotFound,
+    Refused,
+    ServerGone,
+    Timeout,
+    asleep,
+    plain,
+)
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain
 
@@ -77,6 +87,8 @@ class GrpcLink:
             there = ", ".join(sorted(index)) or "none"
             raise ModelNotFound(f"no model {name!r} is served here; there are: {there}")
         state, reason = _STATES.get(index[name].state, "loading"), index[name].reason
+        if state == "failed" and reason.startswith(SLEEPS):
+            state, reason = "sleeping", reason.removeprefix(SLEEPS).removeprefix(": ")
         message = ModelMessage(name=name, state=state, reason=reason, settled=state != "loading")
         if state == "ready":
             metadata = self._call("ModelMetadata", pb.ModelMetadataRequest(name=name), timeout)
@@ -114,6 +126,18 @@ class GrpcLink:
         """As Link.unload."""
         self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name), timeout)
 
+    def sleep(self, name: str, timeout: float) -> None:
+        """As Link.sleep; returns when it sleeps."""
+        request = pb.RepositoryModelUnloadRequest(model_name=name)
+        request.parameters["sleep"].bool_param = True
+        self._call("RepositoryModelUnload", request, max(timeout, _LOAD))
+
+    def wake(self, name: str, timeout: float) -> None:
+        """As Link.wake; returns when it is back."""
+        request = pb.RepositoryModelLoadRequest(model_name=name)
+        request.parameters["wake"].bool_param = True
+        self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
+
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> RemotePublisher:
         """As Link.publisher."""
         CORE.check()
@@ -135,6 +159,8 @@ class GrpcLink:
         """As Link.lease; without a number of rows, room for one of the server's largest batches."""
         deadline = time.monotonic() + timeout
         while (message := self.describe(name, max(0.1, deadline - time.monotonic()))).state != "ready":
+            if message.state == "sleeping":
+                raise asleep(name)
             if message.state == "failed":
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
             if time.monotonic() > deadline:

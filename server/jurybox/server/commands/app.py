@@ -19,7 +19,7 @@ from typer.main import get_command, get_group
 
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.commands.show import health, models, status
+from jurybox.server.commands.show import health, models, sleep, status, wake
 from jurybox.server.commands.top import top
 
 GROUP = "jurybox.commands"
@@ -209,5 +209,5 @@ def _options(
     """A long-running inference service for reinforcement learning."""
 
 
-for command in (serve, status, models, health, top, doctor, keys):
+for command in (serve, status, models, health, top, sleep, wake, doctor, keys):
     app.command()(command)

@@ -110,6 +110,28 @@ def health(address: Address = None) -> None:
     raise typer.Exit(_FAILED if reasons else 0)
 
 
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
+_MOVING = 120.0  # seconds that weights may take to the host or back
+
+
+def sleep(model: Name, address: Address = None) -> None:
+    """Move a model's weights from the device to host memory; requests to it are refused until it is woken."""
+    from jurybox.client import connect
+
+    with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
+        server.sleep(model, timeout=_MOVING)
+    typer.echo(f"{model} sleeps")
+
+
+def wake(model: Name, address: Address = None) -> None:
+    """Bring back a model that sleeps, with the newest weights."""
+    from jurybox.client import connect
+
+    with reaching(address) as where, connect(where, timeout=_TIMEOUT) as server:
+        server.wake(model, timeout=_MOVING)
+    typer.echo(f"{model} is awake")
+
+
 def duration(seconds: float | None) -> str:
     """Format seconds in a suitable unit; "-" for None."""
     if seconds is None:

@@ -26,6 +26,7 @@ _BLOCKS = "·▁▂▃▄▅▆▇█"
 _TONES = {
     "serving": "green",
     "ready": "green",
+    "sleeping": "yellow",
     "failed": "red",
     "quarantined": "red",
     "hung": "red",

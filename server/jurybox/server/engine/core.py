@@ -83,6 +83,7 @@ class Engine:
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._unserved: dict[int, tuple[Code, str]] = {}  # models that are refused in words of their own
+        self._resting: dict[int, tuple[Slot, int]] = {}  # models that sleep: slot, largest batch
         self._closed: tuple[Code, str] | None = None
         self._shown = _cell(scoreboard, index, "expected_wait")
         self._computing = _cell(scoreboard, index, "computing")
@@ -157,9 +158,43 @@ class Engine:
         self._remove(model, code, message)
         self._unserved[model] = (code, message)
 
+    def rest(self, model: int, message: str) -> Slot | None:
+        """Serve a model no longer, until `resume`: it keeps its slot, and nothing computes with it any more.
+
+        What waits for it, and what comes later, is answered with `message`. Returns None where it is not served, or
+        shares its slot with others.
+        """
+        slot = self.slots.get(model)
+        if slot is None or not isinstance(slot.served, Served):
+            return None
+        self._batches.land_all()
+        self._resting[model] = slot, int(self._limits[model])
+        self._limits[model] = 0
+        self._unserved[model] = (Code.SLEEPING, message)
+        if len(waiting := slot.queue.withdraw(model)):
+            self._answer(waiting, Code.SLEEPING, 0, message)
+        slot.counters.waiting(0)
+        self._hold(model, None)
+        return slot
+
+    def resume(self, model: int) -> None:
+        """Serve a model again that rested."""
+        if (resting := self._resting.pop(model, None)) is not None:
+            slot, self._limits[model] = resting
+            self._unserved.pop(model, None)
+            self._hold(model, slot)
+
+    def resting(self, model: int) -> Slot | None:
+        """The slot of a model that rests."""
+        return self._resting[model][0] if model in self._resting else None
+
     def _remove(self, model: int, code: Code, message: str) -> None:
         self._batches.land_all()
         self._limits[model] = 0
+        if model in self._resting:
+            self._resting.pop(model)[0].release()
+            self._forget_counters(model)
+            return
         slot = self.slots.get(model)
         if slot is None:
             return
@@ -167,6 +202,9 @@ class Engine:
             self._answer(waiting, code, 0, message or f"model {slot.name(waiting)!r} was unloaded")
         slot.release()
         self._hold(model, None)
+        self._forget_counters(model)
+
+    def _forget_counters(self, model: int) -> None:
         self._counters.pop(model, None)
         self.scoreboard.counters[self.index, model] = 0  # another model may come to this place
 
@@ -192,6 +230,8 @@ class Engine:
         Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
         """
         self._batches.land_all()
+        for slot, _ in self._resting.values():
+            slot.forget(lease)
         for slot in self._queues:
             slot.forget(lease)
             if len(dropped := slot.queue.drop(lane)):

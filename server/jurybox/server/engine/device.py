@@ -265,6 +265,20 @@ class DeviceServed(Served):
     def warm_up(self, example: Callable[[int], Mapping[str, Any]] | None = None) -> None:
         """As `Served.warm_up`; then captures graphs."""
         super().warm_up(example)
+        self._capture()
+
+    def sleep(self) -> int:
+        """As `Served.sleep`, of inputs and graphs, too."""
+        for berth in self._berths:
+            berth.sleep()
+        return super().sleep()
+
+    def _prepare(self) -> None:
+        for berth in self._berths:
+            berth.wake()
+        self._capture()
+
+    def _capture(self) -> None:
         if not self._wants_graphs:
             return
         try:
@@ -331,9 +345,19 @@ class _StagingBuffer:
         self.results = {
             key: staging(max_batch, item.shape, item.numpy_dtype, device) for key, item in spec.outputs.items()
         }
+        self._inputs: dict[str, torch.Tensor] = {}
+        self.wake()
+
+    def sleep(self) -> None:
+        """Hold nothing on the device."""
+        self.graphs = None
+        self._inputs = {}
+
+    def wake(self) -> None:
+        """Make the static inputs."""
         self._inputs = {
-            key: torch.zeros((max_batch, *item.shape), dtype=dtype_of(item), device=device)
-            for key, item in spec.inputs.items()
+            key: torch.zeros((self._max_batch, *item.shape), dtype=dtype_of(item), device=self._served.device)
+            for key, item in self._served.spec.inputs.items()
         }
 
     def copy_in(self, tickets: NDArray[Any], rows: int, *, direct: bool) -> None:

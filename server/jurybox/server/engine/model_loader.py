@@ -104,6 +104,60 @@ class ModelLoader:
         """Let go of a loaded model that the supervisor has no arena or weights channel for; ends in "failed"."""
         self._jobs.put((model, load, lambda: self._abandon(model, load, reason)))
 
+    def sleep(self, model: int, load: int, message: str) -> None:
+        """In the loop's thread: a model rests from here on, and its weights go to host memory, beside the loop.
+
+        Ends in a message "asleep", with a reason where it could not be done; the model is served again then.
+        """
+        slot = self._engine.rest(model, message) if self._wanted.get(model) == load else None
+        if slot is None or not isinstance(served := slot.served, Served):
+            self._turned("asleep", model, load, reason="it is not served here by itself")
+            return
+
+        def move() -> None:
+            try:
+                moved = served.sleep()
+            except BaseException as error:  # noqa: BLE001  some of it may be on the host: all goes back
+                self._report("sleep failed", model=model, error=said(error), exception=traced(error))
+                served.wake()
+                self._later(lambda: self._engine.resume(model))
+                self._turned("asleep", model, load, reason=said(error))
+            else:
+                self._turned("asleep", model, load, moved)
+
+        self._jobs.put((model, load, move))
+
+    def wake(self, model: int, load: int) -> None:
+        """In the loop's thread: the weights of a model go back to the device, beside the loop; then it is served again.
+
+        Ends in a message "awake", with a reason where it could not be done; the model sleeps on then.
+        """
+        slot = self._engine.resting(model) if self._wanted.get(model) == load else None
+        if slot is None or not isinstance(served := slot.served, Served):
+            self._turned("awake", model, load, reason="it does not sleep here")
+            return
+
+        def move() -> None:
+            try:
+                moved = served.wake()
+            except BaseException as error:  # noqa: BLE001  what is on the device already goes to the host again
+                self._report("wake failed", model=model, error=said(error), exception=traced(error))
+                served.sleep()
+                self._turned("awake", model, load, reason=said(error))
+                return
+
+            def resume() -> None:
+                if self._wanted.get(model) == load:
+                    self._engine.resume(model)
+                    self._turned("awake", model, load, moved)
+
+            self._later(resume)
+
+        self._jobs.put((model, load, move))
+
+    def _turned(self, kind: str, model: int, load: int, moved: int = 0, reason: str = "") -> None:
+        self._tell(kind, model=model, load=load, bytes=moved, reason=reason)
+
     def unload(self, model: int) -> None:
         """In the loop's thread: a model is wanted no longer, however far it has come."""
         self._wanted.pop(model, None)

@@ -76,6 +76,10 @@ class OpenServed(Served):
         if self._states is not None:
             self._states.forget(lease)
 
+    def _move(self, device: torch.device, how: str) -> int:
+        moved = super()._move(device, how)
+        return moved + self._states.move(device) if self._states is not None and self._away else moved
+
     @property
     def max_cost(self) -> int:
         """As Served.max_cost."""

@@ -207,7 +207,7 @@ class EngineProcess:
         for order in orders["models"]:
             self._workshop.load(order["model"], order["load"], order["name"], order["settings"])
         for order in orders["refused"]:
-            self._engine.refuse(order["model"], Code.MODEL_FAILED, order["reason"])
+            self._engine.refuse(order["model"], Code(order["code"]), order["reason"])
         if not self._loading:  # every model was unloaded before its predecessor died
             self._serve()
         self._draining = False
@@ -308,6 +308,10 @@ class EngineProcess:
             case "refuse":
                 self._let_go(order["model"])
                 self._engine.refuse(order["model"], Code.MODEL_FAILED, order["reason"])
+            case "sleep":
+                self._workshop.sleep(order["model"], order["load"], order["reason"])
+            case "wake":
+                self._workshop.wake(order["model"], order["load"])
             case "retire":
                 self._engine.retire(order["lane"], order["lease"])
                 self._tell("retired", lane=order["lane"], lease=order["lease"])

@@ -38,6 +38,12 @@ class WeightsSource(Protocol):
     def join(self) -> None:
         """Wait for the end of the thread that was told to stop."""
 
+    def sleep(self) -> None:
+        """Follow no longer, and hold nothing on the device, until `wake`."""
+
+    def wake(self) -> None:
+        """Take the newest version, and follow what comes."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -93,6 +99,7 @@ class Served:
         self._outputs = [
             _Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
+        self._away = self.device.type != "cpu"  # whether the weights are elsewhere than in host memory
         self._large = any(tensor.row_bytes >= LARGE_ROW for tensor in self.spec.inputs.values())
 
     @property
@@ -166,6 +173,39 @@ class Served:
         """It is served no longer."""
         if self.weights_updater is not None:
             self.weights_updater.stop()
+
+    def sleep(self) -> int:
+        """Give the device's memory back: the weights go to host memory, until `wake`. Gives the bytes that went.
+
+        It computes nothing meanwhile. A module with methods `sleep` and `wake` moves what it holds by itself.
+        """
+        if self.weights_updater is not None:
+            self.weights_updater.sleep()
+        moved = self._move(torch.device("cpu"), "sleep")
+        self.free_memory()
+        return moved
+
+    def wake(self) -> int:
+        """Come back to the device, with the newest weights; gives the bytes that came.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for them.
+            Timeout: the publisher of a snapshot is in the midst of one.
+        """
+        moved = self._move(self.device, "wake")
+        self._prepare()
+        if self.weights_updater is not None:
+            self.weights_updater.wake()
+        return moved
+
+    def _move(self, device: torch.device, how: str) -> int:
+        module = getattr(self.module, "_orig_mod", self.module)  # behind torch.compile's wrapper
+        if callable(own := getattr(type(module), how, None)):  # of its class: a layer may have that name
+            return int(own(module) or 0)
+        return move(self.module, device) if self._away else 0
+
+    def _prepare(self) -> None:
+        """Make what forwards need beside the module, once its weights are where they belong."""
 
     def free_memory(self) -> None:
         """Hand cached device memory back, so that a smaller batch may find room."""
@@ -310,6 +350,29 @@ class Served:
     def _take_row_errors(self) -> Mapping[int, str]:
         told, self._row_errors = self._row_errors, {}
         return told
+
+
+def move(module: torch.nn.Module, device: torch.device) -> int:
+    """Move a module's parameters and buffers to a device, the same Parameters of other memory; gives the bytes.
+
+    What shared memory before shares it afterwards. Nothing may compute with the module.
+    """
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
+    moved: dict[int, torch.Tensor] = {}  # by the address that it had
+    total = 0
+    for tensor in tensors:
+        source = tensor.data.untyped_storage()
+        if not source.nbytes():
+            tensor.data = tensor.data.to(device)
+            continue
+        if (there := moved.get(source.data_ptr())) is None:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source)
+            there = moved[source.data_ptr()] = flat.to(device, copy=True)
+            total += source.nbytes()
+        fresh = torch.empty(0, dtype=tensor.dtype, device=device)
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        tensor.data = fresh.set_(there.untyped_storage(), *place)
+    return total
 
 
 def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[int, str]) -> Outcome:

@@ -116,6 +116,14 @@ class States:
         """How many sessions have begun and are not forgotten."""
         return self._book.in_use
 
+    def move(self, device: torch.device) -> int:
+        """Move all states to a device, or to host memory; gives the bytes. Nothing computes with them meanwhile."""
+        for tensors in (self._initial, self._kept, self._staged):
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.to(device)
+        self._views = {}
+        return sum(kept.nbytes for kept in self._kept.values())
+
     def forget(self, lease: int) -> None:
         """A lease has ended, and its sessions with it."""
         self._book.forget(lease)

@@ -16,6 +16,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.engine.device import Mark, Stream, staging
 
 _SLICE = 0.25  # seconds between two looks whether to stop
+_PARTING = 30.0  # seconds that a copy under way may take to end
 _NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
 
 
@@ -82,21 +83,23 @@ class WeightsUpdater:
         self._report = report
         self.channel = channel
         self._reader = WeightsReader(channel)
+        self._module = module
+        self._device = device
+        self._keep = keep
         self._targets = dict(module.state_dict(keep_vars=True).items())
-        stream = Stream(device)
-        copies = (Copy(self._reader, module, stream, device) for _ in range(keep + 2))
-        self._copies = deque(copies)  # the oldest first
+        self._copies: deque[Copy] = deque()  # the oldest first
+        self._make_copies()
         self._forwards = forwards
         self._later = later
         self._adopted = adopted
         self._used = 0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="weights", daemon=True)
+        self._thread = self._new_thread()
 
     @property
     def version(self) -> int:
         """In use; 0 while the model computes with what it was loaded with."""
-        return self._copies[-1].version
+        return self._copies[-1].version if self._copies else 0
 
     def start(self) -> None:
         """Take what has been published already, at once, and follow what comes; before the model is in service."""
@@ -133,8 +136,32 @@ class WeightsUpdater:
         if self._thread.is_alive():
             self._thread.join(4 * _SLICE)
 
-    def _follow(self) -> None:
-        while not self._stopped.is_set():
+    def sleep(self) -> None:
+        """Follow no longer, and hold no copies, until `wake`. Raises Timeout where one is being made for very long."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(_PARTING)
+            if self._thread.is_alive():
+                raise Timeout(f"a publication has been on its way to the device for {_PARTING:.0f} s")
+        self._copies.clear()
+
+    def wake(self) -> None:
+        """Take the newest publication, at once, and follow what comes. Raises Timeout."""
+        self._stopped = threading.Event()
+        self._thread = self._new_thread()
+        self._make_copies()
+        self._used = 0
+        self.start()
+
+    def _make_copies(self) -> None:
+        stream = Stream(self._device)
+        self._copies.extend(Copy(self._reader, self._module, stream, self._device) for _ in range(self._keep + 2))
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._follow, args=(self._stopped,), name="weights", daemon=True)
+
+    def _follow(self, stopped: threading.Event) -> None:
+        while not stopped.is_set():
             try:
                 if not self._reader.wait_newer_than(self.version, _SLICE):
                     continue
@@ -147,18 +174,18 @@ class WeightsUpdater:
                 continue  # a publisher in the middle of a snapshot, or far ahead: the next look finds a whole one
             except Exception as error:  # noqa: BLE001  the thread goes on: the next publication may be a better one
                 self._report("weights not adopted", error=said(error))
-                self._stopped.wait(_SLICE)
+                stopped.wait(_SLICE)
                 continue
             done = threading.Event()
             began = time.monotonic()
-            self._later(lambda age=age, done=done, began=began: self._between(age, done, began))  # type: ignore[misc]
+            self._later(lambda age=age, done=done, began=began: self._between(age, done, began, stopped))  # type: ignore[misc]
             # The copy must not be filled again before it is in use; without a loop there is nothing left to follow.
-            while not done.wait(_SLICE) and not self._stopped.is_set():
+            while not done.wait(_SLICE) and not stopped.is_set():
                 pass
 
-    def _between(self, age: float, done: threading.Event, began: float) -> None:
+    def _between(self, age: float, done: threading.Event, began: float, stopped: threading.Event) -> None:
         try:
-            if not self._stopped.is_set():
+            if not stopped.is_set():
                 self._switch(age + time.monotonic() - began)
         finally:
             done.set()

@@ -35,7 +35,7 @@ def not_ready(document: dict[str, Any]) -> list[str]:
     """Reasons why the server is not ready; empty if it is.
 
     Ready means: it does not drain, at least one engine serves with a fresh heartbeat, every configured model is loaded,
-    and none is in quarantine.
+    and none is in quarantine. A model that was put to sleep is as it should be.
     """
     reasons = []
     state = document["server"]["state"]
@@ -44,6 +44,8 @@ def not_ready(document: dict[str, Any]) -> list[str]:
     elif state != "serving":
         reasons += [_engine(engine) for engine in document["engines"]] or ["there is no engine"]
     for model in document["models"]:
+        if model["state"] == "sleeping":
+            continue  # as somebody ordered, who wakes it, too
         # One that a client has just asked for is not missed by anybody before it has come.
         if model["state"] != "ready" and (model.get("configured", True) or model["state"] != "loading"):
             why = f": {model['reason']}" if model["reason"] else ""
@@ -114,7 +116,7 @@ class SelfTest:
             if model["state"] == "ready" or (model["state"] == "loading" and model.get("configured", True))
         ]
         silent = [why for why in await asyncio.gather(*(self.silent(name) for name in asked)) if why]
-        broken = any(model["state"] not in ("ready", "loading") for model in document["models"])
+        broken = any(model["state"] not in ("ready", "loading", "sleeping") for model in document["models"])
         return not_ready(document) + silent if silent or broken or not asked else []
 
     async def silent(self, name: str) -> str:

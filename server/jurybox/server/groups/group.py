@@ -321,6 +321,12 @@ class MemberWeights:
     def join(self) -> None:
         """As `stop`."""
 
+    def sleep(self) -> None:
+        """As `stop`: members do not sleep."""
+
+    def wake(self) -> None:
+        """As `stop`."""
+
 
 def plan(parts: Sequence[tuple[int, int]], hole: int, fewest: int) -> list[slice]:
     """Group the parts to compute together: runs of neighbours in the stacks, as slices of `parts`.

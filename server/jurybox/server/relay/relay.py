@@ -212,7 +212,7 @@ class Relay:
             case "load":
                 request.load.remote = True
                 self._pass_on(sender, number, request, lambda reply: reply)
-            case "status" | "model" | "unload" | "keep":
+            case "status" | "model" | "unload" | "keep" | "sleep" | "wake":
                 self._pass_on(sender, number, request, lambda reply: reply)
             case _:
                 raise Error(f"unknown control request {kind!r}: a newer client?", Code.MALFORMED)

@@ -26,11 +26,13 @@ from jurybox.protocol.control_pb2 import (
     ModelRequest,
     ReleaseRequest,
     ServerMessage,
+    SleepRequest,
     StatusMessage,
     StatusRequest,
     UnloadRequest,
+    WakeRequest,
 )
-from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, plain, said
+from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, asleep, plain, said
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
 from jurybox.server.logs import traced
@@ -215,6 +217,8 @@ class ControlHandlers:
             "load": self._load,
             "unload": self._unload,
             "keep": self._keep,
+            "sleep": self._sleep,
+            "wake": self._wake,
         }
 
     def forget(self, lane: LeasedLane) -> None:
@@ -236,6 +240,8 @@ class ControlHandlers:
             raise Refused("the server is stopping; it takes no new clients", Code.DRAINING)
         if held.quarantined:
             raise ModelFailed(held.quarantined)
+        if held.state == "sleeping":
+            raise asleep(held.name)
         if held.state == "failed":
             raise ModelFailed(f"model {held.name!r} could not be loaded: {held.reason}")
         if held.state != "ready" or held.arena is None:
@@ -287,6 +293,8 @@ class ControlHandlers:
         else:
             settings = self._known_settings(request.model)
         until = self._until(request.model, request.keep) if request.keep else None
+        if (there := self._models.get(request.model)) is not None and (there.sleeping or there.turning):
+            raise Refused(f"model {request.model!r} sleeps, or turns: wake it, then load it", Code.SLEEPING)
         for index in self._engines.living():
             if self._engines.engines[index].orders_waiting > _ORDERS:
                 raise Busy(f"engine {index} is behind with its orders: ask again later")
@@ -296,6 +304,33 @@ class ControlHandlers:
         held.leave_quarantine()
         self._engines.load(held)
         return held.message()
+
+    def _sleep(self, request: SleepRequest) -> None:
+        """Have every engine move a model's weights to host memory; the client polls its state."""
+        held = self._models.named(request.model)
+        if held.sleeping:
+            return
+        if held.settings.group is not None:
+            raise Refused(
+                f"model {held.name!r} is computed with others of group {held.settings.group!r}: it cannot sleep"
+            )
+        if held.state in ("failed", "quarantined"):
+            raise ModelFailed(f"model {held.name!r} is {held.state}: {held.reason}")
+        if held.state != "ready" or not held.settled:
+            raise Refused(f"model {held.name!r} is {held.state}: it can sleep when it is ready", Code.NOT_READY)
+        for index, load in held.fall_asleep().items():
+            self._engines.engines[index].send("sleep", model=held.index, load=load, reason=str(asleep(held.name)))
+
+    def _wake(self, request: WakeRequest) -> None:
+        """Have every engine move a model's weights back, or load it where it was restarted meanwhile."""
+        held = self._models.named(request.model)
+        if held.turning:
+            raise Refused(f"model {held.name!r} falls asleep, or wakes: ask again when it has", Code.NOT_READY)
+        if not held.asleep_in:
+            return
+        for index, load in held.wake_up().items():
+            self._engines.engines[index].send("wake", model=held.index, load=load)
+        self._engines.load(held, [index for index in held.asleep_in if index not in held.turning])
 
     def _until(self, name: str, keep: float) -> float:
         if not 0 < keep <= LONGEST_KEEP:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jurybox import native
 from jurybox.protocol.address import engine_address
+from jurybox.protocol.errors import Code, asleep
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.shm_rings import ShmRings
@@ -66,9 +67,11 @@ class Engines:
         for index in self.living():
             self.engines[index].send(kind, **fields)
 
-    def load(self, held: HeldModel) -> None:
-        """Make all living engines load a model."""
+    def load(self, held: HeldModel, only: Collection[int] | None = None) -> None:
+        """Make all living engines load a model, or `only` these of them."""
         for index in self.living():
+            if only is not None and index not in only:
+                continue
             self.engines[index].send("load", **_load_order(held, self._models.begin_load(held, index)))
 
     def died(self, index: int) -> None:
@@ -90,7 +93,7 @@ class Engines:
         settings, threads = self._settings, self._settings.engine_threads()
 
         def configure() -> dict[str, Any]:
-            models = [held for held in self._models if not held.quarantined]
+            models = [held for held in self._models if not held.quarantined and not held.sleeping]
             loads = [self._models.begin_load(held, index) for held in models]
             return {
                 "index": index,
@@ -108,7 +111,14 @@ class Engines:
                 "factories": self._factories,
                 "models": [_load_order(held, load) for held, load in zip(models, loads, strict=True)],
                 "refused": [
-                    {"model": held.index, "reason": held.quarantined} for held in self._models if held.quarantined
+                    {"model": held.index, "reason": held.quarantined, "code": Code.MODEL_FAILED}
+                    for held in self._models
+                    if held.quarantined
+                ]
+                + [
+                    {"model": held.index, "reason": str(asleep(held.name)), "code": Code.SLEEPING}
+                    for held in self._models
+                    if held.sleeping
                 ],
             }
 

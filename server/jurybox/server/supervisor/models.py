@@ -56,7 +56,9 @@ class HeldModel:
         served: whether an engine has ever been ready with it.
         arena_number: of its arena; tickets of lanes of another are refused by the engines.
         saved: the newest version that is on disk; 0: none.
-        engines: engine -> loading, ready, reloading, failed or quarantined.
+        engines: engine -> loading, ready, reloading, sleeping, failed or quarantined.
+        sleeping: whether it was put to sleep; an engine that dies meanwhile loads it when it is woken.
+        turning: engines that have been told to move its weights and have not answered.
         loads: engine -> number of the load that counts there; what is told of another is over.
         arenas: engine -> number of the arena that it computes in.
         deaths: engine -> its deaths in a row that are charged to this model.
@@ -84,6 +86,8 @@ class HeldModel:
     reasons: dict[int, str] = field(default_factory=dict)
     deaths: dict[int, int] = field(default_factory=dict)
     quarantined: str = ""
+    sleeping: bool = False
+    turning: set[int] = field(default_factory=set)
     until: float | None = None
     remote: bool = False
 
@@ -94,10 +98,14 @@ class HeldModel:
     def state(self) -> str:
         """ready when an engine can answer (also while it loads the model again), failed when all have, else loading.
 
+        From the order to sleep on sleeping, and from the order to wake on loading.
+
         Loading, too, while an engine still serves a model of another spec under this name.
         """
         if self.quarantined:
             return "quarantined"
+        if self.sleeping:
+            return "sleeping"
         states = set(self.engines.values())
         stale = any(
             number != self.arena_number and self.engines.get(engine) in ("ready", "reloading", "loading")
@@ -109,8 +117,8 @@ class HeldModel:
 
     @property
     def settled(self) -> bool:
-        """Whether all engines have finished loading, successfully or not."""
-        return not set(self.engines.values()) & {"loading", "reloading"}
+        """Whether all engines have finished loading, moving weights to or from the host, successfully or not."""
+        return not self.turning and not set(self.engines.values()) & {"loading", "reloading"}
 
     def begin_load(self, engine: int, load: int) -> None:
         """An engine begins to load it; during a reload it keeps serving."""
@@ -131,6 +139,38 @@ class HeldModel:
         if self.served:
             self.asked = self.settings  # a restarted engine shall load what is known to work
 
+    def fall_asleep(self) -> dict[int, int]:
+        """It is put to sleep: gives the engines to tell, each with the load that is meant."""
+        told = {engine: self.loads[engine] for engine, state in self.engines.items() if state == "ready"}
+        self.sleeping, self.turning = True, set(told)
+        self.reasons.clear()
+        return told
+
+    def wake_up(self) -> dict[int, int]:
+        """It is woken: gives the engines that have it in host memory, each with the load that is meant.
+
+        The others of those that `asleep_in` names have been started since, and load it.
+        """
+        told = {engine: load for engine, load in self.loads.items() if self.engines.get(engine) == "sleeping"}
+        self.sleeping, self.turning = False, set(told)
+        self.reasons.clear()
+        return told
+
+    @property
+    def asleep_in(self) -> list[int]:
+        """The engines in which it sleeps."""
+        return [engine for engine, state in self.engines.items() if state == "sleeping"]
+
+    def turned(self, engine: int, *, asleep: bool, reason: str) -> None:
+        """An engine has moved the weights, or for a reason could not: then they are where they were."""
+        self.turning.discard(engine)
+        self.engines[engine] = "sleeping" if asleep else "ready"
+        if reason:
+            self.reasons[engine] = reason
+        if not self.turning and not set(self.engines.values()) & {"loading", "reloading"}:
+            # What could not be done everywhere is as it is in most: awake if an engine can answer.
+            self.sleeping = set(self.engines.values()) == {"sleeping"}
+
     def leave_quarantine(self) -> None:
         """Serve it again, also in engines that are starting, so it is settled after them."""
         self.quarantined = ""
@@ -143,8 +183,9 @@ class HeldModel:
         """An engine died, and its copy of the model with it."""
         self.arenas.pop(engine, None)
         self.loads.pop(engine, None)
-        if not self.quarantined:
-            self.engines[engine] = "loading"
+        self.turning.discard(engine)
+        if not self.quarantined and engine in self.engines:
+            self.engines[engine] = "sleeping" if self.sleeping else "loading"
 
     @property
     def reason(self) -> str:

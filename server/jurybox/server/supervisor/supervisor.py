@@ -355,6 +355,8 @@ class Supervisor:
                 self._on_loaded(index, message)
             case "ready" | "failed":
                 self._on_settled(index, message)
+            case "asleep" | "awake":
+                self._on_turned(index, message)
             case "order failed":
                 order, reason = plain(message["order"], 100), plain(message["reason"])
                 self._seldom("an engine could not follow an order", role=child.role, order=order, reason=reason)
@@ -426,6 +428,19 @@ class Supervisor:
             # A client's attempt: it has its answer, and the server is as it was before.
             self._control.let_go(held)
             self._models.remember_failed(held)
+
+    def _on_turned(self, index: int, message: dict[str, Any]) -> None:
+        """An engine has moved a model's weights to the host or back, or says why it could not."""
+        held = self._told_of(index, message)
+        if held is None:
+            return
+        role, kind, reason = self._engines.engines[index].role, message["kind"], plain(message["reason"])
+        if reason:
+            self._log.error(f"model not {kind}", model=held.name, role=role, reason=reason)
+        else:
+            moved = round(message["bytes"] / 2**20, 1)
+            self._log.info(f"model {kind}", model=held.name, role=role, device_mib=moved)
+        held.turned(index, asleep=(kind == "asleep") is not bool(reason), reason=reason)
 
     def _announce(self, *, dry_run: bool, late: bool) -> None:
         """Announce once that the server is ready, or failed to start."""

@@ -295,6 +295,18 @@ def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
         await oip.repository.unload("", name, await _repository_parameters(request, most))
         return AnyText({})
 
+    @paths.post("/v2/repository/models/{name:path}/sleep")
+    async def sleep(name: str) -> Response:
+        """Move a model's weights to host memory; requests to it get 503 until it is woken."""
+        await oip.repository.sleep(name)
+        return AnyText({})
+
+    @paths.post("/v2/repository/models/{name:path}/wake")
+    async def wake(name: str) -> Response:
+        """Bring back a model that sleeps, with the newest weights."""
+        await oip.repository.wake(name)
+        return AnyText({})
+
 
 def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.get("/v2/systemsharedmemory/status")

@@ -22,7 +22,7 @@ from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.sessions import Sessions
-from jurybox.protocol.errors import Code, ModelFailed, Refused, RowFailed
+from jurybox.protocol.errors import Code, ModelFailed, Refused, RowFailed, asleep
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
@@ -273,6 +273,8 @@ class Lanes:
                 raise ModelFailed(message.reason)
             if message.state == "failed":
                 raise ModelFailed(f"model {name!r} could not be loaded: {message.reason}")
+            if message.state == "sleeping":
+                raise asleep(name)
             if message.state != "ready":
                 raise Refused(f"model {name!r} is {message.state}: ask again when it is ready", Code.NOT_READY)
             most = _SESSIONS if message.session_state else _BATCHES * message.max_batch

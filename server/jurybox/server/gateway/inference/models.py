@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jurybox.protocol.errors import Code, ModelNotFound, Refused, plain
+from jurybox.protocol.errors import SLEEPS, Code, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import build_version, require_name
 from jurybox.server.gateway.inference.lanes import Lanes
@@ -29,6 +29,7 @@ EXTENSIONS = (
 )
 TOTAL = "score"  # the output of a panel that is the weighted sum
 _STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "quarantined": "UNAVAILABLE"}
+_STATES["sleeping"] = "UNAVAILABLE"  # the reason begins with SLEEPS
 
 
 def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def described(document: Document, name: str, version: str) -> dict[str, Any]:
         raise ModelNotFound(
             f"version {version} of model {name!r} was never published: the newest is {model['weights']['newest']}"
         )
-    if not model["inputs"]:
+    if not model["inputs"]:  # one that sleeps has them
         why = f": {model['reason']}" if model["reason"] else ""
         raise Refused(f"model {name!r} is {model['state']}{why}", Code.NOT_READY)
     return model
@@ -183,11 +184,16 @@ def index(document: Document, *, ready: bool) -> list[dict[str, Any]]:
             "name": model["name"],
             "version": str(model["weights"]["version"]),
             "state": _STATES[model["state"]],
-            "reason": plain(model["reason"]),
+            "reason": plain(_reason(model)),
         }
         for model in document["models"]
         if not ready or model["state"] == "ready"
     ]
+
+
+def _reason(model: dict[str, Any]) -> str:
+    reason = str(model["reason"])
+    return reason if model["state"] != "sleeping" else f"{SLEEPS}: {reason}" if reason else SLEEPS
 
 
 def _sum_ns(counts: list[int]) -> int:
@@ -213,8 +219,8 @@ class Repository:
         """Load or reload a configured model; it keeps serving during a reload.
 
         Args:
-            parameters: none; or `settings`, as JSON of [models.NAME], and `keep`, seconds, for a model that the client
-                brings and keeps; or `keep` alone, which holds such a model on.
+            parameters: none; or `wake`, true, for one that sleeps; or `settings`, as JSON of [models.NAME], and `keep`,
+                seconds, for a model that the client brings and keeps; or `keep` alone, which holds such a model on.
 
         Raises:
             ModelNotFound: none of that name is configured. ModelFailed, Timeout: it could not be loaded.
@@ -222,6 +228,11 @@ class Repository:
         """
         _only_ours(repository)
         given = dict(parameters)
+        if _flag(given, "wake"):
+            if given:
+                raise malformed("wake brings back a model as it was: expected no other parameter with it")
+            await self.wake(model)
+            return
         settings, keep = given.pop("settings", ""), given.pop("keep", 0)
         for name in given:
             raise Refused(
@@ -241,12 +252,34 @@ class Repository:
             await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
 
     async def unload(self, repository: str, model: str, parameters: Parameters) -> None:
-        """Unload a model. Raises ModelNotFound."""
+        """Unload a model; with the parameter `sleep`, true, put it to sleep. Raises ModelNotFound."""
         _only_ours(repository)
-        for name in parameters:
+        given = dict(parameters)
+        sleeps = _flag(given, "sleep")
+        for name in given:
             if name != "unload_dependents":  # no model depends on another here
-                raise Refused(f"parameter {name!r} is not known here; there is: unload_dependents", Code.UNSUPPORTED)
+                raise Refused(
+                    f"parameter {name!r} is not known here; there are: unload_dependents, sleep", Code.UNSUPPORTED
+                )
+        if sleeps:
+            await self.sleep(model)
+            return
         await self._lanes.call(lambda server: server.unload(model))
+
+    async def sleep(self, model: str) -> None:
+        """Move a model's weights to host memory. Raises ModelNotFound, ModelFailed, Refused."""
+        await self._lanes.call(lambda server: server.sleep(model, timeout=_LOAD))
+
+    async def wake(self, model: str) -> None:
+        """Move them back. Raises ModelNotFound, ModelFailed."""
+        await self._lanes.call(lambda server: server.wake(model, timeout=_LOAD))
+
+
+def _flag(given: dict[str, Any], name: str) -> bool:
+    """Take a parameter that is true or false."""
+    if type(value := given.pop(name, False)) is not bool:
+        raise malformed(f"parameter {name!r} is {plain(value, 50)!r}, expected true or false")
+    return value
 
 
 def _only_ours(repository: str) -> None:

@@ -30,7 +30,7 @@ function duration(seconds) {
 const bytes = (value) =>
   !value ? "–" : value < 2 ** 30 ? `${(value / 2 ** 20).toFixed(1)}\u00a0MiB` : `${(value / 2 ** 30).toFixed(2)}\u00a0GiB`;
 
-const GOOD = ["serving", "ready"], WAITING = ["starting", "loading", "draining", "reloading", "absent"];
+const GOOD = ["serving", "ready"], WAITING = ["starting", "loading", "draining", "reloading", "absent", "sleeping"];
 const tone = (state) => (GOOD.includes(state) ? "good" : WAITING.includes(state) ? "warn" : "bad");
 
 // ---- the connection
