@@ -100,7 +100,7 @@ wheel: setup  ## what is published, in dist/: a source distribution and wheels, 
 	$(BIN)/python .ci/wheels.py
 
 matrix: setup  ## the wheel beside others' packages and in the Pythons that are here; minutes, and the package index
-	$(BIN)/python -m pytest -m matrix --timeout 900 tests/wheel
+	$(BIN)/python -m pytest -m matrix --timeout 900 tests/wheel tests/integration/test_interpreters.py
 
 release-check: setup  ## may this commit be released? Version, changelog, tag, what is shipped, twice the same bytes
 	$(BIN)/python .ci/release.py

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.serving import serving, wait_until
 
-from jurybox.client import ModelNotFound, Refused, connect
+from jurybox.client import Busy, ModelNotFound, Refused, connect
 from jurybox.protocol.errors import Code
 
 X = np.ones((2, 4), np.float32)
@@ -156,3 +156,85 @@ def test_one_of_a_group_does_not_sleep_and_a_sleeping_model_is_not_loaded_anew(c
     client.sleep("sleeper")
     with pytest.raises(Refused, match="wake it, then load it"):
         client.load("sleeper")
+
+
+# ---- the device for a trainer alone
+
+
+def held(server):
+    """What a process sees that has the engines paused, and is killed."""
+    code = (
+        "import sys, time\nfrom jurybox.client import connect\n"
+        f"with connect({server.address!r}, timeout=60) as server, server.pause():\n"
+        "    print('paused', flush=True)\n    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "paused\n"
+    return process
+
+
+def test_engines_compute_nothing_while_they_are_paused_and_answer_afterwards(client):
+    model = client.model("awake", rows=8)
+    assert model.infer(X)[0, 0] == 7
+    with client.pause():
+        (before,) = [m["batches"] for m in client.status()["models"] if m["name"] == "awake"]
+        ticket = model.submit(X)
+        with pytest.raises(TimeoutError):
+            model.infer(X, timeout=0.5)
+        assert [m["batches"] for m in client.status()["models"] if m["name"] == "awake"] == [before]
+    assert np.asarray(ticket.result(timeout=20).outputs)[0, 0] == 7
+    assert model.infer(X)[0, 0] == 7
+
+
+def test_models_are_loaded_and_put_to_sleep_while_engines_are_paused(client):
+    with client.pause():
+        client.sleep("sleeper")
+        assert client.describe("sleeper").state == "sleeping"
+        client.wake("sleeper")
+    assert client.model("sleeper", rows=4).infer(X).shape == X.shape
+
+
+def test_who_is_killed_with_the_engines_paused_lets_them_go_on(server, client):
+    model = client.model("awake", rows=8)
+    process = held(server)
+    try:
+        with pytest.raises(TimeoutError):
+            model.infer(X, timeout=0.3)
+        with pytest.raises(Busy, match="another process"), client.pause(timeout=0.2):
+            pass
+        process.kill()
+        assert model.infer(X, timeout=30)[0, 0] == 7
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_an_engine_that_starts_while_the_others_pause_waits_with_them(server, client):
+    model = client.model("awake", rows=8)
+    with client.pause():
+        life = client.status()["engines"][0]["pid"]
+        os.kill(life, signal.SIGKILL)
+        wait_until(lambda: client.status()["engines"][0]["pid"] not in (0, life), 60, "the next engine")
+        wait_until(lambda: client.status()["engines"][0]["state"] == "serving", 60, "that it serves")
+        with pytest.raises(TimeoutError):
+            model.infer(X, timeout=0.5)
+    assert model.infer(X, timeout=30)[0, 0] == 7
+
+
+def test_a_paused_server_stops_when_it_is_told_to(tmp_path):
+    with serving(tmp_path, {"m": {"factory": "tests.models:affine"}}) as running:
+        process = held(running)
+        try:
+            assert running.stop(timeout=30) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_only_processes_of_the_host_pause_its_engines(server):
+    for scheme in ("grpc", "tcp"):
+        with connect(f"{scheme}://{server.listening(scheme)}", timeout=60) as far:
+            with pytest.raises(Refused, match="own host"), far.pause():
+                pass

@@ -75,6 +75,7 @@ class Lane:
         give_back: tells the server, politely, that the lease ends; not called where the lane is merely lost.
         leave: gives the lease up without telling the server; called once, at the latest when the lane is collected.
         far: whether a network is between it and the server.
+        engines: that compute the model; empty: all.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Lane:
         *,
         leave: Callable[[], None] = lambda: None,
         far: bool = False,
+        engines: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.rows = rows
@@ -112,7 +114,9 @@ class Lane:
         self._states = scoreboard.engines["state"]
         self._incarnations = scoreboard.engines["incarnation"]
         self._waits = scoreboard.engines["expected_wait"]
-        self._one_engine = len(self._states) == 1
+        self._mine = [engine for engine in engines if engine < len(self._states)] or list(range(len(self._states)))
+        self._one_engine = len(self._mine) == 1
+        self._first_engine = self._mine[0]
         self._stays = -1  # the engine of this lane's sessions
         self._looked = 0.0
         self._unsent_because = ""
@@ -254,14 +258,19 @@ class Lane:
             return None, 0
         incarnation = self._incarnations.item(engine)
         try:
-            return self._transport.caller(place._replace(incarnation=incarnation)), incarnation
+            return self._transport.caller(place._replace(incarnation=incarnation, number=engine)), incarnation
         except TooManyFiles:
             return None, 0
 
     @property
     def engine(self) -> NDArray[Any]:
-        """The first engine's record on the scoreboard, (1,) of scoreboard.ENGINE."""
-        return self._scoreboard.engines[:1]
+        """The record on the scoreboard of the first engine that computes the model, (1,) of scoreboard.ENGINE."""
+        return self._scoreboard.engines[self._first_engine : self._first_engine + 1]
+
+    @property
+    def first_engine(self) -> int:
+        """The number of the first engine that computes the model."""
+        return self._first_engine
 
     def wait(self, ticket: InFlight, deadline: int, others: Iterable[InFlight] = ()) -> Answer:
         """Wait for a ticket's answer until `deadline`, ns of CLOCK_MONOTONIC.
@@ -361,8 +370,9 @@ class Lane:
     def _choose_engine(self) -> int | None:
         """A serving engine with about the shortest expected wait; by chance among those, so that a crowd spreads."""
         if self._one_engine:
-            return 0 if self._states.item(0) == _SERVING else None
-        serving = [i for i, state in enumerate(self._states.tolist()) if state == _SERVING]
+            return self._first_engine if self._states.item(self._first_engine) == _SERVING else None
+        states = self._states.tolist()
+        serving = [i for i in self._mine if states[i] == _SERVING]
         if not serving:
             return None
         if self.columns.sessions is not None:  # their state is where they were sent first, as long as it serves

@@ -71,6 +71,9 @@ class Link(Protocol):
     def wake(self, name: str, timeout: float) -> None:
         """Begin to move them back."""
 
+    def pause(self, timeout: float) -> Callable[[], None]:
+        """Have the engines pause; gives what lets them go on."""
+
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
 
@@ -199,6 +202,10 @@ class ControlLink:
     def wake(self, name: str, timeout: float) -> None:
         """As Link.wake."""
         self._call(timeout, wake=WakeRequest(model=name))
+
+    def pause(self, timeout: float) -> Callable[[], None]:
+        """As Link.pause."""
+        raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
 
     def hello(self) -> Hello:
         """How this client introduces itself."""

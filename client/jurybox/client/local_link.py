@@ -7,7 +7,10 @@ import functools
 import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
+
+import numpy as np
 
 from jurybox.client.control import Control
 from jurybox.client.lane import Lane
@@ -15,10 +18,10 @@ from jurybox.client.link import POLL, ControlLink, Transfer, spec_of
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.control_pb2 import Lease, ModelMessage, ReleaseRequest, ServerMessage
+from jurybox.protocol.control_pb2 import Lease, ModelMessage, PauseRequest, ReleaseRequest, ServerMessage
 from jurybox.protocol.descriptors import require
-from jurybox.protocol.errors import Busy, Error, Refused, SharedMemoryError, TooManyFiles
-from jurybox.protocol.scoreboard import LANE_LOCK, EngineState, Scoreboard
+from jurybox.protocol.errors import Busy, Error, Refused, ServerGone, SharedMemoryError, Timeout, TooManyFiles
+from jurybox.protocol.scoreboard import LANE_LOCK, PAUSE_LOCK, EngineState, Scoreboard
 from jurybox.protocol.segment import directory, try_lock, unlock
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
@@ -26,6 +29,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 
 _FILES_OF_A_LANE = 10  # arena, rings, pipe or socket
+_PAUSE_POLL = 0.0005  # seconds between two looks whether engines pause
 _SPIN_US = 100  # a small model answers a lone client within it
 
 
@@ -79,7 +83,7 @@ class LocalLink(ControlLink):
     def weights(self, name: str, timeout: float) -> WeightsReader:
         """As Link.weights."""
         channel, message = self._channel(name, timeout)
-        in_use = functools.partial(self._version_in_use, message.index)
+        in_use = functools.partial(self._version_in_use, message.index, list(message.engines))
         return WeightsReader(channel, message.max_lag, in_use, channel.owner_lives, owns=True)
 
     def _channel(self, name: str, timeout: float) -> tuple[WeightsChannel, ModelMessage]:
@@ -97,16 +101,55 @@ class LocalLink(ControlLink):
         self._channels.add(channel)
         return channel, message
 
-    def _version_in_use(self, model: int) -> int:
+    def _version_in_use(self, model: int, engines: list[int]) -> int:
         """Of the weights that engines answer with, the oldest where several do.
 
-        `model` is its place on the scoreboard.
+        `model` is its place on the scoreboard, and `engines` are those that compute it; empty: all.
         """
         scoreboard = self.scoreboard
         if scoreboard is None:
             raise Refused("this connection was closed: connect again")
-        versions = scoreboard.counters["version"][scoreboard.engines["state"] == EngineState.SERVING, model]
+        serving = scoreboard.engines["state"] == EngineState.SERVING
+        if engines:
+            serving[[engine for engine in range(len(serving)) if engine not in engines]] = False
+        versions = scoreboard.counters["version"][serving, model]
         return int(versions.min()) if len(versions) else 0
+
+    def pause(self, timeout: float) -> Callable[[], None]:
+        """As Link.pause. The lock says that this process lives; the kernel drops it with the process."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            if self.scoreboard is None or not self.scoreboard.server_lives():
+                self._greet(timeout)
+            scoreboard = self.scoreboard
+        assert scoreboard is not None
+        engines = scoreboard.engines
+        while not try_lock(scoreboard.segment.fd, PAUSE_LOCK):
+            if time.monotonic() > deadline:
+                raise Busy(f"another process has had the engines paused for {timeout:.1f} s")
+            time.sleep(_PAUSE_POLL)
+
+        def go_on() -> None:
+            try:
+                # Unanswered, the server still notices by the lock, only a little later.
+                with contextlib.suppress(Error):
+                    if not self._closed and scoreboard.server_lives():
+                        self._call(1.0, pause=PauseRequest(pause=False))
+            finally:
+                unlock(scoreboard.segment.fd, PAUSE_LOCK)
+
+        try:
+            self._call(max(0.1, deadline - time.monotonic()), pause=PauseRequest(pause=True))
+            while (busy := np.flatnonzero((engines["state"] == EngineState.SERVING) & (engines["paused"] == 0))).size:
+                if not scoreboard.server_lives():
+                    raise ServerGone("the server ended while its engines were to pause")
+                if time.monotonic() > deadline:
+                    raise Timeout(f"engine {busy[0]} has been in a batch for {timeout:.1f} s: give more time")
+                time.sleep(_PAUSE_POLL)
+        except BaseException:
+            go_on()
+            raise
+        return go_on
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """As Link.lease: a lane, locked, its arena mapped; from a new server where the old one is gone."""
@@ -169,6 +212,7 @@ class LocalLink(ControlLink):
                 lease.rows,
                 lambda: self._release(scoreboard, lease),
                 leave=lambda: unlock(scoreboard.segment.fd, LANE_LOCK + lease.lane),
+                engines=lease.model.engines,
             )
             undo.pop_all()
             return lane

@@ -194,7 +194,7 @@ class CallRow:
     def _renew(self) -> None:
         """An object for the next call, the last one's being in flight still."""
         self._ticket = InFlight(0, self.first, self.rows, 0, 0)
-        self._ticket.engine, self._ticket.incarnation = 0, self._incarnation
+        self._ticket.engine, self._ticket.incarnation = self.lane.first_engine, self._incarnation
 
     @property
     def usable(self) -> bool:

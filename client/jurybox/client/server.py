@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jurybox.client.lane import Lane
@@ -198,6 +200,29 @@ class Server:
         message = self._settled(name, timeout)
         if message.reason or message.state != "ready":
             raise ModelFailed(f"model {name!r} could not be woken, it is {message.state}: {message.reason}")
+
+    @contextlib.contextmanager
+    def pause(self, *, timeout: float = 10.0) -> Iterator[None]:
+        """The device for this process alone inside the ``with``: engines have ended their batches and begin no other.
+
+        Requests wait meanwhile, each for its own time-out, and weights are adopted. For the steps of a trainer that
+        shares the GPU: two processes that compute at once take turns in slices, and both get slower. One process has
+        the engines paused at a time; one that is killed lets them go on.
+
+        Raises:
+            Busy: another process has them paused all the time. Timeout: an engine is in the midst of a batch for long.
+            Refused: the server is on another host.
+
+        Example:
+            with server.pause():
+                trainer.step()
+                torch.cuda.synchronize()
+        """
+        go_on = self._open_link().pause(seconds(timeout))
+        try:
+            yield
+        finally:
+            go_on()
 
     def publisher(self, name: str, *, transfer: Transfer = "exact") -> Publisher | RemotePublisher:
         """The learner's end of a model's weights channel; there is one at a time.

@@ -18,7 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +87,9 @@ class ControlPipe:
 def spawn(
     module: str,
     arguments: Sequence[str] = (),
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     *,
+    python: str = sys.executable,
     output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], ControlPipe]:
     """Start ``python -m module FD arguments...`` with a control pipe on descriptor FD.
@@ -97,6 +98,8 @@ def spawn(
     the child shall: the kernel's parent-death signal comes with the end of the thread.
 
     Args:
+        environment: variables to set for it; None: to remove.
+        python: the interpreter that runs it.
         output: descriptor of a file for what the child prints, errors included; it then has a process group of its own
             as well, so that a terminal's Ctrl-C reaches its parent alone. None: the parent's own.
     """
@@ -104,15 +107,16 @@ def spawn(
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         # A child that was stopped in the midst of a message must not hold its parent for ever.
         ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", _MESSAGE_SECONDS, 0))
+    variables = {**os.environ, **(environment or {}), _PARENT: str(os.getpid())}
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            [python, "-m", module, str(theirs.fileno()), *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             process_group=None if output is None else 0,
-            env={**os.environ, **(environment or {}), _PARENT: str(os.getpid())},
+            env={name: value for name, value in variables.items() if value is not None},
         )
     return process, ControlPipe(ours.detach())
 

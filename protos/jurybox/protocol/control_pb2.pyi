@@ -150,6 +150,12 @@ class WakeRequest(_message.Message):
     model: str
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
+class PauseRequest(_message.Message):
+    __slots__ = ("pause",)
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    pause: bool
+    def __init__(self, pause: _Optional[bool] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -173,7 +179,7 @@ class StatusMessage(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep", "sleep", "wake")
+    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep", "sleep", "wake", "pause")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +190,7 @@ class ControlRequest(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     lease: LeaseRequest
     release: ReleaseRequest
@@ -194,7 +201,8 @@ class ControlRequest(_message.Message):
     keep: KeepRequest
     sleep: SleepRequest
     wake: WakeRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ..., sleep: _Optional[_Union[SleepRequest, _Mapping]] = ..., wake: _Optional[_Union[WakeRequest, _Mapping]] = ...) -> None: ...
+    pause: PauseRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ..., sleep: _Optional[_Union[SleepRequest, _Mapping]] = ..., wake: _Optional[_Union[WakeRequest, _Mapping]] = ..., pause: _Optional[_Union[PauseRequest, _Mapping]] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("error", "server", "lease", "status", "model", "done")

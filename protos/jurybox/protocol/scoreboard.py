@@ -28,6 +28,7 @@ MAX_LANES = 2048  # as many as a ring segment has, native/serving/shm_rings.hpp
 
 # A client locks byte LANE_LOCK + lane of the scoreboard's file for as long as it holds the lane.
 LANE_LOCK = 1 << 59
+PAUSE_LOCK = LANE_LOCK - 1  # held by who has the engines paused
 
 # Histograms count powers of two: bucket i holds values in [2^(i-1), 2^i).
 BATCH_BUCKETS = 20  # rows
@@ -70,7 +71,7 @@ ENGINE = np.dtype(
         ("device_bytes", "<u8"),
         ("rings", "<u8"),  # number of its shm transport's segment, new in every life; 0: it has none
         ("computing", "<u4"),  # 1 + number of the model whose batch it runs; 0: none
-        ("pad", "V4"),
+        ("paused", "<u4"),  # 1: it computes nothing, by order
     ]
 )
 

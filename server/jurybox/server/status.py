@@ -50,6 +50,7 @@ def status_document(
     engine_timeout: float = 60.0,
     events: Sequence[dict[str, Any]] = (),
     devices: Sequence[str] = (),
+    pythons: Sequence[str] = (),
     now: float | None = None,
     monotonic_ns: int | None = None,
 ) -> dict[str, Any]:
@@ -63,14 +64,14 @@ def status_document(
         segments: bytes of each of the server's segments, by name.
         engine_timeout: seconds; a serving engine with an older heartbeat counts as hung.
         events: of jurybox.server.supervisor.run.
-        devices: of the engines.
+        devices, pythons: of the engines.
         now: seconds since 1970 instead of the clock's.
         monotonic_ns: of CLOCK_MONOTONIC instead of the clock's.
     """
     now = time.time() if now is None else now
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
     started = scoreboard.started
-    engines = _engines(scoreboard.engines.copy(), devices, engine_timeout, monotonic_ns)
+    engines = _engines(scoreboard.engines.copy(), devices, pythons, engine_timeout, monotonic_ns)
     counters = scoreboard.counters.copy()
     return {
         "server": {
@@ -124,7 +125,9 @@ def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
     return float(2.0 ** (bucket - 1 + min(max(share, 0.0), 1.0)))
 
 
-def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, monotonic_ns: int) -> list[dict[str, Any]]:
+def _engines(
+    records: NDArray[Any], devices: Sequence[str], pythons: Sequence[str], timeout: float, monotonic_ns: int
+) -> list[dict[str, Any]]:
     engines = []
     for index, record in enumerate(records):
         beat = int(record["heartbeat"])
@@ -143,6 +146,7 @@ def _engines(records: NDArray[Any], devices: Sequence[str], timeout: float, mono
                 "expected_wait": int(record["expected_wait"]) / 1e9,
                 "device_bytes": int(record["device_bytes"]),
             }
+            | ({"python": pythons[index]} if index < len(pythons) and pythons[index] else {})
         )
     return engines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -137,6 +138,10 @@ class GrpcLink:
         request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["wake"].bool_param = True
         self._call("RepositoryModelLoad", request, max(timeout, _LOAD))
+
+    def pause(self, timeout: float) -> Callable[[], None]:
+        """As Link.pause."""
+        raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> RemotePublisher:
         """As Link.publisher."""

@@ -80,7 +80,7 @@ class ShmTransport:
 
     def caller(self, place: RowPlace) -> native.ShmRingsCaller | None:
         """As Transport.caller."""
-        if len(self._engines) > 1 or (rings := self._attached(0, place.incarnation)) is None:
+        if (rings := self._attached(place.number, place.incarnation)) is None:
             return None
         spec = place.spec
         return native.ShmRingsCaller(

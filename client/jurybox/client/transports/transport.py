@@ -143,7 +143,8 @@ class RowPlace(NamedTuple):
         input: where its rows go; None where inputs are written before the call.
         extents: where the sizes of a row of any size go, int64 (k,); None where rows have one shape.
         outputs: the rows of the only output, or of all outputs by name; None where they are read after the call.
-        engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant.
+        engine: its record of scoreboard.ENGINE, shape (1,); `incarnation` is the life of it that is meant, and
+            `number` its place on the scoreboard.
     """
 
     first: int
@@ -154,6 +155,7 @@ class RowPlace(NamedTuple):
     outputs: NDArray[Any] | dict[str, NDArray[Any]] | None
     engine: NDArray[Any]
     incarnation: int = 0
+    number: int = 0
 
     def write(self, row: NDArray[Any] | bytes) -> bool:
         """Copy what goes in; False where it does not fit."""

@@ -82,9 +82,7 @@ class ZmqTransport:
 
     def caller(self, place: RowPlace) -> _Caller | None:
         """As Transport.caller."""
-        if len(self._addresses) > 1:
-            return None
-        return _Caller(self._attached(0, place.incarnation), place)
+        return _Caller(self._attached(place.number, place.incarnation), place)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Transport.receive."""

@@ -171,11 +171,14 @@ def serve(
 ) -> None:
     """Run a server until SIGTERM or SIGINT; a second signal stops it at once."""
     from jurybox.server.settings.config import ConfigError, load_settings, require_servable
+    from jurybox.server.supervisor.interpreters import misfits
 
     flags = [*(sets or []), *([f"server.log_format={log_format.value}"] if log_format else [])]
     try:
         settings = load_settings(config, flags)
         require_servable(settings, insecure=insecure)
+        if wrong := misfits(settings.pythons()):
+            raise ConfigError("\n".join(wrong))
     except ConfigError as error:
         typer.echo(f"jurybox serve: wrong configuration\n{error}", err=True)
         raise typer.Exit(_CONFIG) from error

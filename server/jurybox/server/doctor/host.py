@@ -13,13 +13,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 
 from jurybox.protocol.address import ipc_path
 
 
-class Level(StrEnum):
+class Level(str, Enum):
     """The severity of a finding: a server runs, runs with limits, does not run."""
 
     OK = "ok"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from jurybox import native
@@ -16,7 +15,7 @@ from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, sa
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.server.engine.device import Batch, DeviceServed
 from jurybox.server.engine.queues import Queue
-from jurybox.server.engine.served import Outcome, Served
+from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
 from jurybox.server.logs import traced
 
 if TYPE_CHECKING:
@@ -278,7 +277,7 @@ class Batches:
 
     def _recover(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, error: BaseException) -> None:
         """A batch was not computed. One that was too large for the memory is halved, and so is every later one."""
-        if isinstance(error, torch.OutOfMemoryError) and len(tickets) > 1:
+        if isinstance(error, OUT_OF_MEMORY) and len(tickets) > 1:
             slot.queue.max_batch = max(rows // 2, int(tickets["rows"].max()))
             name = slot.served.spec.name
             self._report("out of memory, batches halved", model=name, max_batch=slot.queue.max_batch)

@@ -111,6 +111,10 @@ class Engine:
         for counters in list(self._counters.values()):  # the workshop's thread asks for those of a new model
             counters.show()
 
+    def finish(self) -> None:
+        """Answer what is being computed; afterwards the device has nothing to do."""
+        self._batches.land_all()
+
     def forget_all(self) -> None:
         """Drop every ticket: their senders see another incarnation and ask again. Nothing is computed afterwards."""
         self._batches.land_all()

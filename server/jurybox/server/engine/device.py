@@ -164,15 +164,19 @@ class Graphs:
 _EVERY = 1.0  # seconds: asking takes torch's allocator some tens of microseconds, beside the loop
 
 
-def bound_device_memory(device: torch.device, mib: int) -> None:
-    """Let this process take so much of a GPU at most, whoever shares it; 0: as much as there is. Nothing for a CPU.
+def bound_device_memory(device: torch.device, mib: int, fraction: float = 1.0) -> None:
+    """Let this process take so much of a GPU at most, whoever shares it: `mib` (0: any), and a part of all there is.
+
+    Nothing for a CPU.
 
     What does not fit is torch.OutOfMemoryError, as on a device of that size: batches are halved. Weights, activations
     and graphs count; the driver's own few hundred MiB a process do not.
     """
-    if device.type == "cuda" and mib:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, mib * 2**20 / total), device)
+    if device.type != "cuda" or (not mib and fraction >= 1.0):
+        return
+    if mib:
+        fraction = min(fraction, mib * 2**20 / torch.cuda.get_device_properties(device).total_memory)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:

@@ -17,7 +17,7 @@ from jurybox import native
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import ModelFailed, plain
 from jurybox.protocol.spec import BYTES
-from jurybox.server.engine.served import Outcome, Served, refuse_rows, takes_names
+from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows, takes_names
 from jurybox.server.engine.session_states import BatchRows, States
 from jurybox.server.engine.variable_rows import VariableInput, flattened, padded, sample
 from jurybox.server.models import ServedModel
@@ -253,7 +253,7 @@ class OpenServed(Served):
             failed = self.failures(results, len(group), told) if told or self._finite else {}
             failed |= self._write(checked, group, batch, failed)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, OUT_OF_MEMORY):
                 raise
             numbers = batch.tickets_of(group)
             if len(numbers) == 1:

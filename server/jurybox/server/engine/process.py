@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -173,7 +174,7 @@ class EngineProcess:
         torch.set_num_threads(orders["threads"])
         if orders["device"] == "cpu":
             keep_freed_memory()
-        bound_device_memory(torch.device(orders["device"]), orders["device_memory_mib"])
+        bound_device_memory(torch.device(orders["device"]), orders["device_memory_mib"], orders["memory"])
         index, incarnation = orders["index"], orders["incarnation"]
         self._log = configure(f"engine-{index}", orders["log_level"], orders["log_format"])
         self._control_pipe = control_pipe
@@ -212,6 +213,7 @@ class EngineProcess:
             self._serve()
         self._draining = False
         self._stopped = False
+        self._paused, self._standing = orders["paused"], False
 
     def _new_engine(self, index: int) -> Engine:
         transports: list[Transport] = [self._native, self._zmq]
@@ -241,6 +243,8 @@ class EngineProcess:
 
     def _loop(self) -> None:
         engine, next_look, next_mend = self._engine, 0, 0
+        if self._paused:
+            self._stand_by()
         while not self._stopped:
             worked = engine.turn()
             now = time.monotonic_ns()
@@ -315,7 +319,12 @@ class EngineProcess:
             case "retire":
                 self._engine.retire(order["lane"], order["lease"])
                 self._tell("retired", lane=order["lane"], lease=order["lease"])
+            case "pause":
+                self._paused = order["pause"]
+                if self._paused and not self._standing:
+                    self._stand_by()
             case "drain":
+                self._paused = False
                 self._engine.refuse_new(Code.DRAINING, "the server is stopping; it takes no new requests")
                 self._draining = True
                 self._state(EngineState.DRAINING)
@@ -323,6 +332,21 @@ class EngineProcess:
                 self._stopped = True
             case unknown:
                 raise ValueError(f"unknown order {unknown!r}")
+
+    def _stand_by(self) -> None:
+        """Compute nothing until told to go on; orders are carried out, weights adopted, and tickets wait outside."""
+        self._engine.finish()
+        self._standing = True
+        ears = select.poll()
+        for source in (self._control_pipe, self._callbacks):
+            ears.register(source.fileno(), select.POLLIN)
+        self._record["paused"] = 1
+        while self._paused and not self._stopped:
+            self._beat(time.monotonic_ns())
+            ears.poll(int(_HEARTBEAT * 1000))
+            self._obey()
+        self._record["paused"] = 0
+        self._standing = False
 
     def _let_go(self, model: int) -> None:
         """A model is not to be loaded any more, should it just be."""

@@ -19,6 +19,7 @@ from jurybox.server.models import RowErrors, ServedModel
 
 # Above this many bytes a row, looking whether a batch is one contiguous run is cheaper than copying it.
 LARGE_ROW = 4096
+OUT_OF_MEMORY: type[BaseException] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
 _TRIALS = 2  # batches in which shapes are compared
 
 

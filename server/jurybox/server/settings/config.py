@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -38,7 +38,7 @@ _AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
 _AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)
 _FILES = ("exported", "weights")  # settings of a model that name files
-_PATHS = (*_FILES, "save_dir")  # those that name a place on disk, there or not
+_PATHS = (*_FILES, "save_dir", "python")  # those that name a place on disk, there or not
 
 _EXAMPLE = """\
 [models.photo]
@@ -116,6 +116,7 @@ class ServerSettings(SecuritySettings):
     devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)
     device_memory_mib: int = Field(default=0, ge=0, le=1 << 30)
+    gpu_memory_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
     standby: bool = False
     factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
     remote_factories: list[Annotated[str, AfterValidator(_check_pattern)]] = Field(default=[])
@@ -189,10 +190,10 @@ class ServerSettings(SecuritySettings):
         found = f"{', '.join(there)} are there" if there else "no CUDA device is visible"
         return f"server.devices = {self.devices}: {', '.join(absent)} is not here, {found}; {expected} or some of those"
 
-    def engine_threads(self) -> int:
-        """Threads that torch may use in each engine. By default engines share half of the cores."""
+    def engine_threads(self, engines: int = 0) -> int:
+        """Threads that torch may use in each engine. By default engines, so many, share half of the cores."""
         cores = len(os.sched_getaffinity(0))
-        return self.threads or max(1, cores // 2 // len(self.engine_devices()))
+        return self.threads or max(1, cores // 2 // (engines or len(self.engine_devices())))
 
     def open_transports(self) -> list[str]:
         """The transports through which anybody could come in from elsewhere, each with what it lacks."""
@@ -223,6 +224,8 @@ class ModelSettings(_Strict):
     exported: str | None = None
     args: dict[str, JsonValue] = {}
     weights: str | None = None
+    python: Annotated[str, AfterValidator(_check_absolute)] | None = None
+    gpu_memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
     max_batch: int = Field(default=64, ge=1, le=65536)
     min_batch: int = Field(default=1, ge=1, le=65536)
     max_wait_us: int = Field(default=0, ge=0, le=1_000_000)
@@ -261,6 +264,11 @@ class ModelSettings(_Strict):
         if self.publish is None and (self.save_dir is not None or self.max_lag):
             setting = "save_dir" if self.save_dir is not None else "max_lag"
             raise ValueError(f"{setting} is for models that take publications, expected publish with it")
+        if self.gpu_memory_fraction is not None and self.python is None:
+            raise ValueError(
+                "gpu_memory_fraction of a model is of the engine that it has for itself, expected python with it, or "
+                "server.gpu_memory_fraction"
+            )
         if self.rows and self.lane_rows > self.rows:
             raise ValueError(f"lane_rows = {self.lane_rows}, expected at most rows = {self.rows}")
         return self
@@ -284,6 +292,20 @@ class ModelSettings(_Strict):
     def resolve_lane_rows(self, row_bytes: int) -> int:
         """The default number of rows of a lane: small enough for more than a hundred clients."""
         return self.lane_rows or max(1, min(self.resolve_rows(row_bytes) // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
+
+
+class EngineSettings(NamedTuple):
+    """An engine of a server.
+
+    Attributes:
+        device: where it computes.
+        python: the interpreter that runs it; empty: the server's own.
+        memory: the part of the device's memory that it may take.
+    """
+
+    device: str
+    python: str
+    memory: float
 
 
 class RobotSettings(_Strict):
@@ -405,6 +427,50 @@ class Settings(_Strict):
     panels: dict[Annotated[str, AfterValidator(_check_model_name)], PanelSettings] = Field(
         default_factory=dict, max_length=100
     )
+
+    @model_validator(mode="after")
+    def _interpreters_agree(self) -> Settings:
+        """Models of one interpreter share an engine on each device, and a group is in one engine."""
+        groups: dict[str, tuple[str, str | None]] = {}
+        for name, model in self.models.items():
+            first, python = groups.setdefault(model.group or f" {name}", (name, model.python))
+            if python != model.python:
+                raise ValueError(
+                    f"models {first!r} and {name!r} of group {model.group!r} have python = {python!r} and "
+                    f"{model.python!r}: one engine computes a group, expected the same"
+                )
+        for python in self.pythons():
+            memory = {m.gpu_memory_fraction for m in self.models.values() if m.python == python} - {None}
+            if len(memory) > 1:
+                raise ValueError(
+                    f"models of python = {python!r} have gpu_memory_fraction = {sorted(memory)}: they share an engine, "  # type: ignore[type-var]
+                    "expected one number"
+                )
+        return self
+
+    def pythons(self) -> list[str]:
+        """The interpreters that models name."""
+        return list(dict.fromkeys(model.python for model in self.models.values() if model.python))
+
+    def engines(self) -> list[EngineSettings]:
+        """All engines: the server's own, then for every other interpreter one on each device.
+
+        Raises:
+            Refused: that would be more than a server has.
+        """
+        server = self.server
+        own = server.engine_devices()
+        engines = [EngineSettings(device, "", server.gpu_memory_fraction) for device in own]
+        for python in self.pythons():
+            given = (m.gpu_memory_fraction for m in self.models.values() if m.python == python)
+            memory = next((one for one in given if one is not None), server.gpu_memory_fraction)
+            engines += [EngineSettings(device, python, memory) for device in dict.fromkeys(own)]
+        if len(engines) > MAX_ENGINES:
+            raise Refused(
+                f"{len(own)} engines, and those of {len(self.pythons())} other interpreters, make {len(engines)}, "
+                f"expected at most {MAX_ENGINES}: name fewer server.devices"
+            )
+        return engines
 
     @model_validator(mode="after")
     def _panels_have_members(self) -> Settings:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
+import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+
+if sys.version_info >= (3, 11):  # engines, which read no files, run in 3.10, too
+    import tomllib
 
 _LONGEST_VALUE = 80
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,8 +112,9 @@ class Child:
         role: its name in logs ("engine-0", "gateway").
         module: what ``python -m`` runs.
         configure: gives the fields of the first message, anew for every life.
-        environment: variables set for it.
+        environment: variables set for it, or with None removed.
         standby: of the same module and environment; a start takes the process that waits there, where one does.
+        python: the interpreter that runs it.
     """
 
     def __init__(
@@ -120,8 +122,9 @@ class Child:
         role: str,
         module: str,
         configure: Callable[[], dict[str, Any]],
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         standby: Standby | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.role = role
         self.serving = False
@@ -135,6 +138,7 @@ class Child:
         self._module = module
         self._configure = configure
         self._environment = environment
+        self._python = python
         self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # one a lane at most, and some
         self._process: subprocess.Popen[bytes] | None = None
         self._control_pipe: ControlPipe | None = None
@@ -167,7 +171,9 @@ class Child:
         self.restart_at = now + _SHORT
         configuration = self._configure()
         waiting = self.standby.take() if self.standby else None
-        self._process, self._control_pipe = waiting or spawn(self._module, environment=self._environment)
+        self._process, self._control_pipe = waiting or spawn(
+            self._module, environment=self._environment, python=self._python
+        )
         self._orders.clear()
         self.send("configure", **configuration)
 

@@ -24,6 +24,7 @@ from jurybox.protocol.control_pb2 import (
     LoadRequest,
     ModelMessage,
     ModelRequest,
+    PauseRequest,
     ReleaseRequest,
     ServerMessage,
     SleepRequest,
@@ -33,7 +34,8 @@ from jurybox.protocol.control_pb2 import (
     WakeRequest,
 )
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, asleep, plain, said
-from jurybox.protocol.scoreboard import Scoreboard
+from jurybox.protocol.scoreboard import PAUSE_LOCK, Scoreboard
+from jurybox.protocol.segment import is_locked
 from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
 from jurybox.server.logs import traced
 from jurybox.server.settings.config import (
@@ -219,6 +221,7 @@ class ControlHandlers:
             "keep": self._keep,
             "sleep": self._sleep,
             "wake": self._wake,
+            "pause": self._pause,
         }
 
     def forget(self, lane: LeasedLane) -> None:
@@ -275,6 +278,7 @@ class ControlHandlers:
                 engine_timeout=self._settings.server.engine_timeout,
                 events=self._events.last(),
                 devices=self._engines.devices,
+                pythons=self._engines.pythons,
             )
         )
 
@@ -286,6 +290,7 @@ class ControlHandlers:
         if request.settings_json:
             settings = model_settings_from_json(request.model, request.settings_json)
             self._require_said(request)
+            self._require_interpreter(request.model, settings)
             if request.remote:
                 self._require_theirs(request.model)
                 require_loadable_from_elsewhere(self._settings, request.model, settings, request.keep)
@@ -332,6 +337,19 @@ class ControlHandlers:
             self._engines.engines[index].send("wake", model=held.index, load=load)
         self._engines.load(held, [index for index in held.asleep_in if index not in held.turning])
 
+    def _pause(self, request: PauseRequest) -> None:
+        """Have the engines pause, or go on."""
+        if request.pause and not is_locked(self._scoreboard.segment.fd, PAUSE_LOCK):
+            raise Refused("engines pause for who holds the scoreboard's lock: use Server.pause")
+        self._engines.pause(request.pause)
+
+    def look_at_pause(self) -> bool:
+        """Let paused engines go on whose pauser is gone; returns whether that was so."""
+        if not self._engines.paused or is_locked(self._scoreboard.segment.fd, PAUSE_LOCK):
+            return False
+        self._engines.pause(False)
+        return True
+
     def _until(self, name: str, keep: float) -> float:
         if not 0 < keep <= LONGEST_KEEP:
             raise Refused(
@@ -373,6 +391,20 @@ class ControlHandlers:
                     f"model {held.name!r} has {name} = {value!r} (weights version {version}) and these settings do "
                     f"not name it: expected {name!r}: {value!r}, which keeps it, or {name!r}: null, which ends it"
                 )
+
+    def _require_interpreter(self, name: str, settings: ModelSettings) -> None:
+        """Refuse an interpreter that has no engine here: they start with the server."""
+        held, python = self._models.get(name), settings.python or ""
+        if held is not None and python != (held.settings.python or ""):
+            raise Refused(
+                f"model {name!r} is run by python = {held.settings.python!r} and cannot move to {settings.python!r}: "
+                "name the same, or unload it first"
+            )
+        if python not in self._engines.pythons:
+            raise Refused(
+                f"python = {python!r} of model {name!r} is none that the configuration names, and engines start with "
+                "the server: name it there, or leave it out"
+            )
 
     def _known_settings(self, name: str) -> ModelSettings:
         """Settings of a loaded model, or of a configured one that was unloaded."""

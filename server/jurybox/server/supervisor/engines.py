@@ -13,8 +13,9 @@ from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.shm_rings import ShmRings
 from jurybox.protocol.timings import Timings
-from jurybox.server.settings.config import ServerSettings
+from jurybox.server.settings.config import EngineSettings, ServerSettings
 from jurybox.server.supervisor.children import Child, Standby
+from jurybox.server.supervisor.interpreters import environment
 from jurybox.server.supervisor.models import HeldModel, Models
 from jurybox.server.supervisor.segment_server import SegmentServer
 
@@ -25,21 +26,26 @@ class Engines:
     """All engines: `engines[i]` on `devices[i]`, index i of the scoreboard.
 
     Args:
+        places: where and by what each of them runs.
         factories: those that the configuration names; of other modules only what they define themselves is called.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
+        places: Sequence[EngineSettings],
         server_id: str,
         scoreboard: Scoreboard,
         models: Models,
         segments: SegmentServer,
         factories: Sequence[str],
     ) -> None:
+        self._places = list(places)
+        self.paused = False
         self._segments = segments
         self._factories = list(factories)
-        self.devices = settings.engine_devices()
+        self.devices = [place.device for place in places]
+        self.pythons = [place.python for place in places]
         self._settings = settings
         self._server_id = server_id
         self._scoreboard = scoreboard
@@ -48,7 +54,7 @@ class Engines:
         self._rings_made = 0
         self._timings = Timings.create(segment_name(server_id, "timings"), segments.create) if settings.traces else None
         # Read by the mathematical libraries when they are loaded, so they must stand in the environment.
-        threads = str(settings.engine_threads())
+        threads = str(settings.engine_threads(len(places)))
         self._environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._standby = Standby(_MODULE, self._environment) if settings.standby else None
         self.engines = [self._child(index) for index in range(len(self.devices))]
@@ -57,6 +63,10 @@ class Engines:
     def addresses(self) -> list[str]:
         """Addresses of the engines' ZeroMQ transports."""
         return [engine_address(self._settings.address, index) for index in range(len(self.devices))]
+
+    def of(self, held: HeldModel) -> list[int]:
+        """The engines that compute a model."""
+        return list(held.only) or list(range(len(self.engines)))
 
     def living(self) -> list[int]:
         """The engines whose processes run."""
@@ -70,15 +80,20 @@ class Engines:
     def load(self, held: HeldModel, only: Collection[int] | None = None) -> None:
         """Make all living engines load a model, or `only` these of them."""
         for index in self.living():
-            if only is not None and index not in only:
+            if index not in (self.of(held) if only is None else only):
                 continue
             self.engines[index].send("load", **_load_order(held, self._models.begin_load(held, index)))
+
+    def pause(self, pause: bool) -> None:
+        """Have all engines compute nothing, those too that start meanwhile; or go on."""
+        self.paused = pause
+        self.order("pause", pause=pause)
 
     def died(self, index: int) -> None:
         """Show on the scoreboard that an engine is dead."""
         record = self._scoreboard.engines[index : index + 1]
         native.show_state(record, int(EngineState.ABSENT))
-        record["incarnation"] = record["computing"] = 0
+        record["incarnation"] = record["computing"] = record["paused"] = 0
         self._scoreboard.end_life(index)
 
     def close(self) -> None:
@@ -90,10 +105,14 @@ class Engines:
             self._timings.close()
 
     def _child(self, index: int) -> Child:
-        settings, threads = self._settings, self._settings.engine_threads()
+        settings, threads, place = self._settings, self._settings.engine_threads(len(self._places)), self._places[index]
 
         def configure() -> dict[str, Any]:
-            models = [held for held in self._models if not held.quarantined and not held.sleeping]
+            models = [
+                held
+                for held in self._models
+                if not held.quarantined and not held.sleeping and (not held.only or index in held.only)
+            ]
             loads = [self._models.begin_load(held, index) for held in models]
             return {
                 "index": index,
@@ -106,6 +125,8 @@ class Engines:
                 "device": self.devices[index],
                 "threads": threads,
                 "device_memory_mib": settings.device_memory_mib,
+                "memory": place.memory,
+                "paused": self.paused,
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
                 "factories": self._factories,
@@ -122,6 +143,9 @@ class Engines:
                 ],
             }
 
+        if place.python:
+            variables = {**self._environment, **environment(place.python)}
+            return Child(f"engine-{index}", _MODULE, configure, variables, python=place.python)
         return Child(f"engine-{index}", _MODULE, configure, self._environment, self._standby)
 
     def _new_rings(self, index: int) -> str:

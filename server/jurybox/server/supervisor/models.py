@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jurybox.protocol.arena import Arena, ArenaLayout
@@ -52,6 +52,7 @@ class HeldModel:
 
     Attributes:
         settings: those in service, or to begin with; `asked`: those of the load that was ordered last.
+        only: the engines that compute it, where not all do: those of its interpreter.
         configured: whether the server's configuration names it; else a client added it.
         served: whether an engine has ever been ready with it.
         arena_number: of its arena; tickets of lanes of another are refused by the engines.
@@ -71,6 +72,7 @@ class HeldModel:
     name: str
     settings: ModelSettings
     asked: ModelSettings = field(init=False)
+    only: tuple[int, ...] = ()
     configured: bool = True
     served: bool = False
     spec: ModelSpec | None = None
@@ -205,6 +207,7 @@ class HeldModel:
             reason=plain(self.reason),
             max_batch=self.settings.max_batch,
             digest=self.digest,
+            engines=self.only,
             settled=self.settled,
         )
         if self.spec is not None:
@@ -229,10 +232,15 @@ class HeldModel:
 
 
 class Models:
-    """All models of a server, by name and by index on the scoreboard."""
+    """All models of a server, by name and by index on the scoreboard.
 
-    def __init__(self, server_id: str, scoreboard: Scoreboard, make: Maker) -> None:
+    Args:
+        pythons: of every engine the interpreter, empty where it is the server's.
+    """
+
+    def __init__(self, server_id: str, scoreboard: Scoreboard, make: Maker, pythons: Sequence[str] = ()) -> None:
         self._make = make
+        self._pythons = list(pythons)
         self._server_id = server_id
         self._scoreboard = scoreboard
         self._by_name: dict[str, HeldModel] = {}
@@ -256,7 +264,10 @@ class Models:
         if index is None:
             raise Refused(f"{MAX_MODELS} models are held, which is all a server can: unload one first")
         self._scoreboard.counters[:, index] = 0  # an unloaded model's counts are not this one's
-        held = self._by_name[name] = HeldModel(index, name, settings, configured=configured)
+        only = tuple(n for n, python in enumerate(self._pythons) if python == (settings.python or ""))
+        if len(only) == len(self._pythons):
+            only = ()
+        held = self._by_name[name] = HeldModel(index, name, settings, only=only, configured=configured)
         return held
 
     def begin_load(self, held: HeldModel, engine: int) -> int:

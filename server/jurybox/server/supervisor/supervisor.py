@@ -18,7 +18,7 @@ from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.logs import Log, Seldom, traced
-from jurybox.server.settings.config import Settings, named_factories
+from jurybox.server.settings.config import EngineSettings, Settings, named_factories
 from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.engines import Engines
@@ -47,7 +47,7 @@ class Supervisor:
         self._log = log
         self._seldom = Seldom(log.error)  # for what can come as often as somebody likes
         server_id = secrets.token_hex(4)
-        engines = len(settings.server.engine_devices())
+        engines = settings.engines()
         self._segments = SegmentServer(server_id)
         try:
             self._make(settings, server_id, engines, events)
@@ -55,21 +55,21 @@ class Supervisor:
             self._segments.close()
             raise
 
-    def _make(self, settings: Settings, server_id: str, engines: int, events: Events) -> None:
+    def _make(self, settings: Settings, server_id: str, engines: list[EngineSettings], events: Events) -> None:
         log, segments = self._log, self._segments
         self._scoreboard = Scoreboard.create(
-            segment_name(server_id, "scoreboard"), engines, time.time(), segments.create
+            segment_name(server_id, "scoreboard"), len(engines), time.time(), segments.create
         )
         scoreboard = self._scoreboard
         self._leases = Leases(
             scoreboard, lambda lane: is_locked(scoreboard.segment.fd, LANE_LOCK + lane), time.monotonic
         )
-        self._models = Models(server_id, scoreboard, segments.create)
+        self._models = Models(server_id, scoreboard, segments.create, [engine.python for engine in engines])
         for name, model in settings.models.items():
             self._models.add(name, model)
         self._weights_saver = WeightsSaver(log.error)
         self._engines = Engines(
-            settings.server, server_id, scoreboard, self._models, segments, named_factories(settings)
+            settings.server, engines, server_id, scoreboard, self._models, segments, named_factories(settings)
         )
         self._control = ControlHandlers(
             settings,
@@ -188,6 +188,8 @@ class Supervisor:
         for lane in self._leases.reclaim(self._engines.living()):
             self._log.info("client gone, rows taken back", lane=lane.lane, rows=lane.rows)
             self._control.forget(lane)
+        if self._control.look_at_pause():
+            self._log.warning("who had the engines paused is gone, they go on")
         for held in self._models.given_up(now):
             self._log.info("nobody keeps this model any more, unloading it", model=held.name)
             self._control.let_go(held)
@@ -328,7 +330,7 @@ class Supervisor:
             f"model {held.name!r} is in quarantine: {deaths} engines died in a row while they computed or loaded "
             f"it. It is served again once it is loaded again, server.load({held.name!r}); see the server's log"
         )
-        held.engines = dict.fromkeys(range(len(self._engines.engines)), "quarantined")
+        held.engines = dict.fromkeys(self._engines.of(held), "quarantined")
         self._engines.order("refuse", model=held.index, reason=held.quarantined)
         self._log.error("model in quarantine", model=held.name, deaths=deaths)
 

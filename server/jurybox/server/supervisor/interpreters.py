@@ -1,0 +1,115 @@
+"""Interpreters of their own for engines: is it there, does what is installed in it fit, and how is it started?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
+
+# The oldest of each that an engine runs with, and what it cannot run without in whatever version.
+_OLDEST = {"torch": (2, 1), "numpy": (1, 26), "pydantic": (2, 10)}
+_NEEDED = ("pyzmq", "safetensors", "structlog")
+_PYTHON = (3, 10)
+_TIMEOUT = 60.0  # seconds; a cold disk has to be read for it
+# For any Python 3: it may be far too old, and shall say so.
+_ASK = """
+import json, sys
+told = {"python": list(sys.version_info[:3])}
+try:
+    from importlib.metadata import version
+except ImportError:
+    version = None
+for name in sys.argv[1:]:
+    try:
+        told[name] = version(name)
+    except Exception:
+        told[name] = None
+try:
+    import jurybox.native
+    from jurybox.protocol.wire import PROTOCOL_VERSION
+    told["protocol"] = PROTOCOL_VERSION
+except Exception as error:
+    told["broken"] = type(error).__name__ + ": " + str(error)
+sys.stdout.write("\\n" + json.dumps(told))
+"""
+
+
+def environment(python: str) -> dict[str, str | None]:
+    """Variables to set (None: to remove) for a child that another interpreter than the server's runs.
+
+    PYTHONPATH, PYTHONHOME and VIRTUAL_ENV are those of the server's environment: with them the child would import
+    packages that were made for another Python. The folder in which the server was started stays on the child's path.
+    """
+    bin_folder = Path(python).parent  # not resolved: an environment's python is a link to another one's
+    own = (bin_folder.parent / "pyvenv.cfg").is_file()
+    return {
+        "PYTHONPATH": None,
+        "PYTHONHOME": None,
+        "VIRTUAL_ENV": str(bin_folder.parent) if own else None,
+        "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+
+
+def misfits(pythons: Collection[str]) -> list[str]:
+    """What keeps interpreters from running an engine, a sentence each; empty where all of them can."""
+    return [f"python = {python!r}: {why}" for python in pythons for why in _misfits(python)]
+
+
+def _misfits(python: str) -> list[str]:
+    if not os.access(python, os.X_OK) or not Path(python).is_file():
+        return ["there is no such program, expected the bin/python of an environment with jurybox[engine] in it"]
+    names = [*_OLDEST, *_NEEDED, "jurybox"]
+    variables = {**os.environ, **environment(python)}
+    try:
+        asked = subprocess.run(
+            [python, "-c", _ASK, *names],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={name: value for name, value in variables.items() if value is not None},
+        )
+        told: dict[str, Any] = json.loads(asked.stdout.strip().rpartition("\n")[2])
+        if not isinstance(told, dict):
+            raise ValueError
+        return list(_unfit(told))
+    except subprocess.TimeoutExpired:
+        return [f"it did not say within {_TIMEOUT:.0f} s which packages it has: is it a Python?"]
+    except OSError as error:
+        return [f"it cannot be run ({error.strerror}): is it a Python of this machine?"]
+    except ValueError:
+        last = asked.stderr.strip().rpartition("\n")[2]
+        return [f"it does not say which packages it has ({last or f'exit status {asked.returncode}'}): is it a Python?"]
+
+
+def _unfit(told: dict[str, Any]) -> Collection[str]:
+    python = tuple(told["python"])
+    if python < _PYTHON:
+        return [f"it is Python {_dotted(python)}, expected {_dotted(_PYTHON)} or newer"]
+    found = []
+    if told["jurybox"] is None:
+        found.append(f"jurybox is not installed there: pip install 'jurybox[engine]=={build_version()}'")
+    elif told["jurybox"] != build_version():
+        found.append(f"jurybox {told['jurybox']} is installed there, expected {build_version()} as the server's")
+    elif broken := told.get("broken"):
+        found.append(f"jurybox's native part cannot be imported there ({broken}): install the wheel for that Python")
+    elif told["protocol"] != PROTOCOL_VERSION:
+        found.append(f"jurybox there speaks protocol {told['protocol']}, expected {PROTOCOL_VERSION}: install this one")
+    for name, oldest in _OLDEST.items():
+        if (version := told[name]) is None:
+            found.append(f"{name} is not installed there, expected {_dotted(oldest)} or newer")
+        elif tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
+            found.append(f"{name} {version} is installed there, expected {_dotted(oldest)} or newer")
+    found += [f"{name} is not installed there: pip install 'jurybox[engine]'" for name in _NEEDED if told[name] is None]
+    return found
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,334 @@
+"""Models whose engine another interpreter runs: in an environment of its own, beside the server's."""
+
+import ast
+import json
+import os
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.serving import launch, serving, wait_until
+
+from jurybox.client import Refused
+from jurybox.server.settings.config import ConfigError, load_settings
+from jurybox.server.supervisor.interpreters import environment, misfits
+
+ROOT = Path(__file__).parents[2]
+X = np.ones((2, 4), np.float32)
+# A factory of a package that only one of the environments has. Its answers tell who computed them.
+JUROR = """
+import os, sys
+import numpy, torch
+from jurybox.protocol import TensorSpec
+from jurybox.server.models import ServedModel
+
+def number(version):
+    return float(".".join(version.split(".")[:2]))
+
+class Where(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, observation):
+        bare = "PYTHONPATH" not in os.environ
+        told = [sys.version_info[1], number(torch.__version__), number(numpy.__version__), bare]
+        return self.scale * observation[:, :1] + torch.tensor([told], dtype=torch.float32)
+
+def where():
+    out = {"told": TensorSpec("float32", (4,))}
+    return ServedModel(Where(), {"observation": TensorSpec("float32", (4,))}, out)
+"""
+
+
+def with_juror(python: Path) -> None:
+    """Install the package into an environment."""
+    ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, env={"PATH": os.defpath})
+    (Path(told.stdout.strip()) / "only_there.py").write_text(JUROR)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """The python of another environment, which borrows this one's packages and has one of its own."""
+    folder = tmp_path_factory.mktemp("environment") / "old"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    (place,) = folder.glob("lib/python*/site-packages")
+    here = {sysconfig.get_paths()["purelib"], *site.getsitepackages()}
+    lines = [f"import site; site.addsitedir({path!r})" for path in sorted(here)]
+    (place / "borrowed.pth").write_text("\n".join(lines) + "\n")
+    with_juror(python)
+    return python
+
+
+def models(python):
+    return {
+        "old": {"factory": "only_there:where", "python": str(python), "publish": "double_buffer", "rows": 64},
+        "new": {"factory": "tests.models:affine", "rows": 64},
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, other):
+    env = {"PYTHONPATH": str(tmp_path_factory.mktemp("nothing")), "VIRTUAL_ENV": "/nowhere"}
+    more = {"http": "127.0.0.1:0", "factories": ["tests.models:*"]}
+    with serving(tmp_path_factory.mktemp("server"), models(other), env, **more) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.connect() as connection:
+        yield connection
+
+
+def test_an_interpreter_of_its_own_has_its_own_packages_and_environment(server, client, other):
+    told = client.model("old", rows=4).infer(X)[0]
+    assert told[0] == 1 + sys.version_info[1] and told[3] == 2.0  # one more: the observation's
+    assert client.model("new", rows=4).infer(X)[0, 0] == 3
+    first, second = client.status()["engines"]
+    assert "python" not in first and second["python"] == str(other)
+    variables = dict(
+        word.split("=", 1) for word in Path(f"/proc/{second['pid']}/environ").read_text().split("\0") if "=" in word
+    )
+    assert "PYTHONPATH" not in variables and variables["VIRTUAL_ENV"] == str(other.parent.parent)
+    assert variables["PATH"].startswith(f"{other.parent}:")
+    assert Path(f"/proc/{second['pid']}/cmdline").read_text().split("\0")[0] == str(other)
+    assert Path(f"/proc/{first['pid']}/cmdline").read_text().split("\0")[0] == sys.executable
+    states = {model["name"]: model["engines"] for model in client.status()["models"]}
+    assert states == {"old": {"1": "ready"}, "new": {"0": "ready"}}
+
+
+def test_each_way_of_asking_goes_to_the_engine_that_has_the_model(server, client):
+    for name, expected in (("old", 1 + sys.version_info[1]), ("new", 3)):
+        model = client.model(name, rows=4)
+        assert model(X[0])[0] == expected  # the call of one row
+        for _ in range(20):
+            assert model.infer(X)[0, 0] == expected
+        assert np.asarray(model.submit(X).result(timeout=20).outputs)[0, 0] == expected
+        with model.rows(2) as rows:
+            rows.inputs["observation"][:] = X
+            rows.infer()
+            assert next(iter(rows.outputs.values()))[0, 0] == expected
+    with server.connect(transport="zmq") as over_zmq:
+        assert over_zmq.model("old", rows=4).infer(X)[0, 0] == 1 + sys.version_info[1]
+        assert over_zmq.model("new", rows=4)(X[0])[0] == 3
+
+
+def test_publications_reach_it_and_its_version_alone_counts(client):
+    import torch
+
+    model = client.model("old", rows=4)
+    with client.publisher("old") as publisher:
+        version = publisher.publish({"scale": torch.tensor(5.0)})
+        wait_until(lambda: model.infer(X)[0, 0] == 5 + sys.version_info[1], 20, "the publication")
+        reader = client.weights("old")
+        assert version == 1 and reader.lag() == 0  # of engines that do not have it, none counts
+        publisher.publish({"scale": torch.tensor(1.0)})
+        wait_until(lambda: model.infer(X)[0, 0] == 1 + sys.version_info[1], 20, "the next one")
+
+
+def test_its_death_is_its_own(server, client):
+    old, new = client.model("old", rows=4), client.model("new", rows=4)
+    first, second = (engine["pid"] for engine in client.status()["engines"])
+    os.kill(second, signal.SIGKILL)
+    assert new.infer(X)[0, 0] == 3
+    assert old.infer(X, timeout=60)[0, 0] == 1 + sys.version_info[1]  # sent again to the next engine
+    assert client.status()["engines"][0]["pid"] == first
+
+
+def test_it_sleeps_and_wakes(client):
+    client.sleep("old")
+    with pytest.raises(Refused, match="sleeps"):
+        client.model("old")
+    assert client.model("new", rows=4).infer(X)[0, 0] == 3
+    client.wake("old")
+    assert client.model("old", rows=4).infer(X)[0, 0] == 1 + sys.version_info[1]
+
+
+def test_a_client_brings_no_interpreter_along_and_moves_no_model(client, other):
+    loaded = {"factory": "tests.models:affine"}
+    with pytest.raises(Refused, match="none that the configuration names"):
+        client.load("third", {**loaded, "python": sys.executable})
+    with pytest.raises(Refused, match="cannot move"):
+        client.load("new", {**loaded, "python": str(other)})
+    client.load("third", {**loaded, "python": str(other)})
+    assert client.model("third", rows=4).infer(X)[0, 0] == 3
+    assert {m["name"]: m["engines"] for m in client.status()["models"]}["third"] == {"1": "ready"}
+    client.unload("third")
+
+
+# ---- what does not fit
+
+
+def fake(folder, name, body):
+    """A program that stands where an interpreter should."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def telling(folder, **told):
+    good = {
+        "python": [3, 10, 1], "torch": "2.1.0+cu121", "numpy": "1.26.4", "pydantic": "2.10.0", "pyzmq": "25.0",
+        "safetensors": "0.4.0", "structlog": "25.1.0", "jurybox": None, "protocol": 2,
+    }  # fmt: skip
+    from jurybox.protocol.wire import build_version
+
+    text = json.dumps({**good, "jurybox": build_version(), **told})
+    return fake(folder, f"python-{abs(hash(text))}", f"cat <<'END'\nwarnings\n{text}\nEND")
+
+
+def test_what_is_wrong_with_an_interpreter_is_one_sentence_each(tmp_path):
+    assert misfits([telling(tmp_path)]) == []
+    for told, says in (
+        ({"python": [3, 9, 18]}, "it is Python 3.9.18, expected 3.10 or newer"),
+        ({"torch": "2.0.1"}, "torch 2.0.1 is installed there, expected 2.1 or newer"),
+        ({"torch": None}, "torch is not installed there, expected 2.1 or newer"),
+        ({"numpy": "1.25.2"}, "numpy 1.25.2 is installed there, expected 1.26 or newer"),
+        ({"jurybox": None}, "jurybox is not installed there: pip install 'jurybox[engine]=="),
+        ({"jurybox": "0.0.9"}, "jurybox 0.0.9 is installed there, expected"),
+        ({"broken": "ImportError: no native"}, "native part cannot be imported there (ImportError: no native)"),
+        ({"protocol": 1}, "speaks protocol 1, expected 2"),
+        ({"structlog": None}, "structlog is not installed there"),
+    ):
+        (found,) = misfits([python := telling(tmp_path, **told)])
+        assert found.startswith(f"python = {python!r}: ") and says in found
+    assert len(misfits([telling(tmp_path, torch=None, numpy="1.20")])) == 2
+
+
+def test_what_is_no_interpreter_is_said_to_be_none(tmp_path):
+    (found,) = misfits([str(tmp_path / "nothing")])
+    assert "there is no such program, expected the bin/python of an environment" in found
+    (found,) = misfits([fake(tmp_path, "false", "echo cannot >&2; exit 3")])
+    assert "(cannot): is it a Python?" in found
+    (found,) = misfits([fake(tmp_path, "silent", "exit 3")])
+    assert "(exit status 3): is it a Python?" in found
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELF nothing")
+    broken.chmod(0o700)
+    (found,) = misfits([str(broken)])
+    assert "it cannot be run" in found
+
+
+def test_a_server_does_not_start_with_an_interpreter_that_does_not_fit(tmp_path):
+    running = launch(tmp_path / "server", models(tmp_path / "nowhere" / "python"))
+    assert running.process.wait(60) == 2
+    assert "there is no such program" in running.text()
+
+
+def test_settings_of_engines_of_their_own_fit_together(tmp_path):
+    def settings(text):
+        (tmp_path / "s.toml").write_text(text)
+        return load_settings(tmp_path / "s.toml", environ={})
+
+    one = '[models.{0}]\nfactory = "a:b"\npython = "envs/{1}"\n{2}\n'
+    given = settings(
+        '[server]\ndevices = ["cuda:0", "cuda:1"]\nreplicas = 2\ngpu_memory_fraction = 0.5\n'
+        + one.format("x", "old", "gpu_memory_fraction = 0.2")
+        + one.format("y", "old", "")
+        + one.format("z", "older", "")
+    )
+    old, older = f"{tmp_path}/envs/old", f"{tmp_path}/envs/older"
+    assert given.engines() == [
+        *[(device, "", 0.5) for device in ("cuda:0", "cuda:0", "cuda:1", "cuda:1")],
+        *[(device, old, 0.2) for device in ("cuda:0", "cuda:1")],
+        *[(device, older, 0.5) for device in ("cuda:0", "cuda:1")],
+    ]
+    for text, says in (
+        (
+            one.format("x", "a", "gpu_memory_fraction = 0.2") + one.format("y", "a", "gpu_memory_fraction = 0.3"),
+            "share",
+        ),
+        (one.format("x", "a", 'group = "g"') + one.format("y", "b", 'group = "g"'), "one engine computes a group"),
+        ('[models.x]\nfactory = "a:b"\ngpu_memory_fraction = 0.2', "expected python with it"),
+        (one.format("x", "a", "gpu_memory_fraction = 1.5"), "gpu_memory_fraction"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            settings(text)
+
+
+def test_variables_of_the_servers_environment_do_not_reach_another(monkeypatch):
+    monkeypatch.setenv("PATH", "/bin")
+    assert environment("/usr/bin/python3") == {
+        "PYTHONPATH": None, "PYTHONHOME": None, "VIRTUAL_ENV": None, "PATH": "/usr/bin:/bin",
+    }  # fmt: skip
+
+
+# ---- what an engine imports
+
+
+_NEWER = {  # than Python 3.10: names by module
+    "enum": {"StrEnum", "ReprEnum", "verify"},
+    "typing": {"Self", "assert_never", "reveal_type", "LiteralString", "Never", "Required", "NotRequired", "Unpack",
+               "TypeVarTuple", "override", "TypeAliasType", "dataclass_transform", "assert_type"},
+    "datetime": {"UTC"},
+    "asyncio": {"TaskGroup", "timeout", "Runner", "Barrier"},
+    "hashlib": {"file_digest"},
+    "contextlib": {"chdir"},
+    "collections.abc": {"Buffer"},
+    "itertools": {"batched"},
+}  # fmt: skip
+
+
+def test_what_an_engine_imports_is_python_3_10():
+    ask = "import sys, jurybox.server.engine.process\nfor m in list(sys.modules.values()):\n" + textwrap.indent(
+        "file = getattr(m, '__file__', None) or ''\n"
+        "if m.__name__.startswith('jurybox') and file.endswith('.py'): print(file)",
+        "    ",
+    )
+    files = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    assert len(files) > 30
+    for file in files:
+        tree = ast.parse(Path(file).read_text(), file, feature_version=(3, 10))
+        newer = sys.version_info >= (3, 11)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert not _NEWER.get(node.module or "", set()) & {alias.name for alias in node.names}, file
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert node.attr not in _NEWER.get(node.value.id, set()), (file, node.attr)
+            elif isinstance(node, ast.Name):
+                assert node.id not in ("ExceptionGroup", "BaseExceptionGroup"), file
+            assert not newer or not isinstance(node, ast.TryStar), file
+        always = [node for node in tree.body if isinstance(node, ast.Import)]
+        assert "tomllib" not in {alias.name for node in always for alias in node.names}, file
+
+
+# ---- two versions of Python, torch and NumPy
+
+
+@pytest.mark.matrix
+def test_an_engine_of_python_3_10_torch_2_1_and_numpy_1_26_beside_this_one(tmp_path):
+    """MATRIX_OLD_PYTHON is the python of an environment with those, and this jurybox."""
+    python = os.environ.get("MATRIX_OLD_PYTHON", "")
+    if not python:
+        pytest.skip("MATRIX_OLD_PYTHON names no environment: docs/gpu.md says how to make one")
+    with_juror(Path(python))
+    import torch
+
+    with serving(tmp_path, models(python)) as running, running.connect() as client:
+        old, new = client.model("old", rows=16), client.model("new", rows=4)
+        told = old.infer(X)[0] - 1
+        assert told[0] == 10 and told[1] < 2.2 and np.isclose(told[2], 1.26) and told[3]
+        began = time.monotonic()
+        while time.monotonic() < began + 3:
+            assert old(X[0])[0] == 11 and new(X[0])[0] == 3
+        with client.publisher("old") as publisher:
+            publisher.publish({"scale": torch.tensor(3.0)})
+            wait_until(lambda: old.infer(X)[0, 0] == 13, 20, "the publication")
+            client.sleep("old")
+            publisher.publish({"scale": torch.tensor(4.0)})
+            client.wake("old")
+            assert old.infer(X)[0, 0] == 14
+        (pid,) = (engine["pid"] for engine in client.status()["engines"] if "python" in engine)
+        os.kill(pid, signal.SIGKILL)
+        assert old.infer(X, timeout=100)[0, 0] == 14
