@@ -76,6 +76,7 @@ class Lane:
         leave: gives the lease up without telling the server; called once, at the latest when the lane is collected.
         far: whether a network is between it and the server.
         engines: that compute the model; empty: all.
+        leased: number of the lane, and of its lease, as the server has them.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Lane:
         leave: Callable[[], None] = lambda: None,
         far: bool = False,
         engines: Sequence[int] = (),
+        leased: tuple[int, int] = (0, 0),
     ) -> None:
         self.model = model
         self.rows = rows
@@ -101,6 +103,7 @@ class Lane:
         self.in_flight: dict[int, InFlight] = {}
         # A lane's next holder must not take a late answer to this one for its own.
         self.sequence = (lease & 0xFFFFFFFF) << 32
+        self.leased = leased
         self._far = far
         self._first = first
         self._held: dict[int, weakref.ref[Holder]] = {}

@@ -15,6 +15,7 @@ from jurybox.client.lane import Lane
 from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import (
+    BindRequest,
     ControlReply,
     Hello,
     KeepRequest,
@@ -73,6 +74,9 @@ class Link(Protocol):
 
     def pause(self, timeout: float) -> Callable[[], None]:
         """Have the engines pause; gives what lets them go on."""
+
+    def bind(self, request: BindRequest, timeout: float) -> None:
+        """Bind rows to device memory in every engine, or end that; returns when it is done."""
 
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
@@ -206,6 +210,10 @@ class ControlLink:
     def pause(self, timeout: float) -> Callable[[], None]:
         """As Link.pause."""
         raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
+
+    def bind(self, request: BindRequest, timeout: float) -> None:
+        """As Link.bind."""
+        raise Refused("device memory is handed over on one host: connect over ipc://")
 
     def hello(self) -> Hello:
         """How this client introduces itself."""

@@ -18,7 +18,7 @@ from jurybox.client.link import POLL, ControlLink, Transfer, spec_of
 from jurybox.client.transports.transport import Transport
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.control_pb2 import Lease, ModelMessage, PauseRequest, ReleaseRequest, ServerMessage
+from jurybox.protocol.control_pb2 import BindRequest, Lease, ModelMessage, PauseRequest, ReleaseRequest, ServerMessage
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Busy, Error, Refused, ServerGone, SharedMemoryError, Timeout, TooManyFiles
 from jurybox.protocol.scoreboard import LANE_LOCK, PAUSE_LOCK, EngineState, Scoreboard
@@ -30,6 +30,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 
 _FILES_OF_A_LANE = 10  # arena, rings, pipe or socket
 _PAUSE_POLL = 0.0005  # seconds between two looks whether engines pause
+_BIND_POLL = 0.005
 _SPIN_US = 100  # a small model answers a lone client within it
 
 
@@ -151,6 +152,16 @@ class LocalLink(ControlLink):
             raise
         return go_on
 
+    def bind(self, request: BindRequest, timeout: float) -> None:
+        """As Link.bind."""
+        deadline = time.monotonic() + timeout
+        while not (told := self._call(max(0.1, deadline - time.monotonic()), bind=request).binding).settled:
+            if time.monotonic() > deadline:
+                raise Timeout(f"engines have not opened device memory, or let go of it, within {timeout:.1f} s")
+            time.sleep(_BIND_POLL)
+        if told.reason:
+            raise Refused(told.reason)
+
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """As Link.lease: a lane, locked, its arena mapped; from a new server where the old one is gone."""
         deadline = time.monotonic() + timeout
@@ -213,6 +224,7 @@ class LocalLink(ControlLink):
                 lambda: self._release(scoreboard, lease),
                 leave=lambda: unlock(scoreboard.segment.fd, LANE_LOCK + lease.lane),
                 engines=lease.model.engines,
+                leased=(lease.lane, lease.lease),
             )
             undo.pop_all()
             return lane

@@ -42,6 +42,11 @@ class Rows:
     def __len__(self) -> int:
         return self.rows
 
+    @property
+    def leased(self) -> tuple[int, int]:
+        """The lane whose rows these are, and its lease."""
+        return self._lane.leased
+
     def place(self, name: str, row: int, shape: int | tuple[int, ...]) -> NDArray[Any]:
         """Room for one row of an input of variable size, as an array to be written to; a byte string's is uint8.
 

@@ -19,6 +19,7 @@ from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from jurybox.client.device_rows import DeviceRows
     from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
@@ -117,6 +118,38 @@ class Server:
         model = Model(name, lambda n, patient: self._lease(name, n, wait if patient else 0.0), rows, self.timeout)
         self._models.add(model)
         return model
+
+    def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
+        """Rows of a model in memory of the GPU that it is served on, for a process that has its inputs there.
+
+        Args:
+            rows: how many.
+            device: the GPU's number among those that this process sees.
+            timeout: seconds for all of it; the connection's without it.
+
+        Example:
+            with server.device_rows("photo", 8) as rows:
+                images = torch.as_tensor(rows.inputs["image"], device="cuda")     # the same memory
+                images.copy_(rendered)
+                rows.infer()
+                scores = torch.as_tensor(rows.outputs["score"], device="cuda")
+
+        Raises:
+            Refused: the server is elsewhere, there is no CUDA driver, or an engine cannot open this GPU's memory.
+            ModelNotFound, ModelFailed, Busy, Timeout: as `model`.
+        """
+        from jurybox.client.device_rows import DeviceRows
+        from jurybox.protocol.device_memory import driver
+
+        wait = self.timeout if timeout is None else seconds(timeout)
+        link = self._open_link()
+        memory = driver(device)
+        model = self.model(name, rows=rows, timeout=wait)
+        try:
+            return DeviceRows(model, rows, memory, lambda request: link.bind(request, wait))
+        except BaseException:
+            model.close()
+            raise
 
     def models(self) -> list[str]:
         """Names of the models the server holds."""

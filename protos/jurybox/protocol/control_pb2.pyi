@@ -156,6 +156,44 @@ class PauseRequest(_message.Message):
     pause: bool
     def __init__(self, pause: _Optional[bool] = ...) -> None: ...
 
+class RegionPlace(_message.Message):
+    __slots__ = ("tensor", "handle", "offset")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    tensor: str
+    handle: bytes
+    offset: int
+    def __init__(self, tensor: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class BindRequest(_message.Message):
+    __slots__ = ("lane", "lease", "first", "rows", "inputs", "outputs", "event", "end")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    lane: int
+    lease: int
+    first: int
+    rows: int
+    inputs: _containers.RepeatedCompositeFieldContainer[RegionPlace]
+    outputs: _containers.RepeatedCompositeFieldContainer[RegionPlace]
+    event: bytes
+    end: bool
+    def __init__(self, lane: _Optional[int] = ..., lease: _Optional[int] = ..., first: _Optional[int] = ..., rows: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[RegionPlace, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RegionPlace, _Mapping]]] = ..., event: _Optional[bytes] = ..., end: _Optional[bool] = ...) -> None: ...
+
+class BindingMessage(_message.Message):
+    __slots__ = ("settled", "reason")
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    settled: bool
+    reason: str
+    def __init__(self, settled: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -179,7 +217,7 @@ class StatusMessage(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep", "sleep", "wake", "pause")
+    __slots__ = ("hello", "lease", "release", "status", "model", "load", "unload", "keep", "sleep", "wake", "pause", "bind")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +229,7 @@ class ControlRequest(_message.Message):
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
+    BIND_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     lease: LeaseRequest
     release: ReleaseRequest
@@ -202,20 +241,23 @@ class ControlRequest(_message.Message):
     sleep: SleepRequest
     wake: WakeRequest
     pause: PauseRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ..., sleep: _Optional[_Union[SleepRequest, _Mapping]] = ..., wake: _Optional[_Union[WakeRequest, _Mapping]] = ..., pause: _Optional[_Union[PauseRequest, _Mapping]] = ...) -> None: ...
+    bind: BindRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lease: _Optional[_Union[LeaseRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., status: _Optional[_Union[StatusRequest, _Mapping]] = ..., model: _Optional[_Union[ModelRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., unload: _Optional[_Union[UnloadRequest, _Mapping]] = ..., keep: _Optional[_Union[KeepRequest, _Mapping]] = ..., sleep: _Optional[_Union[SleepRequest, _Mapping]] = ..., wake: _Optional[_Union[WakeRequest, _Mapping]] = ..., pause: _Optional[_Union[PauseRequest, _Mapping]] = ..., bind: _Optional[_Union[BindRequest, _Mapping]] = ...) -> None: ...
 
 class ControlReply(_message.Message):
-    __slots__ = ("error", "server", "lease", "status", "model", "done")
+    __slots__ = ("error", "server", "lease", "status", "model", "done", "binding")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    BINDING_FIELD_NUMBER: _ClassVar[int]
     error: ErrorMessage
     server: ServerMessage
     lease: Lease
     status: StatusMessage
     model: ModelMessage
     done: Done
-    def __init__(self, error: _Optional[_Union[ErrorMessage, _Mapping]] = ..., server: _Optional[_Union[ServerMessage, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., status: _Optional[_Union[StatusMessage, _Mapping]] = ..., model: _Optional[_Union[ModelMessage, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    binding: BindingMessage
+    def __init__(self, error: _Optional[_Union[ErrorMessage, _Mapping]] = ..., server: _Optional[_Union[ServerMessage, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., status: _Optional[_Union[StatusMessage, _Mapping]] = ..., model: _Optional[_Union[ModelMessage, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., binding: _Optional[_Union[BindingMessage, _Mapping]] = ...) -> None: ...

@@ -17,7 +17,7 @@ from jurybox.client.remote.grpc_channel import CORE, Asker, open_channel, raised
 from jurybox.client.remote.grpc_transport import Gateway, GrpcTransport
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
-from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
+from jurybox.protocol.control_pb2 import BindRequest, ModelMessage, StatusRequest, TensorSpecMessage
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub
 from jurybox.protocol.errors import (
     SLEEPS,
@@ -142,6 +142,10 @@ class GrpcLink:
     def pause(self, timeout: float) -> Callable[[], None]:
         """As Link.pause."""
         raise Refused("engines pause for processes of their own host, which share the device: connect over ipc://")
+
+    def bind(self, request: BindRequest, timeout: float) -> None:
+        """As Link.bind."""
+        raise Refused("device memory is handed over on one host: connect over ipc://")
 
     def publisher(self, name: str, transfer: Transfer, timeout: float) -> RemotePublisher:
         """As Link.publisher."""

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain, said
+from jurybox.protocol.errors import Code, ModelFailed, Refused, VersionNotHeld, plain, said
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.server.engine.device import Batch, DeviceServed
+from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served
 from jurybox.server.logs import traced
@@ -157,6 +158,7 @@ class Batches:
 
     Attributes:
         mean_ns: what a batch takes, smoothed.
+        regions: what clients have bound to device memory; None where nobody can.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Batches:
         interruptible: bool = False,
     ) -> None:
         self.mean_ns = 0.0
+        self.regions: DeviceRegions | None = None
         self._answer = answer
         self._tracker = tracker
         self._clock = clock
@@ -219,6 +222,8 @@ class Batches:
     def _compute(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
         began = self._clock()
         try:
+            if self.regions and not isinstance(slot.served, DeviceServed) and self.regions.of(tickets) is not None:
+                raise Refused("this model reads no device memory any more: it was loaded anew. Take rows again")
             outcome = slot.served.run(tickets, rows, version)
         except BaseException as error:
             self._recover(slot, tickets, rows, version, error)

@@ -14,6 +14,7 @@ from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batches import QUICK, Batches, Counters, Slot
+from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import Served
 
@@ -88,6 +89,15 @@ class Engine:
         self._shown = _cell(scoreboard, index, "expected_wait")
         self._computing = _cell(scoreboard, index, "computing")
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
+
+    @property
+    def regions(self) -> DeviceRegions | None:
+        """What clients have bound to device memory; None where nobody can."""
+        return self._batches.regions
+
+    @regions.setter
+    def regions(self, regions: DeviceRegions) -> None:
+        self._batches.regions = regions
 
     def add_transport(self, transport: Transport) -> None:
         """Take tickets from one more transport."""
@@ -234,6 +244,8 @@ class Engine:
         Its client may be alive (the model was replaced) and is told; what it sends later is refused on arrival.
         """
         self._batches.land_all()
+        if self.regions is not None:
+            self.regions.forget(lease)
         for slot, _ in self._resting.values():
             slot.forget(lease)
         for slot in self._queues:

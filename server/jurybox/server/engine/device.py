@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.arena import Columns
+from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import ModelFailed
+from jurybox.server.engine.device_regions import Binding, DeviceRegions
 from jurybox.server.engine.served import Outcome, Served, dtype_of
 from jurybox.server.models import ServedModel
 
@@ -82,6 +84,11 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def pointer(self) -> int:
+        """As the driver knows it."""
+        return int(self._cuda.cuda_stream) if self._cuda is not None else 0
 
     def running(self) -> AbstractContextManager[object]:
         """Queue what is done inside."""
@@ -214,6 +221,7 @@ class DeviceServed(Served):
 
     Args:
         memory: the whole arena, to be page-locked.
+        regions: what clients have bound to device memory.
         graphs: capture CUDA graphs when warming up; a model that cannot be captured is run as it is.
         report: called with (event, fields) for what should be logged.
     """
@@ -232,9 +240,11 @@ class DeviceServed(Served):
         graphs: bool = True,
         columns: Columns | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
+        regions: DeviceRegions | None = None,
     ) -> None:
         super().__init__(name, model, inputs, outputs, max_batch, device, compute, columns)
         self._report = report
+        self._regions = regions
         self._wants_graphs = graphs and self.device.type == "cuda"
         self.arena_inputs, self.arena_outputs = dict(inputs), dict(outputs)
         self.arena_tensors = {key: torch.from_numpy(array) for key, array in inputs.items()}
@@ -250,17 +260,24 @@ class DeviceServed(Served):
         Raises:
             Refused, and whatever the model raises; torch.OutOfMemoryError where the device has no room.
         """
+        places = self._regions.of(tickets) if self._regions else None
         self._berths.append(berth := self._berths.pop(0))
         with berth.copies.running():
-            berth.copy_in(tickets, rows, direct=self._lock.held)
+            if places is None:
+                berth.copy_in(tickets, rows, direct=self._lock.held)
+            else:
+                assert self._regions is not None
+                berth.copy_in_bound(tickets, places, self._regions.driver)
         self.forwards.after(berth.copies.mark())
         with self.forwards.running():
             self._use(version)
             results = berth.forward(rows)
         berth.copies.after(self.forwards.mark())
         with berth.copies.running():
-            berth.copy_out(results, rows)
-        return Batch(self, berth, tickets, rows, berth.copies.mark(), self._take_row_errors())
+            on_device = places is not None and berth.copy_out_bound(results, tickets, places, host=bool(self._finite))
+            if not on_device:
+                berth.copy_out(results, rows)
+        return Batch(self, berth, tickets, rows, berth.copies.mark(), self._take_row_errors(), on_device=on_device)
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`: begin and finish."""
@@ -314,7 +331,10 @@ class Batch:
         rows: int,
         end: Mark,
         row_errors: Mapping[int, str],
+        *,
+        on_device: bool = False,
     ) -> None:
+        self._on_device = on_device
         self._served = served
         self._berth = berth
         self._tickets = tickets
@@ -329,6 +349,8 @@ class Batch:
     def finish(self) -> Outcome | None:
         """Wait for the outputs and write them to the tickets' rows; gives what of them failed."""
         self._end.wait()
+        if self._on_device:  # all outputs are where the clients want them
+            return self._served.refused(self._tickets, {}, self._rows, self._row_errors)
         for name, array in self._served.arena_outputs.items():
             native.scatter(array, self._tickets, self._berth.results[name][: self._rows].numpy())
         return self._served.refused(self._tickets, self._berth.results, self._rows, self._row_errors)
@@ -378,6 +400,39 @@ class _StagingBuffer:
                 native.gather(arena, tickets, self._staged[key].numpy())
                 target[:rows].copy_(self._staged[key][:rows], non_blocking=True)
 
+    def copy_in_bound(self, tickets: NDArray[Any], places: Sequence[Binding | None], driver: Driver) -> None:
+        """As `copy_in`, of rows of which some lie in clients' device memory."""
+        waited: set[int] = set()
+        at = 0
+        for place, first, n in zip(places, tickets["first"].tolist(), tickets["rows"].tolist(), strict=True):
+            if place is not None and place.event and place.event not in waited:
+                waited.add(place.event)
+                driver.wait(place.event, self.copies.pointer)
+            for key, arena in self._served.arena_tensors.items():
+                source = arena[first : first + n] if place is None else place.part(place.inputs, key, first, n)
+                self._inputs[key][at : at + n].copy_(source, non_blocking=True)
+            at += n
+
+    def copy_out_bound(
+        self,
+        results: Mapping[str, torch.Tensor],
+        tickets: NDArray[Any],
+        places: Sequence[Binding | None],
+        *,
+        host: bool,
+    ) -> bool:
+        """Queue copies of outputs to clients' device memory; False where some, or all (`host`), go to the host, too."""
+        rows = int(tickets["rows"].sum())
+        self._check(results, rows)
+        at = 0
+        for place, first, n in zip(places, tickets["first"].tolist(), tickets["rows"].tolist(), strict=True):
+            if place is not None:
+                for key in self._served.spec.outputs:
+                    place.part(place.outputs, key, first, n).copy_(results[key][at : at + n], non_blocking=True)
+                    self._keep(results[key])
+            at += n
+        return not host and None not in places
+
     def forward(self, rows: int) -> Mapping[str, torch.Tensor]:
         """Queue the forward of the rows copied in."""
         if self.graphs is not None:
@@ -386,6 +441,12 @@ class _StagingBuffer:
 
     def copy_out(self, results: Mapping[str, torch.Tensor], rows: int) -> None:
         """Queue the copies of the outputs to the host. Raises ModelFailed where they are not what the spec promises."""
+        self._check(results, rows)
+        for key in self._served.spec.outputs:
+            self.results[key][:rows].copy_(results[key], non_blocking=True)
+            self._keep(results[key])
+
+    def _check(self, results: Mapping[str, torch.Tensor], rows: int) -> None:
         for key, item in self._served.spec.outputs.items():
             if key not in results:
                 raise ModelFailed(f"the model gave no output {key!r}; it gave {', '.join(results)}")
@@ -393,10 +454,11 @@ class _StagingBuffer:
                 raise ModelFailed(
                     f"output {key!r} has shape {list(results[key].shape)}, the spec promises {[rows, *item.shape]}"
                 )
-            self.results[key][:rows].copy_(results[key], non_blocking=True)
-            if results[key].is_cuda and self.graphs is None:
-                # Its memory belongs to the forwards' stream, which must not reuse it before this copy.
-                results[key].record_stream(torch.cuda.current_stream(results[key].device))
+
+    def _keep(self, result: torch.Tensor) -> None:
+        """Its memory belongs to the forwards' stream, which must not reuse it before the copy on this one."""
+        if result.is_cuda and self.graphs is None:
+            result.record_stream(torch.cuda.current_stream(result.device))
 
     def capture(self) -> None:
         """Capture graphs over this berth's inputs."""

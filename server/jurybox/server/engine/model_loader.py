@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Collection
@@ -18,11 +19,13 @@ import numpy as np
 import torch
 
 from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.device_memory import FAKE
 from jurybox.protocol.errors import said
 from jurybox.protocol.spec import plain_specs
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device import DeviceServed
+from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.model_code import LoadError
 from jurybox.server.engine.model_code import load as load_model
 from jurybox.server.engine.open_served import OpenServed
@@ -85,6 +88,7 @@ class ModelLoader:
         self._wanted: dict[int, int] = {}  # model -> the load that counts; the loop's thread alone writes it
         # Of the models in service; the loop's thread alone touches it.
         self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
+        self.regions: DeviceRegions | None = None  # what clients have bound to device memory
         self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="workshop", daemon=True).start()
 
@@ -266,7 +270,8 @@ class ModelLoader:
             lanes = self._engine.scoreboard.lanes
             return OpenServed(name, model, columns, settings.max_batch, self._device, compute, lanes, shapes)
         # A group stacks its members' batches itself.
-        if self._device.type == "cpu" or settings.group or shapes:
+        plain_host = self._device.type == "cpu" and FAKE not in os.environ
+        if plain_host or settings.group or shapes:
             return Served(
                 name, model, arena.inputs, arena.outputs, settings.max_batch, self._device, compute, columns, shapes
             )
@@ -282,6 +287,7 @@ class ModelLoader:
             graphs=settings.cuda_graphs,
             columns=columns,
             report=self._report,
+            regions=self.regions,
         )
 
     def _left(self, model: int) -> None:

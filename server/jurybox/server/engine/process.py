@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.processes import ControlPipe, exact_sleeps
-from jurybox.protocol.errors import Code, plain, said
+from jurybox.protocol.errors import Code, Refused, plain, said
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
 from jurybox.server.engine.batches import Batches, Slot
 from jurybox.server.engine.core import Engine, Transport
 from jurybox.server.engine.device import bound_device_memory, show_device_memory
+from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.engine.served import Outcome
 from jurybox.server.logs import Seldom, configure, traced
@@ -197,6 +198,12 @@ class EngineProcess:
             self._log.warning,
             orders["factories"],
         )
+        self._regions = DeviceRegions(torch.device(orders["device"]))
+        self._workshop.regions = self._regions
+        for order in orders["bindings"]:
+            self._engine.regions = self._regions
+            with contextlib.suppress(Refused):  # its tickets are refused with the reason
+                self._regions.bind(order)
         # The record has one writer, which is this process. Others can write to it, so it is written anew all the time.
         self._words = self._scoreboard.engine_words(index)
         self._record = self._scoreboard.engines[index : index + 1]
@@ -236,6 +243,7 @@ class EngineProcess:
         with torch.inference_mode():
             self._loop()
         self._engine.stop_following()
+        self._regions.close()
         self._state(EngineState.STOPPED)
         self._zmq.close()
         self._native.close()
@@ -319,6 +327,8 @@ class EngineProcess:
             case "retire":
                 self._engine.retire(order["lane"], order["lease"])
                 self._tell("retired", lane=order["lane"], lease=order["lease"])
+            case "bind" | "unbind":
+                self._bind(order)
             case "pause":
                 self._paused = order["pause"]
                 if self._paused and not self._standing:
@@ -332,6 +342,20 @@ class EngineProcess:
                 self._stopped = True
             case unknown:
                 raise ValueError(f"unknown order {unknown!r}")
+
+    def _bind(self, order: dict[str, Any]) -> None:
+        """Open device memory of a client, or let go of it: between two batches, when none is under way."""
+        self._engine.finish()
+        self._engine.regions = self._regions
+        reason = ""
+        try:
+            if order["kind"] == "bind":
+                self._regions.bind(order)
+            else:
+                self._regions.unbind(order["lease"], order["first"])
+        except Exception as error:  # noqa: BLE001  a client's handle, whatever it is
+            reason = said(error)
+        self._tell("bound", lease=order["lease"], first=order["first"], reason=reason)
 
     def _stand_by(self) -> None:
         """Compute nothing until told to go on; orders are carried out, weights adopted, and tickets wait outside."""

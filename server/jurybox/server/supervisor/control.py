@@ -13,6 +13,8 @@ import zmq
 from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol.control_pb2 import (
+    BindingMessage,
+    BindRequest,
     ControlReply,
     ControlRequest,
     Done,
@@ -222,10 +224,12 @@ class ControlHandlers:
             "sleep": self._sleep,
             "wake": self._wake,
             "pause": self._pause,
+            "bind": self._bind,
         }
 
     def forget(self, lane: LeasedLane) -> None:
         """Ask all engines to forget a lane that is taken back."""
+        self._engines.bindings.forget(lane.lease)
         self._engines.order("retire", lane=lane.lane, lease=lane.lease)
 
     def _hello(self, request: Hello) -> ServerMessage:
@@ -336,6 +340,17 @@ class ControlHandlers:
         for index, load in held.wake_up().items():
             self._engines.engines[index].send("wake", model=held.index, load=load)
         self._engines.load(held, [index for index in held.asleep_in if index not in held.turning])
+
+    def _bind(self, request: BindRequest) -> BindingMessage:
+        """Bind rows of a lease to device memory, in every engine of its model, or end that."""
+        lane = self._leases.held(request.lane, request.lease)
+        held = None if lane is None else self._models.numbered(lane.model)
+        if lane is None or held is None:
+            if request.end:
+                return BindingMessage(settled=True)  # with the lease
+            raise Refused("the lane is not leased to the sender (any more): lease one again", Code.STALE_LEASE)
+        living = [index for index in self._engines.living() if index in self._engines.of(held)]
+        return self._engines.bindings.handle(request, lane, held, living)
 
     def _pause(self, request: PauseRequest) -> None:
         """Have the engines pause, or go on."""

@@ -14,6 +14,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.shm_rings import ShmRings
 from jurybox.protocol.timings import Timings
 from jurybox.server.settings.config import EngineSettings, ServerSettings
+from jurybox.server.supervisor.bindings import Bindings
 from jurybox.server.supervisor.children import Child, Standby
 from jurybox.server.supervisor.interpreters import environment
 from jurybox.server.supervisor.models import HeldModel, Models
@@ -42,6 +43,7 @@ class Engines:
     ) -> None:
         self._places = list(places)
         self.paused = False
+        self.bindings = Bindings(lambda index, kind, **fields: self.engines[index].send(kind, **fields))
         self._segments = segments
         self._factories = list(factories)
         self.devices = [place.device for place in places]
@@ -95,6 +97,7 @@ class Engines:
         native.show_state(record, int(EngineState.ABSENT))
         record["incarnation"] = record["computing"] = record["paused"] = 0
         self._scoreboard.end_life(index)
+        self.bindings.engine_died(index)
 
     def close(self) -> None:
         """Remove all segments; the children must be stopped before."""
@@ -127,6 +130,7 @@ class Engines:
                 "device_memory_mib": settings.device_memory_mib,
                 "memory": place.memory,
                 "paused": self.paused,
+                "bindings": self.bindings.of([held.index for held in self._models]),
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
                 "factories": self._factories,

@@ -50,6 +50,11 @@ class Leases:
         # A number no earlier server of this address used, so that its clients' tickets are recognised as stale.
         self._next = (secrets.randbits(31) << 32) + 1
 
+    def held(self, lane: int, lease: int) -> LeasedLane | None:
+        """A lane that is leased so, and not about to be free."""
+        found = self._lanes.get(lane)
+        return found if found is not None and found.lease == lease and found.retiring is None else None
+
     def grant(self, model: int, rows: int, arena_rows: int, arena: int = 0) -> LeasedLane:
         """Lease `rows` neighbouring rows of a model's arena, whose number is `arena`.
 

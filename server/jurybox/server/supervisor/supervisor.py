@@ -357,6 +357,9 @@ class Supervisor:
                 self._on_loaded(index, message)
             case "ready" | "failed":
                 self._on_settled(index, message)
+            case "bound":
+                reason = plain(message["reason"])
+                self._engines.bindings.answered(index, message["lease"], message["first"], reason)
             case "asleep" | "awake":
                 self._on_turned(index, message)
             case "order failed":

@@ -1,0 +1,281 @@
+"""Rows in device memory, between real processes, on a device that is files: protocol, order, lifetime, refusals."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.serving import serving, wait_until
+
+from jurybox.client import Refused
+from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
+from jurybox.protocol.device_memory import FAKE, HANDLE, driver
+
+ROWS = np.arange(16, dtype=np.float32).reshape(4, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the fake device's memory lies; for this process and those that it starts."""
+    place = tmp_path_factory.mktemp("device")
+    before = os.environ.get(FAKE)
+    os.environ[FAKE] = str(place)
+    yield place
+    del os.environ[FAKE]
+    if before is not None:
+        os.environ[FAKE] = before
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    models = {
+        "affine": {"factory": "tests.models:affine", "rows": 64},
+        "slow": {"factory": "tests.models:moody", "rows": 64},
+        "two": {"factory": "tests.models:two", "rows": 64},
+        "same": {"factory": "tests.models:affine", "rows": 64, "deterministic": True},
+    }
+    with serving(tmp_path_factory.mktemp("server"), models, factories=["tests.models:*"]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.connect() as connection:
+        yield connection
+
+
+def engine(server):
+    return server.pids()["engine-0"]
+
+
+def mapped(server, folder):
+    """How many pieces of the fake device's memory the engine has open."""
+    text = Path(f"/proc/{engine(server)}/maps").read_text()
+    return sum(str(folder) in line for line in text.splitlines())
+
+
+def test_rows_in_device_memory_are_read_and_answered_where_they_lie(server, client, folder):
+    with client.device_rows("affine", 4) as rows:
+        assert mapped(server, folder) == 2  # rows and event
+        rows.inputs["observation"][:] = ROWS
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * ROWS + 1)
+        rows.inputs["observation"][:2] = 7
+        rows.infer(2)
+        np.testing.assert_array_equal(rows.outputs["action"][:2], np.full((2, 4), 15))
+        np.testing.assert_array_equal(rows.outputs["action"][2:], (2 * ROWS + 1)[2:])
+    assert mapped(server, folder) == 0 and not list(folder.iterdir())
+    with pytest.raises(Refused, match="closed"):
+        rows.infer()
+
+
+def test_several_tensors_and_other_dtypes_have_their_places(client):
+    with client.device_rows("two", 3) as rows:
+        rng = np.random.default_rng(0)
+        rows.inputs["image"][:] = images = rng.integers(0, 256, (3, 64, 64, 3), np.uint8)
+        rows.inputs["scale"][:] = (1, 2, 3)
+        rows.infer()
+        np.testing.assert_allclose(rows.outputs["brightness"], images.mean(axis=(1, 2, 3)) * (1, 2, 3), rtol=1e-4)
+        np.testing.assert_array_equal(rows.outputs["corner"], images[:, 0, 0, 0])
+
+
+def test_rows_of_host_and_device_share_batches_and_nobody_gets_anothers_answer(server, client):
+    wrong, stop, rounds = [], threading.Event(), [0, 0, 0]
+
+    def ask(number):
+        with server.connect() as mine:
+            model = mine.model("affine", rows=4) if number else None
+            rows = mine.device_rows("affine", 4) if model is None else None
+            at = 0.0
+            while not stop.is_set():
+                at += 1
+                given = np.full((4, 4), number * 1000 + at, np.float32)
+                if rows is not None:
+                    rows.inputs["observation"][:] = given
+                    rows.outputs["action"][:] = -1
+                    rows.infer(timeout=30)
+                    answer = rows.outputs["action"].copy()
+                else:
+                    answer = model.infer(given, timeout=30)
+                if not (answer == 2 * given + 1).all():
+                    wrong.append((number, at, answer))
+                rounds[number] += 1
+            if rows is not None:
+                rows.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: min(rounds) > 100, 60, "rounds of everybody")
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+
+
+def test_the_engine_waits_for_what_the_clients_stream_still_has_to_do(client):
+    with client.device_rows("affine", 4) as rows:
+        device = rows._driver
+        rows.inputs["observation"][:] = -1
+
+        def render():
+            time.sleep(0.5)
+            rows.inputs["observation"][:] = ROWS  # the stream's work comes to its end
+            device.complete(rows._event)
+
+        late = threading.Thread(target=render)
+        late.start()
+        rows.infer(stream=1, timeout=20)  # a stream whose work is not done when the ticket goes out
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * ROWS + 1)
+        late.join()
+
+
+CLIENT = """
+import sys, numpy as np
+from jurybox.client import connect
+server = connect(sys.argv[1], timeout=60)
+rows = server.device_rows("slow", 4)
+rows.inputs["observation"][:] = 1_000_000.0 * float(sys.argv[2])
+print("bound", flush=True)
+rows.infer(timeout=60)
+"""
+
+
+def test_a_client_that_is_killed_in_flight_takes_nothing_along_and_its_memory_is_let_go_of(server, client, folder):
+    process = subprocess.Popen([sys.executable, "-c", CLIENT, server.address, "1.5"], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout.readline() == "bound\n"
+        wait_until(lambda: client.status()["engines"][0]["pid"] and mapped(server, folder) == 2, 20, "the binding")
+        time.sleep(0.3)  # its batch takes 1.5 s
+        before = engine(server)
+        process.kill()
+    assert client.model("affine", rows=4).infer(ROWS, timeout=30)[0, 0] == 1
+    wait_until(lambda: mapped(server, folder) == 0, 20, "that the engine lets go")
+    assert engine(server) == before  # it lives
+    for file in folder.iterdir():  # a driver frees what a dead process had; files do not go by themselves
+        file.unlink()
+
+
+def test_after_an_engine_died_the_next_one_reads_the_same_device_memory(server, client, folder):
+    with client.device_rows("affine", 4) as rows:
+        rows.inputs["observation"][:] = ROWS
+        rows.infer()
+        life = engine(server)
+        os.kill(life, signal.SIGKILL)
+        rows.inputs["observation"][:] = 3 * ROWS
+        rows.outputs["action"][:] = -1
+        rows.infer(timeout=60)
+        np.testing.assert_array_equal(rows.outputs["action"], 6 * ROWS + 1)
+        assert engine(server) != life and mapped(server, folder) == 2
+
+
+def test_memory_that_is_gone_when_the_next_engine_comes_is_refused_and_not_replaced_by_the_arena(
+    server, client, folder
+):
+    with client.device_rows("affine", 4) as rows:
+        rows.inputs["observation"][:] = ROWS
+        rows.infer()
+        names = [file.rename(file.with_suffix(".gone")) for file in folder.iterdir()]
+        life = engine(server)
+        os.kill(life, signal.SIGKILL)
+        with pytest.raises(Exception, match="device memory of rows .* the memory of that handle is gone"):
+            rows.infer(timeout=60)
+        for name in names:
+            name.rename(name.with_suffix(""))
+
+
+def test_memory_in_flight_is_let_go_of_only_when_its_batch_is_done(server, client, folder):
+    rows = client.device_rows("slow", 1)
+    rows.inputs["observation"][:] = 1_000_000.0  # a batch of a second
+    done = threading.Thread(target=lambda: rows.infer(timeout=30))
+    done.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    lane, lease = rows._rows.leased
+    client._open_link().bind(BindRequest(lane=lane, lease=lease, first=rows._request.first, end=True), 20.0)
+    assert time.monotonic() - began > 0.2  # the batch was waited for
+    assert mapped(server, folder) == 0
+    done.join()
+    assert rows.outputs["action"][0, 0] == 1_000_001.0
+    rows.close()
+
+
+def test_a_model_loaded_anew_goes_on_reading_and_one_that_cannot_refuses(client):
+    with client.device_rows("affine", 4) as rows:
+        rows.inputs["observation"][:] = ROWS
+        client.load("affine")
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * ROWS + 1)
+        client.load("affine", {"factory": "tests.models:affine", "rows": 64, "deterministic": True})
+        with pytest.raises(Exception, match="reads no device memory any more"):
+            rows.infer()
+        client.load("affine", {"factory": "tests.models:affine", "rows": 64})
+        rows.infer()
+
+
+def test_what_is_no_ones_to_give_is_refused(server, client, folder):
+    device = driver()
+    memory, event = device.allocate(4096), device.event()
+    link = client._open_link()
+    model = client.model("affine", rows=4)
+    with model.rows(4) as rows:
+        lane, lease = rows.leased
+        first = rows.first
+
+        def bind(**changed):
+            handle = changed.pop("handle", device.export(memory))
+            offset = changed.pop("offset", 0)
+            fields = {
+                "lane": lane, "lease": lease, "first": first, "rows": 4, "event": b"",
+                "inputs": [RegionPlace(tensor="observation", handle=handle, offset=offset)],
+                "outputs": [RegionPlace(tensor="action", handle=handle, offset=2048)],
+                **changed,
+            }  # fmt: skip
+            try:
+                link.bind(BindRequest(**fields), 20.0)
+            finally:
+                link.bind(BindRequest(lane=lane, lease=lease, first=fields["first"], end=True), 20.0)
+
+        bind()
+        refused = (
+            ({"handle": bytes(HANDLE)}, "the driver knows no such handle"),
+            ({"handle": device.export_event(event)}, "no such handle"),
+            ({"handle": b"short"}, f"a handle has {HANDLE} bytes, 5 came"),
+            ({"offset": 4090}, "takes 64 bytes from byte 4090 of a region that has 4096"),
+            ({"offset": 2**63}, "takes 64 bytes from byte"),
+            ({"offset": 2}, "aligned to 4"),
+            ({"event": b"e"}, "an event's handle has 64 bytes"),
+            ({"event": device.export(memory)}, "no such handle"),
+            ({"lease": lease + 1}, "not leased to the sender"),
+            ({"rows": 5}, "expected some of"),
+            ({"rows": 0}, "expected some of"),
+            ({"outputs": []}, "outputs none were bound, expected each of 'action' once"),
+        )
+        for changed, says in refused:
+            with pytest.raises(Refused, match=says):
+                bind(**changed)
+        own = device.export(memory)[:24] + engine(server).to_bytes(4, "little") + bytes(HANDLE - 28)
+        with pytest.raises(Refused, match="cannot open what it exported itself"):
+            bind(handle=own)
+    assert model.infer(ROWS)[0, 0] == 1  # host rows again
+    assert mapped(server, folder) == 0
+    device.destroy_event(event)
+    device.free(memory)
+
+
+def test_models_without_fixed_rows_take_no_device_memory(client):
+    with pytest.raises(Refused, match="takes no device memory"):
+        client.device_rows("same", 2)
+
+
+def test_without_a_driver_the_client_says_so(client, monkeypatch):
+    monkeypatch.delenv(FAKE)
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("there is a driver")
+    with pytest.raises(Refused, match="no CUDA driver on this host"):
+        client.device_rows("affine", 1)
