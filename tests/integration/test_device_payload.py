@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.serving import serving, wait_until
 
 from jurybox.client import Refused
@@ -37,6 +38,7 @@ def server(folder, tmp_path_factory):
         "affine": {"factory": "tests.models:affine", "rows": 64},
         "slow": {"factory": "tests.models:moody", "rows": 64},
         "two": {"factory": "tests.models:two", "rows": 64},
+        "learnt": {"factory": "tests.models:affine", "rows": 64, "publish": "double_buffer"},
         "same": {"factory": "tests.models:affine", "rows": 64, "deterministic": True},
     }
     with serving(tmp_path_factory.mktemp("server"), models, factories=["tests.models:*"]) as running:
@@ -279,3 +281,106 @@ def test_without_a_driver_the_client_says_so(client, monkeypatch):
         pytest.skip("there is a driver")
     with pytest.raises(Refused, match="no CUDA driver on this host"):
         client.device_rows("affine", 1)
+
+
+# ---- weights from the learner's memory on the device
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Tensors of this process are taken for the fake device's."""
+    from jurybox.protocol.weights import publisher
+
+    monkeypatch.setattr(publisher, "_on_device", lambda tensor: True)
+
+
+def weights(version):
+    return {"scale": torch.tensor(float(version)), "offset": torch.tensor(float(version))}
+
+
+PAIR = np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
+
+
+def adopted(model, version):
+    reply = model.submit(PAIR).result(timeout=30)
+    answer = np.asarray(reply.outputs)
+    assert (answer[0] == 2 * reply.version).all() and (answer[1] == reply.version).all()
+    return reply.version == version
+
+
+def test_weights_go_from_device_to_device(server, client, folder, on_device, monkeypatch):
+    model = client.model("learnt", rows=4)
+    before = mapped(server, folder)
+    with client.publisher("learnt", device=0) as publisher:
+        first = publisher.publish(weights(publisher.version + 1))
+        wait_until(lambda: adopted(model, first), 20, "the first version")
+        assert mapped(server, folder) == before + 2  # a place for each slot
+        stage = publisher._place.stage
+        monkeypatch.setattr(stage, "_targets", [torch.zeros_like(target) for target in stage._targets])
+        second = publisher.publish(weights(first + 1))  # the host gets nothing, so only the device can have told
+        wait_until(lambda: adopted(model, second), 20, "the second version")
+        monkeypatch.undo()
+
+
+def test_device_weights_are_never_torn_by_a_learner_that_publishes_without_a_pause(server, client, folder, on_device):
+    stop, published, seen = threading.Event(), [0], set()
+
+    def learn():
+        with server.connect() as mine, mine.publisher("learnt", device=0) as publisher:
+            while not stop.is_set():
+                published[0] = publisher.publish(weights(publisher.version + 1))
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    try:
+        model = client.model("learnt", rows=4)
+        wait_until(lambda: published[0], 20, "a publication")
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            reply = model.submit(PAIR).result(timeout=30)
+            answer = np.asarray(reply.outputs)
+            if reply.version > 2:
+                assert (answer[0] == 2 * reply.version).all() and (answer[1] == reply.version).all()
+            seen.add(reply.version)
+    finally:
+        stop.set()
+        learner.join(30)
+    assert len(seen) > 10
+    wait_until(lambda: adopted(model, published[0]), 20, "the last version")
+
+
+LEARNER = """
+import sys, time, torch
+from jurybox.client import connect
+from jurybox.protocol.weights import publisher
+publisher._on_device = lambda tensor: True
+with connect(sys.argv[1], timeout=60) as server:
+    learner = server.publisher("learnt", device=0)
+    number = float(learner.version + 1)
+    print(learner.publish({"scale": torch.tensor(number), "offset": torch.tensor(number)}), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_when_the_learner_is_dead_the_next_engine_takes_its_weights_from_the_host(server, client, folder):
+    process = subprocess.Popen([sys.executable, "-c", LEARNER, server.address], stdout=subprocess.PIPE, text=True)
+    with process:
+        version = int(process.stdout.readline())
+        model = client.model("learnt", rows=4)
+        wait_until(lambda: adopted(model, version), 20, "its version")
+        process.kill()
+    for file in folder.iterdir():
+        file.unlink()
+    os.kill(engine(server), signal.SIGKILL)
+    wait_until(lambda: adopted(model, version), 60, "its version in the next engine")
+    assert mapped(server, folder) == 0
+
+
+def test_a_learner_without_device_memory_takes_over_and_nobody_reads_the_other_ones(server, client, folder, on_device):
+    model = client.model("learnt", rows=4)
+    with client.publisher("learnt", device=0) as publisher:
+        publisher.publish(weights(publisher.version + 1))
+    with client.publisher("learnt") as publisher:  # into both slots
+        for _ in range(3):
+            publisher.publish(weights(publisher.version + 1))
+            wait_until(lambda: adopted(model, publisher.version), 20, "its version")

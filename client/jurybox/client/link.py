@@ -30,6 +30,7 @@ from jurybox.protocol.control_pb2 import (
     WakeRequest,
 )
 from jurybox.protocol.descriptors import require
+from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
@@ -81,7 +82,9 @@ class Link(Protocol):
     def lease(self, name: str, rows: int, timeout: float) -> tuple[Lane, ModelSpec, int]:
         """A lane of so many rows (0: the server's default), the model's spec, its largest batch."""
 
-    def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher | RemotePublisher:
+    def publisher(
+        self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None
+    ) -> Publisher | RemotePublisher:
         """The learner's end of a model's weights channel."""
 
     def weights(self, name: str, timeout: float) -> WeightsReader | RemoteWeightsReader:

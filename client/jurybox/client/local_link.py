@@ -20,6 +20,7 @@ from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.control_pb2 import BindRequest, Lease, ModelMessage, PauseRequest, ReleaseRequest, ServerMessage
 from jurybox.protocol.descriptors import require
+from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Error, Refused, ServerGone, SharedMemoryError, Timeout, TooManyFiles
 from jurybox.protocol.scoreboard import LANE_LOCK, PAUSE_LOCK, EngineState, Scoreboard
 from jurybox.protocol.segment import directory, try_lock, unlock
@@ -77,9 +78,9 @@ class LocalLink(ControlLink):
             self.scoreboard.segment.close()
             self.scoreboard = None
 
-    def publisher(self, name: str, transfer: Transfer, timeout: float) -> Publisher:
+    def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> Publisher:
         """As Link.publisher; it writes where the engines read, whatever `transfer` says."""
-        return Publisher(self._channel(name, timeout)[0], owns=True)
+        return Publisher(self._channel(name, timeout)[0], owns=True, driver=driver)
 
     def weights(self, name: str, timeout: float) -> WeightsReader:
         """As Link.weights."""

@@ -257,18 +257,27 @@ class Server:
         finally:
             go_on()
 
-    def publisher(self, name: str, *, transfer: Transfer = "exact") -> Publisher | RemotePublisher:
+    def publisher(
+        self, name: str, *, transfer: Transfer = "exact", device: int | None = None
+    ) -> Publisher | RemotePublisher:
         """The learner's end of a model's weights channel; there is one at a time.
 
         Args:
             transfer: over grpc://, what is sent: "exact", all of it; "changed", what changed since the last
                 publication, as exact; "bfloat16", half the bytes of float32, and less precise. On the server's host
                 publications are memory, and exact.
+            device: number of the GPU on which the published tensors lie. Engines on that GPU then copy them there, and
+                not from the host; it costs twice the weights' bytes of its memory, until this process ends.
 
         Raises:
             ModelNotFound; Refused: the model takes no publications, or has a living publisher; or the address is tcp://.
         """
-        publisher = self._open_link().publisher(name, transfer, self.timeout)
+        if device is None:
+            publisher = self._open_link().publisher(name, transfer, self.timeout)
+        else:
+            from jurybox.protocol.device_memory import driver
+
+            publisher = self._open_link().publisher(name, transfer, self.timeout, driver(device))
         self._ends.add(publisher)
         return publisher
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import secrets
@@ -386,5 +387,9 @@ class FakeDriver:
 
 def driver(device: int = 0) -> Driver:
     """The driver of a device, by its number among the visible ones. Raises Refused: there is none."""
-    folder = os.environ.get(FAKE)
-    return FakeDriver(folder) if folder else CudaDriver(device)
+    return _driver(device, os.environ.get(FAKE, ""))
+
+
+@functools.cache
+def _driver(device: int, fake: str) -> Driver:
+    return FakeDriver(fake) if fake else CudaDriver(device)

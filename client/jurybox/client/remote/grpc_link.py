@@ -19,6 +19,7 @@ from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import BindRequest, ModelMessage, StatusRequest, TensorSpecMessage
 from jurybox.protocol.control_pb2_grpc import ServerStatusStub
+from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import (
     SLEEPS,
     Code,
@@ -147,8 +148,10 @@ class GrpcLink:
         """As Link.bind."""
         raise Refused("device memory is handed over on one host: connect over ipc://")
 
-    def publisher(self, name: str, transfer: Transfer, timeout: float) -> RemotePublisher:
+    def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> RemotePublisher:
         """As Link.publisher."""
+        if driver is not None:
+            raise Refused("device memory is handed over on one host: connect over ipc://, or publish without device")
         CORE.check()
         return RemotePublisher(
             self._channel,

@@ -17,6 +17,7 @@ from jurybox.client.remote.connection import Connection, Keys, new_identity, ope
 from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching, read_reply
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
+from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
@@ -54,7 +55,7 @@ class TcpLink(ControlLink):
         self._unwire()
         self._closed = True
 
-    def publisher(self, name: str, transfer: Transfer, timeout: float) -> NoReturn:
+    def publisher(self, name: str, transfer: Transfer, timeout: float, driver: Driver | None = None) -> NoReturn:
         """As Link.publisher: there is none over tcp://."""
         raise _out_of_reach(name)
 

@@ -1,7 +1,8 @@
 """The weights channel as a shared-memory segment: a head, the layout, and one or two slots.
 
 Byte 0: the head (`_HEAD`). Byte 256: the words that synchronise processes (native/serving/weights_slots.hpp). Byte 512:
-the publisher's process id, for messages only. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
+the publisher's process id, for messages only. Byte 1024: where the same weights lie in device memory (`DEVICE`), of a
+publisher that shares it. Byte 4096: the layout as JSON. Then, on page boundaries, the slots: the
 weights in the layout's order, then room for the extra.
 """
 
@@ -39,11 +40,14 @@ SLOTS: dict[str, int] = {"double_buffer": 2, "snapshot": 1}
 _HEAD = struct.Struct("<8sIIQQQQQ32s")
 _MAGIC = b"jbweight"
 _PROTOCOL = 2
-_CONTROL, _PUBLISHER, _LAYOUT, _PAGE = 256, 512, 4096, 4096
+_CONTROL, _PUBLISHER, _DEVICE, _LAYOUT, _PAGE = 256, 512, 1024, 4096, 4096
+# Device memory beside each slot. What lies there is of a version where that is the claim's; the slot's own sequence
+# tells whether it still was when it had been copied. Every publisher clears it when it begins.
+DEVICE = np.dtype([("generation", "<u8"), ("versions", "<u8", (2,)), ("handles", "u1", (2, 64))])
 _MIB = 2**20
 _LOOKS = 4  # in a row at words that contradict each other, which a publisher never lets be seen so often
 _SKIPPED = 1000  # versions, more than may have been published since the last look
-_MAPPED = ("slots", "publisher_pid", "_data", "_extra", "_words")  # attributes that keep the memory mapped
+_MAPPED = ("slots", "publisher_pid", "_data", "_extra", "_words", "device")  # attributes that keep the memory mapped
 PUBLISHER_LOCK = OWNER_LOCK + 1
 
 __all__ = ["PUBLISHER_LOCK", "SLOTS", "Mode", "WeightsChannel", "WeightsClaim", "mode_named"]
@@ -85,6 +89,7 @@ class WeightsChannel:
             )
         memory = segment.array(np.uint8, (segment.size,))
         self.publisher_pid = segment.array(np.uint64, (1,), _PUBLISHER)
+        self.device = segment.array(DEVICE, (1,), _DEVICE)
         self.slots = WeightsSlots(memory, _CONTROL, first, stride, weights_bytes, slots)
         self.slots.prefault()
         self._words = segment.array(np.uint64, (24,), _CONTROL)  # native/serving/weights_slots.hpp: WeightsControl

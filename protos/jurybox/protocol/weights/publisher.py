@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import weakref
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol import forks
+from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Refused, ServerGone, SpecMismatch
 from jurybox.protocol.segment import try_lock
 from jurybox.protocol.weights import TensorPlace, WeightsChannel, WeightsLayout
@@ -48,13 +50,17 @@ class Publisher:
 
     Args:
         channel: to publish on. It stays the caller's to close, unless the publisher `owns` it.
+        driver: of the device that publications come from. With it they are kept there beside each slot, as large as the
+            weights each, for engines on the same device: these copy them there, and not from the host. The memory is
+            this process's until it ends, since others may have it open.
 
     Raises:
         Refused: the channel has a living publisher.
     """
 
-    def __init__(self, channel: WeightsChannel, *, owns: bool = False) -> None:
+    def __init__(self, channel: WeightsChannel, *, owns: bool = False, driver: Driver | None = None) -> None:
         channel.require_open()
+        self._driver = driver
         self.channel = channel
         self._owns = owns
         self._parts = channel.layout.parts()
@@ -71,6 +77,7 @@ class Publisher:
                 )
             channel.publisher_pid[0] = self._pid
             self.version = channel.slots.take_over()
+            channel.device["generation"] = channel.device["versions"] = 0  # what another one left is not this one's
         except BaseException:
             place.close()
             raise
@@ -153,14 +160,14 @@ class Publisher:
         stage = self._place.stage
         if stage is None or stage.device != first.device:
             self.close_stage()
-            stage = self._place.stage = DeviceStage(self.channel, first.device)
+            stage = self._place.stage = DeviceStage(self.channel, first.device, self._driver)
         stage.gather(tensors)
         if check and (bad := stage.not_finite()):
             raise Refused(
                 f"tensor {bad!r} holds NaN or infinity, and check_finite asks to refuse that; nothing was published"
             )
         slot = self.channel.slots.begin()
-        stage.transfer(slot)
+        stage.transfer(slot, version)
         self.channel.slots.commit(slot, version, extra)
 
     def _number(self, version: int | None) -> int:
@@ -282,6 +289,9 @@ def _locate(tensor: Any, place: TensorPlace, stored: np.dtype[Any]) -> tuple[int
 # torch is never imported here: a caller that hands over a tensor on a device has it loaded already.
 
 
+_SHARED: dict[tuple[bool, str, str], list[int]] = {}  # exported memory; freed with the process: others have it open
+
+
 class DeviceStage:
     """A flat buffer on a device in a channel's layout, and the channel's slots as targets of its transfers.
 
@@ -291,9 +301,10 @@ class DeviceStage:
     Args:
         channel: whose layout and slots.
         device: a ``torch.device``.
+        driver: shares what is published with others on the device; None: nothing is shared.
     """
 
-    def __init__(self, channel: WeightsChannel, device: Any) -> None:
+    def __init__(self, channel: WeightsChannel, device: Any, driver: Driver | None = None) -> None:
         self._torch = torch = sys.modules["torch"]
         self.device = device
         self._channel = channel
@@ -309,6 +320,7 @@ class DeviceStage:
         self._targets = [
             torch.from_numpy(channel.writable_slot(number)) for number in range(1 + (channel.mode == "double_buffer"))
         ]
+        self._shared = [] if driver is None else self._share(driver, len(self._targets))
         self._locked = [target for target in self._targets if self._page_lock(target)]
 
     def gather(self, tensors: Mapping[str, Any]) -> None:
@@ -329,9 +341,28 @@ class DeviceStage:
         verdicts = self._torch.stack(finite).tolist()
         return next((name for name, good in zip(self._floating, verdicts, strict=True) if not good), None)
 
-    def transfer(self, slot: int) -> None:
-        """Copy the flat buffer to slot `slot`, and wait for the copy."""
-        self._targets[slot].copy_(self._flat)
+    def transfer(self, slot: int, version: int = 0) -> None:
+        """Copy the flat buffer to slot `slot`, to the device memory beside it where that is shared, and wait for it."""
+        if self._shared:
+            self._channel.device["versions"][0, slot] = 0
+            self._shared[slot].copy_(self._flat)
+        self._targets[slot].copy_(self._flat)  # after it on the same stream
+        if self._shared:
+            self._channel.device["versions"][0, slot] = version
+
+    def _share(self, driver: Driver, slots: int) -> list[Any]:
+        """Device memory for each slot, exported; the same again for another stage of this size."""
+        key = driver.fake, str(self.device), self._channel.name
+        if key not in _SHARED:
+            _SHARED[key] = [driver.allocate(max(1, self._channel.layout.nbytes)) for _ in range(slots)]
+        record = self._channel.device
+        record["generation"] = 0
+        for slot, pointer in enumerate(_SHARED[key]):
+            record["handles"][0, slot] = np.frombuffer(driver.export(pointer), np.uint8)
+        record["generation"] = secrets.randbits(62) | 1
+        shape, dtype = (self._channel.layout.nbytes,), np.dtype(np.uint8)
+        arrays = [driver.array(pointer, shape, dtype) for pointer in _SHARED[key]]
+        return [self._torch.as_tensor(array, device=self.device) for array in arrays]
 
     def close(self) -> None:
         """Undo the page-locking; memory must not be unmapped before."""

@@ -8,6 +8,7 @@ itself, is refused: what stands in the arena there is nobody's input.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from jurybox.protocol.device_memory import Driver, driver
-from jurybox.protocol.errors import Refused, said
+from jurybox.protocol.errors import Error, Refused, said
 from jurybox.protocol.spec import TensorSpec
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.channel import SLOTS, WeightsClaim
 
 
 class Binding:
@@ -42,6 +45,76 @@ class Binding:
         """Of one tensor the rows of a ticket."""
         at = first - self.first
         return tensors[name][at : at + rows]
+
+
+class PublishedOnDevice:
+    """A weights channel's publications where the learner keeps them on the device, as tensors by slot and name.
+
+    Args:
+        channel: whose publisher may share its device memory.
+        device: of the engine.
+    """
+
+    def __init__(self, channel: WeightsChannel, device: torch.device, open_driver: Any = driver) -> None:
+        self._channel = channel
+        self._device = device
+        self._open_driver = open_driver
+        self._generation = 0
+        self._driver: Driver | None = None
+        self._pointers: list[int] = []
+        self._slots: list[dict[str, torch.Tensor]] = []
+
+    def tensors(self, claim: WeightsClaim) -> Mapping[str, torch.Tensor] | None:
+        """The claimed publication; None where it is not on the device, or cannot be reached from this one.
+
+        What was copied from it is of the claimed version if the channel holds the claim afterwards.
+        """
+        record = self._channel.device[0]
+        generation = int(record["generation"])
+        if not generation or int(record["versions"][claim.slot]) != claim.version:
+            return None
+        if generation != self._generation:
+            self._open(generation)
+        return self._slots[claim.slot] if self._slots else None
+
+    def close(self) -> None:
+        """Let go of the memory; nothing copies from it any more."""
+        self._slots = []
+        pointers, self._pointers = self._pointers, []
+        for pointer in pointers:
+            assert self._driver is not None
+            with contextlib.suppress(Error):
+                self._driver.close(pointer)
+
+    def _open(self, generation: int) -> None:
+        """Open what a publisher has exported; another one exports anew."""
+        self.close()
+        self._generation = generation
+        record, layout = self._channel.device[0].copy(), self._channel.layout
+        try:
+            if self._driver is None:
+                self._driver = self._open_driver(self._device.index or 0)
+            slots = []
+            for number in range(SLOTS[self._channel.mode]):
+                pointer = self._driver.open(bytes(record["handles"][number]))
+                self._pointers.append(pointer)
+                base, size = self._driver.extent(pointer)
+                if pointer - base + layout.nbytes > size:
+                    raise Refused(f"{size} bytes are there, the weights take {layout.nbytes}")
+                array = self._driver.array(pointer, (layout.nbytes,), np.dtype(np.uint8))
+                flat = torch.as_tensor(array, device=self._device)
+                slots.append(
+                    {
+                        place.name: flat[place.offset : place.offset + place.nbytes]
+                        .view(getattr(torch, place.dtype))
+                        .reshape(place.shape)
+                        for place in layout.places.values()
+                    }
+                )
+        except Error:  # of another device, or its learner is gone: the host has the same weights
+            self.close()
+            return
+        self._slots = slots
 
 
 class DeviceRegions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -10,12 +11,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from jurybox.protocol.device_memory import FAKE
 from jurybox.protocol.errors import Error, Timeout, VersionNotHeld, said
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.server.engine.device import Mark, Stream, staging
+from jurybox.server.engine.device_regions import PublishedOnDevice
 
 _SLICE = 0.25  # seconds between two looks whether to stop
+_LOOKS = 3  # at publications that a learner overtakes, before one is taken from the host
 _PARTING = 30.0  # seconds that a copy under way may take to end
 _NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
 
@@ -23,7 +27,16 @@ _NO_NEWS = 5.0  # seconds a switch may take: the loop may be in a long forward
 class Copy:
     """One version of a model's weights, where and as the module computes with them."""
 
-    def __init__(self, reader: WeightsReader, module: torch.nn.Module, stream: Stream, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: WeightsReader,
+        module: torch.nn.Module,
+        stream: Stream,
+        device: torch.device,
+        on_device: PublishedOnDevice | None = None,
+    ) -> None:
+        self._on_device = on_device
+        self.from_device = 0  # publications that were taken from the learner's device memory
         self.version = 0
         self.used = Mark(None)  # the last work that reads it
         self._stream = stream
@@ -42,6 +55,8 @@ class Copy:
 
     def fill(self, timeout: float) -> float:
         """Take the newest publication; gives its age in seconds. Raises Timeout."""
+        if self._on_device is not None and (age := self._fill_on_device(self._on_device)) is not None:
+            return age
         version, _ = self._reader.read_bytes(self._flat, timeout=timeout)
         self._stream.after(self.used)
         with self._stream.running():
@@ -51,6 +66,24 @@ class Copy:
         self._stream.mark().wait()
         self.version = version
         return self._reader.age_seconds
+
+    def _fill_on_device(self, published: PublishedOnDevice) -> float | None:
+        """As `fill`, from the learner's memory on the same device; None where it is not there, or was overtaken."""
+        channel = self._reader.channel
+        for _ in range(_LOOKS):
+            claim = channel.claim()
+            if not claim.version or (source := published.tensors(claim)) is None:
+                return None
+            self._stream.after(self.used)
+            with self._stream.running():
+                for name, tensor in self.tensors.items():
+                    tensor.copy_(source[name], non_blocking=True)
+            self._stream.mark().wait()
+            if channel.holds(claim):
+                self.version = claim.version
+                self.from_device += 1
+                return channel.age_seconds(claim)
+        return None
 
 
 class WeightsUpdater:
@@ -86,6 +119,8 @@ class WeightsUpdater:
         self._module = module
         self._device = device
         self._keep = keep
+        shares = device.type == "cuda" or FAKE in os.environ
+        self._on_device = PublishedOnDevice(channel, device) if shares else None
         self._targets = dict(module.state_dict(keep_vars=True).items())
         self._copies: deque[Copy] = deque()  # the oldest first
         self._make_copies()
@@ -144,6 +179,8 @@ class WeightsUpdater:
             if self._thread.is_alive():
                 raise Timeout(f"a publication has been on its way to the device for {_PARTING:.0f} s")
         self._copies.clear()
+        if self._on_device is not None:
+            self._on_device.close()
 
     def wake(self) -> None:
         """Take the newest publication, at once, and follow what comes. Raises Timeout."""
@@ -155,7 +192,9 @@ class WeightsUpdater:
 
     def _make_copies(self) -> None:
         stream = Stream(self._device)
-        self._copies.extend(Copy(self._reader, self._module, stream, self._device) for _ in range(self._keep + 2))
+        self._copies.extend(
+            Copy(self._reader, self._module, stream, self._device, self._on_device) for _ in range(self._keep + 2)
+        )
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._follow, args=(self._stopped,), name="weights", daemon=True)
