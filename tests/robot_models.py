@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -36,9 +38,11 @@ def seen():
 
 
 class Counting(nn.Module):
-    """Every action is (the sum of an episode's states, its steps)."""
+    """Every action is (the sum of an episode's states, its steps). A state of 1000 takes a second and a half."""
 
     def forward(self, state, total):
+        if float(state.max()) >= 1000:
+            time.sleep(1.5)
         total = total + torch.cat([state, torch.ones_like(state)], dim=1)
         return total[:, None].expand(-1, HORIZON, -1).contiguous(), total
 

@@ -27,7 +27,7 @@ from benchmarks.robots.policies import DIMENSION, HORIZON, SIDE
 from jurybox.client import connect as connect_jurybox
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
-LARGE, SMALL = (128, 100, 20), (16, 1, 1)  # width, layers, steps of denoising
+LARGE, SMALL = (64, 100, 20), (16, 1, 1)  # width, layers, steps of denoising
 RESULTS = Path(__file__).parent / "results" / "robots.md"
 
 

@@ -276,6 +276,55 @@ def test_an_engine_that_dies_ends_the_episodes_it_held_and_never_goes_on_from_no
         assert ask(step)["actions"][0, 1] == 1
 
 
+def test_an_episode_whose_answer_came_too_late_never_goes_on_from_a_step_nobody_saw(tmp_path):
+    one = ROBOTS.partition("[robots.counter]")[2].replace("timeout = 30.0", "timeout = 0.5")
+    with serving(tmp_path, {"counting": MODELS["counting"]}, more=f"[robots.counter]{one}") as own:
+        with own.connect() as client:
+            address = client.status()["server"]["robots"]["counter"]
+        step, slow = {"state": np.array([1.0])}, {"state": np.array([1000.0])}
+        with robot(address) as ask, robot(address, VLLM) as other:
+            wait_until(lambda: not isinstance(ask(step | {"reset": True}), str), 60, "an answer in time")
+            assert other(step | {"reset": True}) is not None
+            assert "within 0.5" in ask(slow)
+            assert "lost" in ask(step)
+            with pytest.raises(ConnectionClosed):
+                ask(step)
+            assert "within 0.5" in other(slow)["message"]
+            wait_until(lambda: "lost" in other(step)["message"], 60)
+            other({"endpoint": "reset"})
+
+            def first():
+                answer = other(step | {"reset": True})  # the engine may be at the slow one yet
+                return isinstance(answer, np.ndarray) and answer[0].tolist() == [1, 1]
+
+            wait_until(first, 60, "the first step of another episode")
+            assert other(step)[0].tolist() == [2, 2]
+
+
+def test_of_observations_that_are_computed_together_one_that_fails_fails_alone(where):
+    wrong = {1: WRONG["a row that the model refuses"], 4: WRONG["a state too short"], 6: WRONG["no msgpack"]}
+    answers: dict[tuple[int, int], object] = {}
+    together = threading.Barrier(8, timeout=60)
+
+    def asks(number):
+        with robot(where["arm"]) as ask:
+            for step in range(20):
+                together.wait()
+                answers[number, step] = ask(wrong[number][0] if number in wrong else observation(fill=number))
+
+    threads = [threading.Thread(target=asks, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(answers) == 160
+    for (number, _), answer in answers.items():
+        if number in wrong:
+            assert isinstance(answer, str) and wrong[number][1] in answer, answer
+        else:
+            np.testing.assert_allclose(answer["actions"], expected(6 + number, 4))
+
+
 def test_random_frames_get_an_error_each_and_the_connection_goes_on(where):
     dice = random.Random(1)
     whole = packb(observation())

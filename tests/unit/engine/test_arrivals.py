@@ -13,7 +13,8 @@ from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
-from jurybox.server.engine.batches import QUICK, BatchCost
+from jurybox.server.batch_cost import BatchCost
+from jurybox.server.engine.batches import QUICK
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel

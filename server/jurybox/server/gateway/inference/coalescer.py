@@ -2,7 +2,8 @@
 
 A ticket costs the gateway, the engine and the kernel the same however many rows it has. So rows of different requests
 share tickets, two in flight at most: one computes, one waits, and what comes meanwhile makes up the next. A lone
-request waits for nobody. Rows of different sessions of a model with state share tickets in the same way.
+request waits for nobody. Rows of different sessions of a model with state share tickets in the same way. Where
+somebody knows who is about to ask (`Gathering`), the next ticket waits for them.
 
 Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane, whose rows
 may be lost, is given up.
@@ -13,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,7 +36,7 @@ _DOUBT = 1.0  # seconds a ticket still has whose answer may have been lost on th
 
 @dataclass(slots=True)
 class _Asked:
-    """Rows of one request; `until` is in seconds of the monotonic clock.
+    """Rows of one request; `came` and `until` are in seconds of the monotonic clock.
 
     `sessions` are those that the rows are of, each with whether it begins; None: the model keeps no state.
     """
@@ -43,9 +44,26 @@ class _Asked:
     inputs: Arrays
     n: int
     version: int
+    came: float
     until: float
     answer: asyncio.Future[tuple[Arrays, int]]
     sessions: Mapping[int, bool] | None
+
+
+class Gathering(Protocol):
+    """Knows who is about to ask, and so whether the next ticket should wait for more requests."""
+
+    def wait(self, waiting: int, computing: int) -> float:
+        """Seconds for which the next ticket should still wait, where so many requests wait and are computed."""
+        ...
+
+    def went(self, waits: Sequence[float]) -> None:
+        """A ticket was sent whose requests had waited so many seconds."""
+        ...
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A ticket of so many rows was answered."""
+        ...
 
 
 class RequestCoalescer:
@@ -57,6 +75,8 @@ class RequestCoalescer:
         broken: called when the lane cannot be trusted with rows any more.
         idle: called when nothing is in flight and nobody waits.
         sessions: of a model with state.
+        gathering: asked before every ticket that is not full.
+        engines: that answer this lane; each is sent a ticket before another waits.
     """
 
     def __init__(
@@ -66,8 +86,14 @@ class RequestCoalescer:
         broken: Callable[[], None] = lambda: None,
         idle: Callable[[], None] = lambda: None,
         sessions: Sessions | None = None,
+        gathering: Gathering | None = None,
+        engines: int = 1,
     ) -> None:
         self._model = model
+        self._gathering = gathering
+        self._most_in_flight = _IN_FLIGHT * engines
+        self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
+        self._rooms: list[dict[str, Any]] = []  # memory in which rows were joined, for the next ticket
         self._sessions = sessions
         self._most = most
         self._broken = broken
@@ -97,8 +123,9 @@ class RequestCoalescer:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Arrays, int]] = loop.create_future()
-        self._waiting.append(_Asked(inputs, n, version, time.monotonic() + seconds, answer, sessions))
-        if not self._called and len(self._in_flight) < _IN_FLIGHT:
+        now = time.monotonic()
+        self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions))
+        if not self._called and self._may_send():
             # Not at once: requests that came in the same turn of the loop come along.
             self._called = True
             loop.call_soon(self._send)
@@ -109,6 +136,11 @@ class RequestCoalescer:
             return await answer
         finally:
             late.cancel()
+
+    def look_again(self) -> None:
+        """Who was waited for may come no more."""
+        if self._gathered is not None:
+            self._send()
 
     def give_up(self, error: Error) -> None:
         """Fail all requests that wait or are in flight."""
@@ -149,11 +181,27 @@ class RequestCoalescer:
             task.cancel()
             self._lose(TimeoutError("its ticket did not end"))
 
+    def _may_send(self) -> bool:
+        """Whether another ticket may go; where one is full already, one more than there are engines."""
+        free = self._most_in_flight - len(self._in_flight)
+        return free > 0 or (self._gathering is not None and free == 0 and len(self._waiting) >= self._most)
+
     def _send(self) -> None:
         self._called = False
-        while self._waiting and len(self._in_flight) < _IN_FLIGHT:
+        if self._gathered is not None:
+            self._gathered.cancel()
+            self._gathered = None
+        while self._waiting and self._may_send():
+            if self._gathering is not None and len(self._waiting) < self._most:
+                computing = sum(map(len, self._in_flight.values()))
+                if (wait := self._gathering.wait(len(self._waiting), computing)) > 0:
+                    self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
+                    return
             taken = self._take()
             if taken:
+                if self._gathering is not None:
+                    now = time.monotonic()
+                    self._gathering.went([now - asked.came for asked in taken])
                 task = asyncio.ensure_future(self._answer(taken))
                 self._in_flight[task] = taken
                 task.add_done_callback(self._sent)
@@ -198,8 +246,8 @@ class RequestCoalescer:
             # What the lane should not raise may have cost it rows.
             ours = isinstance(error, Error)
             failure = error if isinstance(error, Error) else ModelFailed(f"{self._unread}: {said(error)}")
-            if len(taken) > 1 and failure.code == Code.MODEL_FAILED:
-                for asked in taken:  # one of them breaks the model; the others must not be told so
+            if len(taken) > 1 and failure.code in (Code.MODEL_FAILED, Code.SPEC_MISMATCH):
+                for asked in taken:  # one of them breaks the model, or is none of it; the others must not be told so
                     if not asked.answer.done():
                         await self._answer([asked])
             self._fail(taken, failure)
@@ -222,9 +270,14 @@ class RequestCoalescer:
 
     async def _compute(self, taken: list[_Asked]) -> None:
         """Send these rows as one ticket, and distribute the answers."""
-        first = taken[0]
+        first, began, room = taken[0], time.monotonic(), None
         if len(taken) == 1:
             inputs: Arrays = first.inputs
+        elif self._gathering is not None:
+            room = self._rooms.pop() if self._rooms else {}
+            inputs = {
+                name: self._joined_in(room, name, [asked.inputs[name] for asked in taken]) for name in first.inputs
+            }
         else:
             inputs = {name: _joined([asked.inputs[name] for asked in taken]) for name in first.inputs}
         seconds = max(asked.until for asked in taken) - time.monotonic()
@@ -243,6 +296,10 @@ class RequestCoalescer:
             if len(taken) == 1 or not error.errors:
                 raise
             came, version, failed = error.outputs, error.version, error.errors
+        if room is not None:
+            self._rooms.append(room)  # after an error it may still be read
+        if self._gathering is not None:
+            self._gathering.took(sum(asked.n for asked in taken), time.monotonic() - began)
         outputs = came if len(self._outputs) > 1 else {self._outputs[0]: came}
         at = 0
         for asked in taken:
@@ -255,6 +312,16 @@ class RequestCoalescer:
                 else:
                     asked.answer.set_result((part, version))
             at = end
+
+    def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
+        """As _joined, in memory that is there: new pages for images cost more than their copy."""
+        if type(parts[0]) is list:
+            return _joined(parts)
+        rows, kept = sum(map(len, parts)), room.get(name)
+        first = parts[0]
+        if kept is None or len(kept) < rows or kept.shape[1:] != first.shape[1:] or kept.dtype != first.dtype:
+            kept = room[name] = np.empty((max(rows, self._most), *first.shape[1:]), first.dtype)
+        return np.concatenate(parts, out=kept[:rows], casting="no")
 
     def _fail(self, taken: list[_Asked], error: Error) -> None:
         for asked in taken:
@@ -269,8 +336,13 @@ def _meet(asked: _Asked, taken: list[_Asked]) -> bool:
     return any(other.sessions is not None and asked.sessions.keys() & other.sessions.keys() for other in taken)
 
 
+def _of(taken: list[_Asked], name: str) -> list[Any]:
+    return [asked.inputs[name] for asked in taken]
+
+
 def _joined(parts: list[Any]) -> Any:
     """Concatenate the rows of several requests."""
     if type(parts[0]) is list:
         return [row for part in parts for row in part]
-    return np.concatenate(parts)
+    # Rows made for a model that was loaded anew meanwhile, with another dtype, must not become rows of the new one.
+    return np.concatenate(parts, dtype=parts[0].dtype, casting="no")

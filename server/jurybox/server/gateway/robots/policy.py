@@ -10,8 +10,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, connect
+from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, Timeout, connect
 from jurybox.client.sessions import Sessions
+from jurybox.protocol.spec import ModelSpec
+from jurybox.server.gateway.inference.coalescer import RequestCoalescer
+from jurybox.server.gateway.robots.crowd import Crowd
 from jurybox.server.gateway.robots.observations import row_of
 
 _CONNECT = 2.0  # seconds the server has for an answer on the control socket
@@ -22,7 +25,8 @@ class RobotPolicy:
     """The model of one port. Belongs to one event loop.
 
     Rows are leased at the first connection, as many as there may be connections, and kept: a robot that connects asks
-    nobody for memory, and one that leaves leaves none behind.
+    nobody for memory, and one that leaves leaves none behind. Observations that wait at the same time go as one ticket,
+    which waits a little for robots that are about to ask (`Crowd`).
 
     Args:
         address: the server's.
@@ -40,6 +44,11 @@ class RobotPolicy:
         self._server: Server | None = None
         self._model: Model | None = None
         self._sessions: Sessions | None = None
+        self._crowd = Crowd(1)
+        self._coalescer: RequestCoalescer | None = None
+        self._spec: ModelSpec | None = None  # the coalescer's
+        self._engines = 1
+        self._unknown: set[int] = set()  # whose last answer did not come in time, perhaps after its step
 
     @property
     def connected(self) -> int:
@@ -65,6 +74,9 @@ class RobotPolicy:
         try:
             yield Episode(self, place)
         finally:
+            self._crowd.left(place)
+            if self._coalescer is not None:
+                self._coalescer.look_again()
             self._free.append(place)
             async with self._freed:
                 self._freed.notify_all()
@@ -82,19 +94,47 @@ class RobotPolicy:
         rows: dict[str, Any] = {
             name: [row[name]] if tensor.variable else row[name][None] for name, tensor in spec.inputs.items()
         }
-        left = max(0.0, until - time.monotonic())
+        coalescer = self._coalescer if spec is self._spec and self._coalescer is not None else self._coalesced(model)
+        sessions = None
         if self._sessions is not None:
-            outputs = await self._sessions.infer_async(rows, session=[place], reset=[begins], timeout=left)
-        else:
-            outputs = await model.infer_async(rows, timeout=left)
-        if len(spec.outputs) == 1:
-            return {next(iter(spec.outputs)): outputs[0]}
+            self._require_known(place, begins)
+            sessions = {place: begins}
+        self._crowd.asked(place)
+        try:
+            outputs, _ = await coalescer.ask(rows, 1, max(0.0, until - time.monotonic()), 0, sessions)
+        except Timeout:
+            if sessions is not None:
+                self._unknown.add(place)  # its step may have been computed, or be computed yet
+            raise
+        finally:
+            self._crowd.answered(place)
         return {name: value[0] for name, value in outputs.items()}
+
+    def _require_known(self, place: int, begins: bool) -> None:
+        """Raises SessionLost where nobody knows which steps a session has taken."""
+        if begins:
+            self._unknown.discard(place)
+        elif place in self._unknown:
+            raise SessionLost(
+                f"the episode's state of {self._name!r} is lost: an answer did not come in time; begin another episode "
+                "with reset",
+                sessions=[place],
+            )
+
+    def _coalesced(self, model: Model) -> RequestCoalescer:
+        """A coalescer for the model as it is now: where it was loaded anew, its spec may be another."""
+        most = min(model.max_batch, self._clients)
+        self._crowd = Crowd(most, self._engines)
+        self._spec = model.spec
+        self._coalescer = RequestCoalescer(
+            model, most, sessions=self._sessions, gathering=self._crowd, engines=self._engines
+        )
+        return self._coalescer
 
     async def close(self) -> None:
         """Release the lane."""
         server, self._server = self._server, None
-        sessions, self._sessions, self._model = self._sessions, None, None
+        sessions, self._sessions, self._model, self._coalescer = self._sessions, None, None, None
         if sessions is not None:
             await asyncio.to_thread(sessions.close)
         if server is not None:
@@ -118,6 +158,7 @@ class RobotPolicy:
                 sessions = one.sessions(self._clients)
                 return sessions._model, sessions
         rows = min(self._clients, max(1, described.arena_rows // 2))
+        self._engines = len(self._server.status()["engines"])
         return self._server.model(self._name, rows=rows), None
 
 

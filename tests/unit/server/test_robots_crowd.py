@@ -1,0 +1,276 @@
+"""The next batch of robots waits for those who are about to ask, only for them, and only while it pays."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jurybox.client import SessionLost, Timeout
+from jurybox.client.model import Reply
+from jurybox.protocol import ModelSpec, TensorSpec
+from jurybox.server.gateway.inference.coalescer import RequestCoalescer
+from jurybox.server.gateway.robots.crowd import Crowd
+from jurybox.server.gateway.robots.policy import RobotPolicy
+
+
+class Port:
+    """Robots in closed loop, a crowd that says when batches go, and one engine: simulated, in seconds.
+
+    Args:
+        fixed, by_row: what a batch costs.
+        gap: what the port takes to read one observation; it reads one after another.
+        slow: robots that think a second before they ask again.
+    """
+
+    def __init__(self, robots, fixed, by_row, gap, most=8, slow=0):
+        self.now = 0.0
+        self.crowd = Crowd(most, clock=lambda: self.now)
+        self.batches, self.events, self.order = [], [], 0
+        self.waiting, self.computing, self.read = [], [], 0.0
+        self.cost, self.gap, self.most = (fixed, by_row), gap, most
+        self.slow = set(range(slow))
+        for robot in range(robots):
+            self.comes(robot)
+
+    def at(self, when, what, *which):
+        heapq.heappush(self.events, (when, self.order, what, which))
+        self.order += 1
+
+    def comes(self, robot):
+        self.read = max(self.read, self.now + (1.0 if robot in self.slow else 0.0)) + self.gap
+        self.at(self.read, self.asks, robot)
+        if robot in self.slow:
+            self.read = self.now  # who thinks keeps nobody from being read
+
+    def asks(self, robot):
+        self.crowd.asked(robot)
+        self.waiting.append(robot)
+        self.send()
+
+    def send(self):
+        if self.computing or not self.waiting:
+            return
+        if len(self.waiting) < self.most and (wait := self.crowd.wait(len(self.waiting), 0)) > 0:
+            self.at(self.now + wait, self.send)
+            return
+        self.computing, self.waiting = self.waiting[: self.most], self.waiting[self.most :]
+        self.at(self.now + self.cost[0] + self.cost[1] * len(self.computing), self.answers)
+
+    def answers(self):
+        done, self.computing = self.computing, []
+        self.batches.append((self.now, len(done)))
+        self.crowd.took(len(done), self.cost[0] + self.cost[1] * len(done))
+        for robot in done:
+            self.crowd.answered(robot)
+        for robot in done:
+            self.comes(robot)
+        self.send()
+
+    def run(self, until):
+        """Answers a second in the last half of the time, and the mean batch."""
+        while self.events and self.events[0][0] < until:
+            self.now, _, what, which = heapq.heappop(self.events)
+            what(*which)
+        last = [rows for when, rows in self.batches if when > until / 2]
+        return sum(last) / (until / 2), sum(last) / len(last)
+
+
+def test_robots_in_closed_loop_are_computed_in_one_batch_where_a_batch_costs_the_same_whatever_its_rows():
+    rate, batch = Port(8, fixed=0.018, by_row=0.0002, gap=0.0006).run(20.0)
+    alone, _ = Port(1, fixed=0.018, by_row=0.0002, gap=0.0006).run(20.0)
+    assert batch == 8.0
+    assert rate > 6 * alone
+
+
+def test_nobody_is_waited_for_where_rows_cost_and_batches_do_not():
+    rate, _ = Port(8, fixed=0.0, by_row=0.005, gap=0.002).run(20.0)
+    assert rate > 0.98 / 0.005  # the engine is never idle
+
+
+def test_a_crowd_that_takes_longer_to_come_back_than_a_batch_costs_is_computed_in_groups():
+    rate, _ = Port(8, fixed=0.01, by_row=0.0, gap=0.003).run(20.0)
+    assert rate > 0.95 / 0.003  # as fast as they can be read at all
+
+
+def test_a_lone_robot_waits_for_nobody_and_those_who_think_hold_up_nobody():
+    rate, batch = Port(1, fixed=0.02, by_row=0.0, gap=0.001).run(10.0)
+    assert batch == 1.0 and rate > 0.95 / 0.021
+    quick_alone, _ = Port(4, fixed=0.02, by_row=0.0, gap=0.001).run(10.0)
+    with_others, _ = Port(8, fixed=0.02, by_row=0.0, gap=0.001, slow=4).run(10.0)
+    assert with_others > 0.9 * quick_alone
+
+
+def test_who_does_not_come_back_is_waited_for_once_and_not_longer_than_a_batch_costs():
+    now = [0.0]
+    crowd = Crowd(8, clock=lambda: now[0])
+    for rows in (1, 8, 1, 8):
+        crowd.took(rows, 0.02)
+    assert crowd.fixed == pytest.approx(0.02)
+
+    def back_at_once(*robots):
+        for robot in robots:
+            crowd.answered(robot)
+        now[0] += 0.001
+        for robot in robots:
+            crowd.asked(robot)
+
+    back_at_once(0, 1)  # both are quick
+    for robot in (0, 1):
+        crowd.answered(robot)
+    now[0] += 0.005
+    crowd.asked(0)
+    assert crowd.wait(1, 0) == pytest.approx(0.015)
+    now[0] += 0.0151
+    assert crowd.wait(1, 0) == 0.0
+    crowd.answered(0)
+    now[0] += 0.001
+    crowd.asked(0)
+    assert crowd.wait(1, 0) == 0.0  # the other is not waited for again
+    crowd.answered(0)
+    back_at_once(1)
+    crowd.answered(1)
+    crowd.left(1)
+    crowd.asked(0)
+    assert crowd.wait(1, 0) == 0.0  # nor one that has disconnected
+
+
+def test_engines_get_their_parts_of_the_crowd():
+    now = [0.0]
+    crowd = Crowd(8, engines=2, clock=lambda: now[0])
+    for rows in (1, 8, 1, 8):
+        crowd.took(rows, 0.02)
+    for _ in range(2):
+        for robot in range(8):
+            crowd.asked(robot)
+        for robot in range(8):
+            crowd.answered(robot)
+    for robot in range(4):
+        assert crowd.wait(robot, 0) > 0
+        crowd.asked(robot)
+    assert crowd.wait(4, 0) == 0.0  # and the other four go to the other engine
+
+
+SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
+
+
+class Lane:
+    """A model that answers twice its input after a moment, and remembers its tickets."""
+
+    name, spec, max_batch = "m", SPEC, 8
+
+    def __init__(self):
+        self.tickets = []
+
+    async def infer_reply_async(self, inputs, *, timeout, version):
+        self.tickets.append(inputs["x"].copy())
+        await asyncio.sleep(0.02)
+        return Reply(inputs["x"] * 2, 7)
+
+    def room(self):
+        return 8
+
+    def look(self):
+        pass
+
+
+def rows(value, dtype="float32"):
+    return {"x": np.full((1, 2), value, dtype)}
+
+
+async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over():
+    lane, held = Lane(), []
+
+    class Gathering:
+        def wait(self, waiting, computing):
+            held.append(waiting)
+            return 0.0 if waiting == 3 or len(held) > 5 else 0.05
+
+        def went(self, waits):
+            self.waits = waits
+
+        def took(self, rows, seconds):
+            assert rows and 0.02 <= seconds < 5
+
+    gathering = Gathering()
+    together = RequestCoalescer(lane, 8, gathering=gathering)
+
+    async def later(value, seconds):
+        await asyncio.sleep(seconds)
+        return await together.ask(rows(value), 1, 60.0, 0)
+
+    answers = await asyncio.gather(later(1, 0), later(2, 0.005), later(3, 0.01))
+    assert [len(ticket) for ticket in lane.tickets] == [3] and len(gathering.waits) == 3
+    assert [answer[0]["y"][0, 0] for answer in answers] == [2, 4, 6]
+    outputs, _ = await asyncio.wait_for(together.ask(rows(4), 1, 60.0, 0), 5)  # nobody comes
+    assert outputs["y"][0, 0] == 8 and not together.busy
+
+
+async def test_a_gathered_request_whose_caller_left_is_not_sent_and_a_full_ticket_does_not_wait():
+    lane = Lane()
+
+    class Gathering:
+        def wait(self, waiting, computing):
+            return 60.0
+
+        def went(self, waits):
+            pass
+
+        def took(self, rows, seconds):
+            pass
+
+    together = RequestCoalescer(lane, 8, gathering=Gathering())
+    gone = asyncio.ensure_future(together.ask(rows(9), 1, 60.0, 0))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    answers = await asyncio.wait_for(
+        asyncio.gather(*(together.ask(rows(value), 1, 60.0, 0) for value in range(8)), return_exceptions=True), 5
+    )
+    assert [answer[0]["y"][0, 0] for answer in answers[:7]] == [0, 2, 4, 6, 8, 10, 12]
+    assert not (np.concatenate(lane.tickets) == 9).any()
+
+
+async def test_rows_made_for_an_earlier_dtype_never_become_rows_of_another():
+    lane = Lane()
+
+    class Gathering:
+        def wait(self, waiting, computing):
+            return 0.0 if waiting == 2 else 0.05
+
+        def went(self, waits):
+            pass
+
+        def took(self, rows, seconds):
+            pass
+
+    for gathering in (None, Gathering()):
+        together = RequestCoalescer(lane, 8, gathering=gathering)
+        await asyncio.gather(together.ask(rows(1), 1, 60.0, 0), together.ask(rows(2, "uint8"), 1, 60.0, 0))
+        assert {str(ticket.dtype) for ticket in lane.tickets if 2 in ticket} == {"uint8"}
+        lane.tickets.clear()
+
+
+async def test_a_step_whose_answer_came_too_late_to_its_robot_is_not_gone_on_from():
+    """Its ticket may be in time for the other robots in it, so that the step is taken."""
+    answers = [0.0, Timeout("too late"), 3.0]
+
+    class Coalescer:
+        async def ask(self, inputs, n, seconds, version, sessions):
+            if isinstance(answer := answers.pop(0), Exception):
+                raise answer
+            return {"y": np.full((1, 2), answer)}, 7
+
+    policy = RobotPolicy("ipc:///nowhere", "m", 2, 1.0)
+    policy._model, policy._sessions = SimpleNamespace(spec=SPEC), object()
+    policy._spec, policy._coalescer = SPEC, Coalescer()
+    observation = {"x": np.zeros(2, np.float32)}
+    await policy.ask(observation, 0, begins=True)
+    with pytest.raises(Timeout):
+        await policy.ask(observation, 0, begins=False)
+    for _ in range(2):
+        with pytest.raises(SessionLost, match="begin another episode"):
+            await policy.ask(observation, 0, begins=False)
+    assert (await policy.ask(observation, 0, begins=True))["y"][0] == 3.0
