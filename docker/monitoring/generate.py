@@ -30,6 +30,10 @@ LAYOUT: dict[str, list[str]] = {
                 "weights_updates", "weights_update_duration_seconds", "weights_age_seconds", "versions_not_held"],
     "Clients and memory": ["lanes_in_use", "rows_in_use", "sessions_in_use", "arena_rows", "arena_bytes",
                            "shared_memory_bytes", "device_bytes", "model_ready"],
+    "Robots": ["robot_connections", "robot_requests", "robot_request_failures", "robot_delay_seconds",
+               "robot_batch_wait_seconds", "robot_jitter_seconds", "robot_client_delay_seconds",
+               "robot_client_jitter_seconds", "robot_client_chunks_dropped", "robot_client_starved_steps",
+               "robot_sessions", "robot_connections_opened", "robot_connections_refused"],
 }  # fmt: skip
 NOT_SHOWN = {"build_info", "start_time_seconds"}
 
@@ -47,7 +51,7 @@ ALERTS = [
 ]  # fmt: skip
 
 _UNITS = {"seconds": "s", "bytes": "bytes", "rows": "short", "versions": "short", "": "short"}
-_LEGEND = {"model": "{{model}}", "engine": "engine {{engine}}", "reason": "{{model}} {{reason}}", "kind": "{{kind}}"}
+_LEGEND = {"model": "{{model}}", "engine": "engine {{engine}}", "kind": "{{kind}}", "port": "{{port}}"}
 
 
 def files() -> dict[Path, str]:
@@ -75,8 +79,9 @@ curl http://127.0.0.1:8000/metrics
 
 Prometheus's text format, or OpenMetrics where the scraper accepts it. The gateway reads the numbers from shared memory
 (the scoreboard), so a scrape costs the engines nothing. Sums and counts are those of all engines; an engine that is
-started again goes on counting, and only a new server, or a model that was unloaded, begins at zero. Histograms have a
-bucket for every power of two, from a microsecond on, without gaps; `le` of a time is 2^n nanoseconds, of rows 2^n - 1.
+started again goes on counting, and only a new server, or a model that was unloaded, begins at zero. Those of `robot_`
+are counted in the gateway, and begin at zero with it. Histograms have a bucket for every power of two, from a
+microsecond on, without gaps; `le` of a time is 2^n nanoseconds, of rows 2^n - 1.
 
 The last column names what Triton (`nv_`) or vLLM (`vllm:`) call the same, or nearly.
 """
@@ -198,7 +203,7 @@ def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
     """PromQL and legend of what shows a metric best, by its kind."""
     chosen = '{model=~"$model"}' if "model" in metric.labels else ""
     by = ", ".join(metric.labels)
-    legend = _LEGEND[metric.labels[-1]]
+    legend = _LEGEND[metric.labels[0]] + (" {{reason}}" if "reason" in metric.labels else "")
     name = f"{metric.full_name}{chosen}"
     if metric.kind is Kind.HISTOGRAM:
         buckets = f"sum by ({by}, le) (rate({metric.full_name}_bucket{chosen}[$__rate_interval]))"

@@ -27,6 +27,11 @@ Ask = Callable[[dict[str, Any], float], ArrayLike]
 PREFIX = "action_prefix"  # float32 (horizon, dimension): actions from this step on as they are planned, then zeros
 PREFIX_LENGTH = "action_prefix_length"  # int32: how many of them are planned; 0 at an episode's beginning
 DELAY = "inference_delay"  # int32: so many of them will have been executed when the answer comes
+
+# What a request brings beside the observation with `report`: a map of what happened since the last one that was
+# answered. A server's robots port adds it to its metrics, and takes it away before the model.
+REPORT = "chunk_report"  # {"delay": s of the last answer, "starved": steps, and for each of DROPPED how many}
+DROPPED = ("late", "stale", "failed")
 _REMEMBERED = 64  # answers whose delays are kept
 
 
@@ -117,6 +122,7 @@ class _Request:
     answered: float = 0.0
     chunk: NDArray[Any] | None = None
     error: Exception | None = None
+    told: dict[str, int] | None = None  # what will have been reported once it is answered
 
 
 class AsyncChunkPolicy:
@@ -143,6 +149,8 @@ class AsyncChunkPolicy:
         deadline: seconds within which an answer must come to be used.
         reset_key: an entry of this name, True, is added to an episode's requests until one is answered; "reset" for a
             server's robots port.
+        report: whether requests bring what became of the last ones, as REPORT: a server's robots port counts it in its
+            metrics.
         clock: gives seconds.
 
     Attributes:
@@ -159,6 +167,7 @@ class AsyncChunkPolicy:
         every: int = 1,
         deadline: float = 10.0,
         reset_key: str | None = None,
+        report: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if ensemble is not None and real_time is not None:
@@ -171,6 +180,9 @@ class AsyncChunkPolicy:
         self._ensemble = None if ensemble is None else TemporalEnsemble(ensemble)
         self._real_time = real_time
         self._every, self._deadline, self._reset_key, self._clock = every, deadline, reset_key, clock
+        self._report = report
+        self._told: dict[str, int] = {}  # counts that a server has been told
+        self._delay: float | None = None  # of the last answer, where it has not been told yet
         self.stats = ChunkStats()
         self.error: Exception | None = None
         self._step = self._episode = 0
@@ -272,7 +284,13 @@ class AsyncChunkPolicy:
             request |= self._planned(self._real_time)
         if self._reset_key is not None and not self._begun:
             request[self._reset_key] = True
-        self._waiting = _Request(request, self._step, self._episode, self._clock())
+        told = None
+        if self._report:
+            told = {name: getattr(self.stats, name) for name in ("starved", *DROPPED)}
+            request[REPORT] = {name: count - self._told.get(name, 0) for name, count in told.items()}
+            if self._delay is not None:
+                request[REPORT]["delay"] = self._delay
+        self._waiting = _Request(request, self._step, self._episode, self._clock(), told=told)
         self._next_ask = self._step + self._every
         self.stats.asked += 1
         self._changed.notify_all()
@@ -293,6 +311,8 @@ class AsyncChunkPolicy:
         if done is None:
             return
         steps = self._step - done.step
+        if done.error is None:
+            self._told, self._delay = done.told or {}, done.answered - done.sent
         if done.episode != self._episode:
             self.stats.stale += 1
             return

@@ -15,6 +15,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.robot_models import DIMENSION, HORIZON
 from tests.serving import serving, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -204,6 +205,61 @@ def test_another_session_id_begins_another_episode_and_an_ended_one_never_goes_o
         refused = ask(step | {"session_id": "a"})
         assert refused["type"] == "error" and "ended" in refused["message"]
         assert ask(step | {"session_id": "b"})[0, 1] == 3
+
+
+def test_what_robots_do_is_in_the_metrics(tmp_path):
+    secret = "0123456789abcdef0123"
+    more = ROBOTS.replace("clients = 8", "clients = 1")
+    with serving(tmp_path, MODELS, env={"JURYBOX_TOKEN": secret}, more=more, http="127.0.0.1:0") as own:
+        with own.connect() as client:
+            server = client.status()["server"]
+        headers = {"Authorization": f"Bearer {secret}"}
+
+        def metrics():
+            asking = urllib.request.Request(f"http://{server['http']}/metrics", headers=headers)
+            with urllib.request.urlopen(asking, timeout=60) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+            return {
+                (sample.name.removeprefix("jurybox_robot_"), *sorted(sample.labels.values())): sample.value
+                for family in families
+                for sample in family.samples
+                if "_robot_" in sample.name
+            }
+
+        assert metrics()["requests_total", "arm"] == metrics()["connections_opened_total", "counter"] == 0
+        with pytest.raises(InvalidStatus), robot(server["robots"]["arm"]):
+            pass
+        with robot(server["robots"]["arm"], additional_headers=headers) as ask:
+            for report in ({}, {"chunk_report": {"delay": 0.5, "stale": 2, "starved": 3}}):
+                assert "actions" in ask(observation() | report)
+            assert "chunk_report" in ask(observation() | {"chunk_report": {"delay": -1.0}})
+            assert isinstance(ask(WRONG["a state too short"][0]), str)
+            with pytest.raises(ConnectionClosed), robot(server["robots"]["arm"], additional_headers=headers):
+                pass
+            assert metrics()["connections", "arm"] == 1
+        with robot(server["robots"]["counter"], additional_headers=headers) as ask:
+            for _ in range(2):
+                ask({"state": np.array([1.0])})
+                ask({"endpoint": "reset"})
+        wait_until(lambda: metrics()["connections", "arm"] == 0, 60)
+        told = metrics()
+        wanted = {
+            ("connections_opened_total", "arm"): 1,
+            ("connections_refused_total", "arm", "token"): 1,
+            ("connections_refused_total", "arm", "full"): 1,
+            ("requests_total", "arm"): 2,
+            ("request_failures_total", "arm", "malformed"): 1,
+            ("request_failures_total", "arm", "observation"): 1,
+            ("delay_seconds_count", "arm"): 2,
+            ("batch_wait_seconds_count", "arm"): 2,
+            ("client_delay_seconds_sum", "arm"): 0.5,
+            ("client_chunks_dropped_total", "arm", "stale"): 2,
+            ("client_starved_steps_total", "arm"): 3,
+            ("requests_total", "counter"): 2,
+            ("sessions_total", "counter"): 2,
+        }
+        assert {key: told[key] for key in wanted} == wanted
+        assert told["jitter_seconds", "arm"] >= 0 and told["delay_seconds_sum", "arm"] > 0
 
 
 def test_a_hundred_robots_that_come_and_go_lose_nothing_and_leave_nothing(server, where):

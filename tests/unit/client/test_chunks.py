@@ -11,7 +11,7 @@ import pytest
 from tests.serving import wait_until
 
 from jurybox.client import Refused, Timeout
-from jurybox.client.chunks import DELAY, PREFIX, PREFIX_LENGTH, AsyncChunkPolicy, TemporalEnsemble
+from jurybox.client.chunks import DELAY, PREFIX, PREFIX_LENGTH, REPORT, AsyncChunkPolicy, TemporalEnsemble
 
 
 def chunk(step, tag=0.0, horizon=6):
@@ -124,6 +124,27 @@ def test_real_time_chunking_sends_what_is_planned_and_the_delay_it_measured(aske
         third, _ = asked.requests.get(timeout=60)
         assert third[DELAY] == 2 and third[PREFIX_LENGTH] == 4  # the longest of late
         asked.answers.put(chunk(3))
+
+
+def test_with_report_a_request_brings_what_became_of_those_before_it(asked):
+    now = [0.0]
+    with AsyncChunkPolicy(asked, report=True, deadline=0.5, clock=lambda: now[0]) as policy:
+        policy.act({})
+        nothing = {"late": 0, "stale": 0, "failed": 0, "starved": 0}
+        now[0] = 0.25
+        assert asked.answer(policy, chunk(0))[REPORT] == nothing
+        assert policy.act({}) is not None
+        now[0] = 1.0  # after its deadline
+        told = nothing | {"starved": 1, "delay": 0.25}
+        assert asked.answer(policy, chunk(1))[REPORT] == told
+        policy.act({})
+        told = nothing | {"late": 1, "delay": 0.75}
+        assert asked.answer(policy, RuntimeError("a broken connection"))[REPORT] == told
+        policy.act({})
+        assert asked.answer(policy, chunk(3))[REPORT] == told | {"failed": 1}  # of what was not answered all again
+        policy.act({})
+        assert asked.requests.get(timeout=60)[0][REPORT] == nothing | {"delay": 0.0}
+        asked.answers.put(chunk(4))
 
 
 def test_chunks_are_averaged_where_an_ensemble_is_asked_for(asked):

@@ -8,7 +8,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from jurybox.protocol.errors import Code, Refused, SpecMismatch
 from jurybox.server.gateway.metrics import TABLE, Kind, exposition
+from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
+from jurybox.server.gateway.robots.msgpack_arrays import Malformed
 
 PHOTO, POLICY = 3, 7
 OPEN = "application/openmetrics-text;version=1.0.0"
@@ -118,6 +121,51 @@ def test_an_engine_that_comes_back_changes_no_sum_and_no_count(scene):
     assert {key: count for key, count in before.items() if key[0] in counted} == {
         key: count for key, count in after.items() if key[0] in counted
     }
+
+
+def test_what_happens_at_a_port_for_robots_is_counted_by_port(scene):
+    port = PortCounters()
+    port.opened, port.connected, port.sessions = 3, 2, 5
+    port.refused["token"] += 4
+    port.failed(SpecMismatch("too short"))
+    port.failed(Refused("odd", Code.STALE_LEASE))
+    port.waited([0.001, 0.003])
+    report = ChunkReport({"delay": 0.02, "stale": 2, "starved": 7})
+    delays, others = RobotDelays(port), RobotDelays(port)
+    for seconds in (0.010, 0.026, 0.026):
+        delays.answered(seconds, report)
+    others.answered(9.0, None)  # of another robot: no jitter, however far it is
+    snapshot = scene.snapshot(ports={"arm": port})
+    body, _ = exposition(snapshot, "")
+    found = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+    def told(name, **labels):
+        return found[f"jurybox_robot_{name}", tuple(sorted({"port": "arm", **labels}.items()))]
+
+    assert [told(name) for name in ("connections", "connections_opened_total", "sessions_total")] == [2, 3, 5]
+    assert told("requests_total") == 4
+    assert [told("connections_refused_total", reason=reason) for reason in ("token", "full")] == [4, 0]
+    assert [told("request_failures_total", reason=reason) for reason in ("observation", "server", "row")] == [1, 1, 0]
+    assert (told("delay_seconds_count"), told("batch_wait_seconds_count")) == (4, 2)
+    assert told("delay_seconds_sum") == pytest.approx(9.062)
+    assert told("batch_wait_seconds_sum") == pytest.approx(0.004)
+    assert told("delay_seconds_bucket", le=str(2**24 / 1e9)) == 1  # 16.8 ms
+    assert told("jitter_seconds") == pytest.approx(0.016 / 16 * 15 / 16)
+    assert (told("client_delay_seconds_count"), told("client_jitter_seconds")) == (3, 0)
+    assert [told("client_chunks_dropped_total", reason=reason) for reason in ("late", "stale")] == [0, 6]
+    assert told("client_starved_steps_total") == 21
+
+
+@pytest.mark.parametrize(
+    "wrong", [7, {"delay": "x"}, {"delay": float("nan")}, {"delay": -1.0}, {"stale": 1.5}, {"late": -1}, {"more": 1}]
+)
+def test_a_report_that_is_none_says_what_was_expected(wrong):
+    with pytest.raises(Malformed, match="chunk_report: expected"):
+        ChunkReport(wrong)
 
 
 def test_build_info_says_what_runs(scene):

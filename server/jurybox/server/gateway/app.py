@@ -6,9 +6,9 @@ import asyncio
 import json
 import platform
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -21,6 +21,9 @@ from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.inference.lanes import Lanes
 from jurybox.server.gateway.live import Document, StatusSource, Watching
+
+if TYPE_CHECKING:
+    from jurybox.server.gateway.robots.counters import PortCounters
 
 
 async def reasons(source: StatusSource) -> list[str]:
@@ -220,13 +223,17 @@ class NeverCached:
 
 
 def create_app(
-    source: StatusSource, readiness: Callable[[], Awaitable[list[str]]] | None = None, routers: Sequence[APIRouter] = ()
+    source: StatusSource,
+    readiness: Callable[[], Awaitable[list[str]]] | None = None,
+    routers: Sequence[APIRouter] = (),
+    ports: Mapping[str, PortCounters] | None = None,
 ) -> FastAPI:
     """Create the application over a source of the server's status.
 
     Args:
         readiness: why the server is not ready; without it, what the status document says.
         routers: bring more paths.
+        ports: of each port for robots, by name, what is counted there.
     """
     app = FastAPI(
         title="Jurybox",
@@ -281,7 +288,7 @@ def create_app(
         """The status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = Watching(source)
+    app.state.watching = Watching(source, ports)
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

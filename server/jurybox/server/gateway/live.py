@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -18,6 +18,9 @@ from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.gateway.metrics import exposition
 from jurybox.server.watch.history import History
 from jurybox.server.watch.sample import ScoreboardReader, Snapshot
+
+if TYPE_CHECKING:
+    from jurybox.server.gateway.robots.counters import PortCounters
 
 Document = dict[str, Any]
 
@@ -143,12 +146,15 @@ PAGE_HEADERS = {
 class Watching:
     """The routes, and what to close at the end.
 
+    Args:
+        ports: of each port for robots, by name, what is counted there.
+
     Attributes:
         router: to be included in an application.
     """
 
-    def __init__(self, source: StatusSource) -> None:
-        self._watch = Watch(source)
+    def __init__(self, source: StatusSource, ports: Mapping[str, PortCounters] | None = None) -> None:
+        self._watch = Watch(source, ports)
         self._broadcast = Broadcast(self._watch)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._metrics, response_class=Response, summary="For Prometheus")
@@ -196,8 +202,9 @@ _MOST_WATCHERS = 64
 class Watch:
     """Snapshots of the server: the status at most once a second, the rest from the scoreboard."""
 
-    def __init__(self, source: StatusSource) -> None:
+    def __init__(self, source: StatusSource, ports: Mapping[str, PortCounters] | None = None) -> None:
         self._source = source
+        self._ports = ports
         self._reader = ScoreboardReader()
         self._document: Document | None = None
         self._asked = 0.0
@@ -218,7 +225,7 @@ class Watch:
                 if self._document is None or time.monotonic() - self._asked >= _SILENT_FOR:
                     raise
         try:
-            return self._reader.read(self._document)
+            return self._reader.read(self._document, self._ports)
         except ServerGone:
             self._document = None
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,9 +16,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from jurybox.client.chunks import DROPPED
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.scoreboard import BATCH_BUCKETS, EngineState
 from jurybox.protocol.wire import PROTOCOL_VERSION
+from jurybox.server.gateway.robots.counters import FAILURES as FAILURES_AT_PORT
+from jurybox.server.gateway.robots.counters import REFUSALS, PortCounters, Times
 from jurybox.server.watch.sample import FAILURES, Snapshot
 
 PREFIX = "jurybox_"
@@ -136,6 +139,27 @@ def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapsho
     return lambda snapshot: [((label,), value) for label, value in values(snapshot).items()]
 
 
+def by_port(read: Callable[[PortCounters], float | Distribution]) -> Callable[[Snapshot], Samples]:
+    """One sample for each port for robots."""
+    return lambda snapshot: [((name,), read(counters)) for name, counters in snapshot.ports.items()]
+
+
+def by_port_and(
+    reasons: Sequence[str], read: Callable[[PortCounters], Mapping[str, int]]
+) -> Callable[[Snapshot], Samples]:
+    """One sample for each port for robots and reason."""
+    return lambda snapshot: [
+        ((name, reason), float(read(counters).get(reason, 0)))
+        for name, counters in snapshot.ports.items()
+        for reason in reasons
+    ]
+
+
+def at_port(read: Callable[[PortCounters], Times]) -> Callable[[Snapshot], Samples]:
+    """A histogram for each port for robots."""
+    return by_port(lambda counters: Distribution(read(counters).counts, read(counters).total))
+
+
 # Every metric of `/metrics`. The exposition, docs/metrics.md and the Grafana dashboard are all made from this table.
 #
 # Names follow what users of Triton and vLLM know, with base units and Prometheus's suffixes. Labels are few on purpose:
@@ -144,7 +168,7 @@ def told(values: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapsho
 
 
 _COUNTER, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
-_MODEL, _ENGINE = ("model",), ("engine",)
+_MODEL, _ENGINE, _PORT = ("model",), ("engine",), ("port",)
 _NS = 1e9
 _SHORT = Buckets(10, 36, _NS)  # a microsecond to a minute
 _LONG = Buckets(17, 39, _NS)  # an eighth of a millisecond to nine minutes
@@ -332,6 +356,72 @@ TABLE = (
         by_engine(lambda record, snapshot, _: (snapshot.taken - int(record["heartbeat"])) / _NS
                   if record["heartbeat"] else None),
         "seconds",
+    ),
+    Metric(
+        "robot_connections", _GAUGE, _PORT, "Robots connected to a port of [robots].",
+        "At `clients` of that table the next one is refused.", by_port(lambda port: float(port.connected)),
+    ),
+    Metric(
+        "robot_connections_opened", _COUNTER, _PORT, "Connections of robots that were served.",
+        "Grows with a steady number of robots: their connections drop, or they connect anew for each episode.",
+        by_port(lambda port: float(port.opened)),
+    ),
+    Metric(
+        "robot_connections_refused", _COUNTER, ("port", "reason"), "Connections of robots that were refused.",
+        "`token`: without the server's token, or with another. `full`: `clients` of the table are connected.",
+        by_port_and(REFUSALS, lambda port: port.refused),
+    ),
+    Metric(
+        "robot_sessions", _COUNTER, _PORT, "Episodes that robots began.",
+        "A connection is one, and every reset or new `session_id` begins another.",
+        by_port(lambda port: float(port.sessions)),
+    ),
+    Metric(
+        "robot_requests", _COUNTER, _PORT, "Observations of robots that were answered.",
+        "Its rate is the chunks a second; those that got an error are not among them.",
+        by_port(lambda port: float(port.requests)),
+    ),
+    Metric(
+        "robot_request_failures", _COUNTER, ("port", "reason"), "Observations of robots that got an error.",
+        "`malformed`: no valid message. `observation`: not what the model takes. `row`: the model refused this one. "
+        "`late`: no answer within `timeout`. `session`: the episode's state was lost. `model`: it raised. `server`: "
+        "anything else; the answer, and the gateway's log, say what.",
+        by_port_and(FAILURES_AT_PORT, lambda port: port.failures),
+    ),
+    Metric(
+        "robot_batch_wait_seconds", _HISTOGRAM, _PORT,
+        "From a robot's observation, read, to its batch's leaving for an engine.",
+        "Up to a forward and a half is normal in a crowd: the batch that is computed, and then those about to ask.",
+        at_port(lambda port: port.batch_wait), "seconds", buckets=_SHORT,
+    ),
+    Metric(
+        "robot_delay_seconds", _HISTOGRAM, _PORT, "From a robot's observation to its answer, at the gateway.",
+        "Above a chunk's length robots stand still. `robot_client_delay_seconds` minus this is the network.",
+        at_port(lambda port: port.delay), "seconds", buckets=_SHORT,
+    ),
+    Metric(
+        "robot_jitter_seconds", _GAUGE, _PORT,
+        "How much `robot_delay_seconds` differs from one answer to the next of the same robot, smoothed as RFC 3550.",
+        "Real-time chunking plans for the longest of the last delays: jitter costs it reaction.",
+        by_port(lambda port: port.jitter.seconds), "seconds",
+    ),
+    Metric(
+        "robot_client_delay_seconds", _HISTOGRAM, _PORT, "From a robot's request to its answer, as robots measured it.",
+        "Of clients with `AsyncChunkPolicy(report=True)`.",
+        at_port(lambda port: port.client_delay), "seconds", buckets=_SHORT,
+    ),
+    Metric(
+        "robot_client_jitter_seconds", _GAUGE, _PORT, "As `robot_jitter_seconds`, of the delays that robots measured.",
+        "Above the gateway's own: the network.", by_port(lambda port: port.client_jitter.seconds), "seconds",
+    ),
+    Metric(
+        "robot_client_chunks_dropped", _COUNTER, ("port", "reason"), "Answers that robots did not execute.",
+        "`late`: after the client's deadline. `stale`: all its steps, or its episode, were over. `failed`: an error, "
+        "or no chunk.", by_port_and(DROPPED, lambda port: port.dropped),
+    ),
+    Metric(
+        "robot_client_starved_steps", _COUNTER, _PORT, "Control steps for which a robot had no action.",
+        "Longer chunks, or a faster answer, end it.", by_port(lambda port: float(port.starved)),
     ),
     Metric(
         "start_time_seconds", _GAUGE, (), "When the server was started, seconds since 1970.",

@@ -54,14 +54,14 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
             router, ports = applications(orders["dialects"], orders["address"], log)
             routers.append(router)
-        app = create_app(source, oip.reasons, routers)
+        robots = _robot_servers(orders, access)
+        app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
         dialects = {
             name: HttpServer(orders["dialects"][name]["listen"], its_app, access, f"dialects.{name}")
             for name, its_app in ports.items()
         }
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
-        robots = _robot_servers(orders, access)
         for robot in robots.values():
             await robot.start()
     except (OSError, ValueError, ImportError) as error:

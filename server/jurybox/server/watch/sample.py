@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from jurybox.protocol.errors import ServerGone
 from jurybox.protocol.scoreboard import BATCH_BUCKETS, COUNTERS, MAX_LANES, TIME_BUCKETS, EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.server.status import percentile
+
+if TYPE_CHECKING:
+    from jurybox.server.gateway.robots.counters import PortCounters
 
 Document = dict[str, Any]
 
@@ -29,6 +32,7 @@ class Snapshot:
         engines: (engines,) of scoreboard.ENGINE.
         counters: (engines, models) of scoreboard.COUNTERS, models in the document's order.
         lanes: (lanes,) of scoreboard.LANE, those in use.
+        ports: of each port for robots, by name, what the gateway counted there; it is not on the scoreboard.
     """
 
     taken: int
@@ -37,6 +41,7 @@ class Snapshot:
     engines: NDArray[Any]
     counters: NDArray[Any]
     lanes: NDArray[Any]
+    ports: Mapping[str, PortCounters] = field(default_factory=dict)
 
     @property
     def server_id(self) -> str:
@@ -85,8 +90,8 @@ class ScoreboardReader:
         self._server_id = ""
         self._scoreboard: Scoreboard | None = None
 
-    def read(self, document: Document) -> Snapshot:
-        """Take a snapshot.
+    def read(self, document: Document, ports: Mapping[str, PortCounters] | None = None) -> Snapshot:
+        """Take a snapshot; `ports` are the gateway's own part of it.
 
         Raises:
             ServerGone: that server is dead.
@@ -104,6 +109,7 @@ class ScoreboardReader:
             engines=scoreboard.engines.copy(),
             counters=scoreboard.counters[:, columns],  # indexing with a list copies
             lanes=scoreboard.lanes[np.flatnonzero(scoreboard.lanes["lease"])],
+            ports=ports or {},
         )
 
     def close(self) -> None:

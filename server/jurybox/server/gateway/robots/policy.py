@@ -14,6 +14,7 @@ from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, Timeo
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
+from jurybox.server.gateway.robots.counters import PortCounters
 from jurybox.server.gateway.robots.crowd import Crowd
 from jurybox.server.gateway.robots.observations import row_of
 
@@ -33,9 +34,13 @@ class RobotPolicy:
         model: its name.
         clients: connections at most, and so requests in flight.
         timeout: seconds for one answer.
+        counters: of the port.
     """
 
-    def __init__(self, address: str, model: str, clients: int, timeout: float) -> None:
+    def __init__(
+        self, address: str, model: str, clients: int, timeout: float, counters: PortCounters | None = None
+    ) -> None:
+        self._counters = counters or PortCounters()
         self._address, self._name, self._timeout = address, model, timeout
         self._clients = clients
         self._free = list(range(clients))
@@ -108,6 +113,7 @@ class RobotPolicy:
             raise
         finally:
             self._crowd.answered(place)
+        self._counters.sessions += begins
         return {name: value[0] for name, value in outputs.items()}
 
     def _require_known(self, place: int, begins: bool) -> None:
@@ -124,7 +130,7 @@ class RobotPolicy:
     def _coalesced(self, model: Model) -> RequestCoalescer:
         """A coalescer for the model as it is now: where it was loaded anew, its spec may be another."""
         most = min(model.max_batch, self._clients)
-        self._crowd = Crowd(most, self._engines)
+        self._crowd = Crowd(most, self._engines, self._counters.waited)
         self._spec = model.spec
         self._coalescer = RequestCoalescer(
             model, most, sessions=self._sessions, gathering=self._crowd, engines=self._engines

@@ -7,11 +7,12 @@ arrays) and gets one answer, in order. An error with one observation is answered
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import logging
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from jurybox.client import SessionLost, SpecMismatch
+from jurybox.client.chunks import REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, CannotListen, bound_name, listen
+from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import Episode, RobotPolicy, require_actions
 from jurybox.server.security.access import Access, Token
@@ -50,6 +53,7 @@ class RobotServer:
 
     Attributes:
         bound: where it really listens.
+        counters: what has happened here.
 
     Raises:
         CannotListen, ValueError: the address cannot be had.
@@ -60,7 +64,8 @@ class RobotServer:
         self._access = access
         self._token: Token | None = access.token
         self._metadata = packb(settings["metadata"])
-        self._policy = RobotPolicy(address, settings["model"], settings["clients"], settings["timeout"])
+        self.counters = PortCounters()
+        self._policy = RobotPolicy(address, settings["model"], settings["clients"], settings["timeout"], self.counters)
         try:
             self._socket = listen(settings["listen"])
         except CannotListen as error:
@@ -114,6 +119,7 @@ class RobotServer:
         if self._token is not None:
             shown = request.headers.get_all("Authorization")
             if len(shown) != 1 or not self._token.is_shown_by(_as_bearer(shown[0])):
+                self.counters.refused["token"] += 1
                 return connection.respond(
                     http.HTTPStatus.UNAUTHORIZED,
                     "expected 'Authorization: Api-Key TOKEN' with the server's token (server.token_file)\n",
@@ -123,14 +129,16 @@ class RobotServer:
     async def _serve(self, connection: ServerConnection) -> None:
         path = connection.request.path.partition("?")[0] if connection.request is not None else "/"
         dialect = VllmOmni() if path.rstrip("/") == VLLM_OMNI else Openpi()
+        delays = RobotDelays(self.counters)
         try:
-            async with self._policy.episode(_TIMEOUT) as episode:
+            async with self._policy.episode(_TIMEOUT) as episode, self._counted():
                 await connection.send(self._metadata)
                 async for frame in connection:
-                    if not await self._answer(connection, dialect, episode, frame):
+                    if not await self._answer(connection, dialect, episode, delays, frame):
                         await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                         return
         except Busy as error:
+            self.counters.refused["full"] += 1
             await connection.close(_TRY_AGAIN_LATER, plain(error, 100))
         except ConnectionClosed:
             pass  # the robot left
@@ -138,20 +146,40 @@ class RobotServer:
             _log.error("robots.%s: a connection failed: %s", self._name, said(error), exc_info=error)
             await connection.close(_INTERNAL_ERROR, "the gateway failed; its log says more")
 
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        self.counters.opened += 1
+        self.counters.connected += 1
+        try:
+            yield
+        finally:
+            self.counters.connected -= 1
+
     async def _answer(
-        self, connection: ServerConnection, dialect: Openpi, episode: Episode, frame: str | bytes
+        self,
+        connection: ServerConnection,
+        dialect: Openpi,
+        episode: Episode,
+        delays: RobotDelays,
+        frame: str | bytes,
     ) -> bool:
         """Answer one frame; returns whether the connection stays open."""
         began = time.monotonic()
         if isinstance(frame, str) and dialect.ignores_text:
             return True
         try:
-            reply = await dialect.answered(episode, await _read(frame), began)
+            request = await _read(frame)
+            told = ChunkReport(request.pop(REPORT)) if REPORT in request else None
+            reply, observed = await dialect.answered(episode, request)
         except Error as error:
+            self.counters.failed(error)
             await connection.send(dialect.error(said(error)))
             return not (isinstance(error, SessionLost) and dialect.ends_with_session)
         await connection.send(reply)
-        dialect.total_ms = 1e3 * (time.monotonic() - began)
+        seconds = time.monotonic() - began
+        dialect.total_ms = 1e3 * seconds
+        if observed:
+            delays.answered(seconds, told)
         return True
 
 
@@ -182,8 +210,8 @@ class Openpi:
     def __init__(self) -> None:
         self.total_ms: float | None = None  # of the answer before
 
-    async def answered(self, episode: Episode, request: dict[str, Any], began: float) -> bytes:
-        """The frame that answers a request. Raises Error."""
+    async def answered(self, episode: Episode, request: dict[str, Any]) -> tuple[bytes, bool]:
+        """The frame that answers a request, and whether that is an observation. Raises Error."""
         endpoint, session, reset = request.pop("endpoint", "infer"), request.pop("session_id", ""), request.get("reset")
         if endpoint not in ("infer", "reset"):
             raise SpecMismatch(f"endpoint {plain(endpoint, 80)!r}: expected 'infer' or 'reset'")
@@ -194,10 +222,10 @@ class Openpi:
         if endpoint == "reset" or reset is True:
             episode.reset()
         if endpoint == "reset":
-            return packb({"status": "reset successful"})
+            return packb({"status": "reset successful"}), False
         asked = time.monotonic()
         outputs = await episode.infer(request)
-        return self.reply(outputs, 1e3 * (time.monotonic() - asked))
+        return self.reply(outputs, 1e3 * (time.monotonic() - asked)), True
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
         """The answer to an observation."""

@@ -1,0 +1,143 @@
+"""What happened at a robots port since the gateway began, for `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jurybox.client.chunks import DROPPED
+from jurybox.protocol.errors import Code, Error, plain
+from jurybox.protocol.scoreboard import TIME_BUCKETS
+from jurybox.server.gateway.robots.msgpack_arrays import Malformed
+
+REFUSALS = ("token", "full")  # why a connection was refused
+FAILURES = ("malformed", "observation", "row", "late", "session", "model", "server")  # why an observation got an error
+_REASONS = {
+    Code.MALFORMED: "malformed",
+    Code.SPEC_MISMATCH: "observation",
+    Code.ROW_FAILED: "row",
+    Code.TIMEOUT: "late",
+    Code.SESSION_LOST: "session",
+    Code.MODEL_FAILED: "model",
+}
+_JITTER = 1 / 16
+_MOST_SECONDS, _MOST_COUNT = 3600.0, 1_000_000
+
+
+class Times:
+    """A histogram of durations, in buckets as the scoreboard's: bucket i has those from 2^(i-1) to 2^i ns.
+
+    Attributes:
+        total: seconds, of all together.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(TIME_BUCKETS, np.uint64)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[min(int(seconds * 1e9).bit_length(), TIME_BUCKETS - 1)] += np.uint64(1)
+        self.total += seconds
+
+
+class Jitter:
+    """How much delays differ from one to the next of the same robot, smoothed (RFC 3550, 6.4.1).
+
+    Attributes:
+        seconds: of all robots together.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, last: float | None, delay: float) -> float:
+        """Take in a robot's delay and the one before; gives the delay."""
+        if last is not None:
+            self.seconds += _JITTER * (abs(delay - last) - self.seconds)
+        return delay
+
+
+class PortCounters:
+    """The counters of one port. Belongs to the gateway's event loop.
+
+    Attributes:
+        connected: robots, now.
+        opened, refused: connections, the latter by reason.
+        sessions: episodes begun.
+        requests, failures: observations answered, and those that got an error, by reason.
+        delay, jitter: from an observation's arrival to its answer's leaving.
+        batch_wait: from an observation's arrival to its batch's leaving for an engine.
+        client_delay, client_jitter, dropped, starved: as robots say that execute chunks (`AsyncChunkPolicy`).
+    """
+
+    def __init__(self) -> None:
+        self.connected = self.opened = self.sessions = self.requests = self.starved = 0
+        self.refused: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.delay, self.batch_wait, self.client_delay = Times(), Times(), Times()
+        self.jitter, self.client_jitter = Jitter(), Jitter()
+
+    def failed(self, error: Error) -> None:
+        """Count an observation that got an error."""
+        self.failures[_REASONS.get(error.code, "server")] += 1
+
+    def waited(self, waits: Sequence[float]) -> None:
+        """Count the observations of one batch."""
+        for seconds in waits:
+            self.batch_wait.add(seconds)
+
+
+class RobotDelays:
+    """What one connection adds to its port's counters."""
+
+    def __init__(self, counters: PortCounters) -> None:
+        self._counters = counters
+        self._last: float | None = None
+        self._last_told: float | None = None
+
+    def answered(self, seconds: float, told: ChunkReport | None) -> None:
+        """Count an observation that was answered after so many seconds, and what it told."""
+        counters = self._counters
+        counters.requests += 1
+        counters.delay.add(seconds)
+        self._last = counters.jitter.add(self._last, seconds)
+        if told is None:
+            return
+        if told.delay is not None:
+            counters.client_delay.add(told.delay)
+            self._last_told = counters.client_jitter.add(self._last_told, told.delay)
+        counters.dropped.update(told.dropped)
+        counters.starved += told.starved
+
+
+class ChunkReport:
+    """What a robot tells of the chunks it executed since its last request (jurybox.client.chunks.REPORT).
+
+    Raises:
+        Malformed: it is not that.
+    """
+
+    def __init__(self, told: Any) -> None:
+        if not isinstance(told, Mapping):
+            raise Malformed(f"chunk_report: expected a map, came {type(told).__name__}")
+        if unknown := [key for key in told if key not in ("delay", "starved", *DROPPED)]:
+            raise Malformed(
+                f"chunk_report: expected delay, starved, {', '.join(DROPPED)}; came {plain(unknown[0], 80)}"
+            )
+        delay = told.get("delay")
+        if delay is not None and not (type(delay) in (int, float) and 0 <= delay <= _MOST_SECONDS):
+            raise Malformed(f"chunk_report: expected a delay from 0 to {_MOST_SECONDS:.0f} s, came {plain(delay, 80)}")
+        self.delay: float | None = None if delay is None else float(delay)
+        counts = {name: told.get(name, 0) for name in ("starved", *DROPPED)}
+        for name, count in counts.items():
+            if type(count) is not int or not 0 <= count <= _MOST_COUNT:
+                raise Malformed(
+                    f"chunk_report: expected {name} as a number from 0 to {_MOST_COUNT}, came {plain(count, 80)}"
+                )
+        self.starved: int = counts.pop("starved")
+        self.dropped: dict[str, int] = counts
