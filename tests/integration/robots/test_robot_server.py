@@ -6,19 +6,23 @@ import contextlib
 import importlib.util
 import os
 import random
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+import warnings
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.robot_models import DIMENSION, HORIZON
 from tests.serving import serving, wait_until
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import connect as websocket
 
 from jurybox.client.chunks import AsyncChunkPolicy
@@ -37,6 +41,7 @@ listen = "127.0.0.1:0"
 clients = 100
 timeout = 30.0
 """
+SECRET = "0123456789abcdef0123"
 VLLM = "/v1/realtime/robot/openpi"
 
 
@@ -55,7 +60,8 @@ def where(server):
 @contextlib.contextmanager
 def robot(address, path="", **options):
     """A connection whose metadata has been read, and a function that asks."""
-    with websocket(f"ws://{address}{path}", compression=None, open_timeout=60, **options) as connection:
+    scheme = "wss" if "ssl" in options else "ws"
+    with websocket(f"{scheme}://{address}{path}", compression=None, open_timeout=60, **options) as connection:
         metadata = unpackb(connection.recv(60))
 
         def ask(request):
@@ -168,7 +174,7 @@ def test_a_frame_too_large_ends_its_connection_alone(tmp_path):
 
 
 def test_the_token_is_asked_for_in_openpis_words(tmp_path):
-    secret = "0123456789abcdef0123"
+    secret = SECRET
     one = ROBOTS.partition("[robots.counter]")[0]
     with serving(tmp_path, {"seen": MODELS["seen"]}, env={"JURYBOX_TOKEN": secret}, more=one) as own:
         with own.connect() as client:
@@ -183,6 +189,107 @@ def test_the_token_is_asked_for_in_openpis_words(tmp_path):
                 np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
         with urllib.request.urlopen(f"http://{address}/healthz", timeout=60) as answer:
             assert answer.status == 200
+
+
+@pytest.fixture(scope="module")
+def walled(tmp_path_factory):
+    """A server with a token and a certificate: where its robots connect, and the certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+    (folder / "token").write_text(SECRET + "\n")
+    for name in ("key.pem", "token"):
+        (folder / name).chmod(0o600)
+    walls = {name: str(folder / file) for name, file in (
+        ("token_file", "token"), ("tls_cert", "cert.pem"), ("tls_key", "key.pem"))}  # fmt: skip
+    with serving(tmp_path_factory.mktemp("walled"), MODELS, more=ROBOTS, **walls) as running:
+        with running.connect() as client:
+            yield client.status()["server"]["robots"], folder / "cert.pem"
+
+
+def trusting(certificate):
+    return ssl.create_default_context(cafile=certificate)
+
+
+@pytest.mark.parametrize("header", [f"Api-Key {SECRET}", f"Bearer {SECRET}", f"api-key {SECRET}"])
+def test_over_tls_a_robot_with_the_token_is_answered(walled, header):
+    where, certificate = walled
+    headers = {"Authorization": header}
+    with robot(where["arm"], ssl=trusting(certificate), additional_headers=headers) as ask:
+        assert ask.metadata["name"] == "arm"
+        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
+        assert "observation/state" in ask(WRONG["a state too short"][0])
+        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
+    with robot(where["counter"], VLLM, ssl=trusting(certificate), additional_headers=headers) as ask:
+        assert [ask({"state": np.array([2.0])})[0].tolist() for _ in range(2)] == [[2, 1], [4, 2]]
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Api-Key", "Api-Key ", "Api-Key wrong", f"Api-Key {SECRET}x", f"Api-Key {SECRET[:-1]}",
+               f"Basic {SECRET}", "Bearer ", SECRET],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["", VLLM, "/healthz/more", "//healthz"])
+def test_over_tls_a_robot_with_another_token_or_none_is_refused_before_a_word_is_said(walled, header, path):
+    where, certificate = walled
+    headers = None if header is None else {"Authorization": header}
+    with pytest.raises(InvalidStatus) as refused:
+        with robot(where["arm"], path, ssl=trusting(certificate), additional_headers=headers):
+            pass
+    assert refused.value.response.status_code == 401
+    body = refused.value.response.body.decode()
+    assert "Authorization: Api-Key TOKEN" in body and SECRET not in body
+
+
+def test_over_tls_two_tokens_at_once_are_none(walled):
+    where, certificate = walled
+    both = [("Authorization", "Api-Key wrong"), ("Authorization", f"Api-Key {SECRET}")]
+    with pytest.raises(InvalidStatus) as refused:
+        with robot(where["arm"], ssl=trusting(certificate), additional_headers=both):
+            pass
+    assert refused.value.response.status_code == 401
+
+
+def test_over_tls_a_web_page_is_refused_with_the_token_too(walled):
+    where, certificate = walled
+    headers = {"Authorization": f"Api-Key {SECRET}"}
+    with pytest.raises(InvalidStatus) as refused:
+        with robot(where["arm"], ssl=trusting(certificate), additional_headers=headers, origin="https://evil.example"):
+            pass
+    assert refused.value.response.status_code == 403
+
+
+def test_who_does_not_trust_the_certificate_or_speaks_no_tls_gets_nothing(walled):
+    where, certificate = walled
+    headers = {"Authorization": f"Api-Key {SECRET}"}
+    with pytest.raises(ssl.SSLCertVerificationError):
+        with robot(where["arm"], ssl=ssl.create_default_context(), additional_headers=headers):
+            pass
+    old = trusting(certificate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(OSError):
+        with robot(where["arm"], ssl=old, additional_headers=headers):
+            pass
+    with pytest.raises((OSError, InvalidMessage, EOFError)):
+        with robot(where["arm"], additional_headers=headers):
+            pass
+    with socket.create_connection(tuple(where["arm"].rsplit(":", 1)), timeout=60) as plain:
+        plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert b"200" not in plain.recv(1000)
+    with urllib.request.urlopen(
+        f"https://{where['arm']}/healthz", timeout=60, context=trusting(certificate)
+    ) as answer:  # without the token
+        assert (answer.status, answer.read()) == (200, b"OK\n")
+    with robot(where["arm"], ssl=trusting(certificate), additional_headers=headers) as ask:  # and the port goes on
+        np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
 
 
 def test_a_connection_is_an_episode_and_reset_begins_another(where):
@@ -208,7 +315,7 @@ def test_another_session_id_begins_another_episode_and_an_ended_one_never_goes_o
 
 
 def test_what_robots_do_is_in_the_metrics(tmp_path):
-    secret = "0123456789abcdef0123"
+    secret = SECRET
     more = ROBOTS.replace("clients = 8", "clients = 1")
     with serving(tmp_path, MODELS, env={"JURYBOX_TOKEN": secret}, more=more, http="127.0.0.1:0") as own:
         with own.connect() as client:
