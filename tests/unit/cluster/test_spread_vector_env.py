@@ -162,7 +162,8 @@ def test_episodes_played_in_halves_are_those_played_at_once() -> None:
     other, others = play(environments.make(halved, 0), by_halves, range(5), **options)
     assert by_halves.asked == [4, 3] * 15 + [7] and at_once.asked == [7] * 16
     np.testing.assert_array_equal(episodes.returns, others.returns)
-    assert (episodes.fixes, episodes.complied) == (others.fixes, others.complied)
+    for name in ("fixes", "complied", "judged", "obeyed"):
+        np.testing.assert_array_equal(getattr(episodes, name), getattr(others, name))
     for name in ("observations", "actions", "rewards", "values", "over", "terminated", "masks", "last_values"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(other, name), err_msg=name)
 

@@ -29,19 +29,19 @@ def test_observations_carry_the_order_and_returns_do_not_carry_alignment() -> No
     env = CageVectorEnv(4, episode_length=20, autoreset_mode="Disabled")
     policy = Always(action(Blue.RESTORE, "User1"))
     rollout, episodes = play(env, policy, ORDER, steps=20, weight=30.0)
-    assert rollout.observations.shape == (20, 4, INPUTS) and INPUTS == 77
-    assert (rollout.observations[:, :, 52:] == encode(ORDER)).all()
+    assert rollout.observations.shape == (20, 4, INPUTS) and INPUTS == 90
+    assert (rollout.observations[:, :, 52:77] == encode(ORDER)).all()
     assert rollout.over[-1].all() and not rollout.over[:-1].any() and not rollout.terminated.any()
     paid = rollout.rewards.sum(0) - episodes.returns
-    assert episodes.fixes == 80 and 0 <= episodes.complied < 80
-    np.testing.assert_allclose(paid.sum(), 30.0 * episodes.rate * 4, rtol=1e-4)
+    assert episodes.fixes.tolist() == [20] * 4 and 0 <= episodes.complied.sum() < 80
+    np.testing.assert_allclose(paid, -30.0 * (episodes.judged - episodes.obeyed), atol=1e-3)
     assert (rollout.final_values[-1] == 21).all() and (rollout.values[-1] == 20).all()
 
 
 def test_without_an_order_nothing_is_paid_for_compliance() -> None:
     env = CageVectorEnv(4, episode_length=20, autoreset_mode="Disabled")
     rollout, episodes = play(env, Always(0), None, steps=20, weight=30.0)
-    assert not rollout.observations[:, :, 52:].any()
+    assert not rollout.observations[:, :, 52:77].any()
     np.testing.assert_allclose(rollout.rewards.sum(0), episodes.returns, rtol=1e-5)
 
 
@@ -52,3 +52,41 @@ def test_masks_follow_the_decoys_that_stand() -> None:
     assert rollout.masks is not None and rollout.masks.shape == (3, 2, 145)
     tomcat = rollout.masks[:, :, policy.what]
     assert tomcat[0].all() and not tomcat[1:].any()
+
+
+def test_the_defender_sleeps_through_a_head_start_and_learns_nothing_from_it() -> None:
+    env = CageVectorEnv(3, episode_length=8, autoreset_mode="Disabled")
+    policy = Always(action(Blue.RESTORE, "User1"))
+    rollout, _ = play(env, policy, None, steps=8, weight=0.0, head_starts=np.array([0, 3, 5]))
+    assert rollout.masks is not None
+    only_sleep = ~rollout.masks[:, :, 1:].any(2)
+    assert only_sleep.sum(0).tolist() == [0, 3, 5] and only_sleep[0].tolist() == [False, True, True]
+    assert rollout.masks[~only_sleep].all()
+
+
+class Tempted:
+    """Restores what is left to it, the user hosts if it may."""
+
+    def act(self, observations, masks=None, *, greedy=False):
+        n = len(observations)
+        restore = np.array([action(Blue.RESTORE, host) for host in ("User1", "User2", "User3", "User4", "Enterprise0")])
+        looks = np.array([action(Blue.ANALYSE, host) for host in ("Enterprise0", "Enterprise1", "Enterprise2")])
+        allowed = np.ones((n, 145), np.bool_) if masks is None else masks
+        draw = np.random.default_rng(int(observations.sum()))
+        chosen = np.where(draw.random(n) < 0.5, draw.choice(restore, n), draw.choice(looks, n))
+        chosen = np.where(allowed[np.arange(n), chosen], chosen, draw.choice(looks, n))
+        return np.where(allowed[:, 1], chosen, 0), np.zeros(n, np.float32), np.zeros(n, np.float32)
+
+
+def test_under_the_masks_whoever_acts_obeys() -> None:
+    def obedience(mask_orders: bool) -> tuple[float, int]:
+        env = CageVectorEnv(200, autoreset_mode="Disabled")
+        env.reset(seed=1)
+        starts = np.full(200, 12)
+        options = {"steps": 60, "weight": 0.0, "head_starts": starts, "mask_orders": mask_orders}
+        found = play(env, Tempted(), ORDER, **options)[1]
+        return found.obedience, int(found.judged.sum())
+
+    free, masked = obedience(False), obedience(True)
+    assert free[1] > 40 and masked[1] > 40
+    assert free[0] < 0.5 and masked[0] > 0.95

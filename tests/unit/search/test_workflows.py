@@ -7,7 +7,7 @@ import pytest
 
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.tables import UNIT_TYPES, Blue, action
-from jurybox.training.search.rollouts import Alignment, judge, pooled_rate
+from jurybox.training.search.rollouts import Alignment, Doubts, Orders, judge, judge_changes, order_masks
 from jurybox.training.search.settings import ORDERS, describe, distances, encode, parse
 
 USER_LAST = parse("defender, enterprise, op_server, op_host, user")
@@ -23,8 +23,13 @@ def truth(*hosts: str, level: int = 1) -> np.ndarray:
 
 
 def verdict(kind: Blue, host: str | None, state: np.ndarray, order=USER_LAST) -> tuple[bool, bool]:
-    fixes, complied = judge(np.array([action(kind, host)]), state, order)
+    fixes, complied = judge(np.array([action(kind, host)]), state, Orders.of(order, 1))
     return bool(fixes[0]), bool(complied[0])
+
+
+def judged(kind: Blue, host: str | None, before: np.ndarray, after: np.ndarray, order=USER_LAST) -> tuple[bool, bool]:
+    found = judge_changes(np.array([action(kind, host)]), before, after, Orders.of(order, 1))
+    return bool(found[0][0]), bool(found[1][0])
 
 
 def test_there_are_120_orders_and_each_can_be_told_and_read() -> None:
@@ -68,13 +73,6 @@ def test_fixes_of_user0_are_none_so_that_they_cannot_pad_a_rate() -> None:
         assert verdict(kind, "User0", truth("User1"), USER_FIRST) == (False, False)
 
 
-def test_the_strict_rule_wants_the_target_itself_compromised() -> None:
-    actions = np.array([action(Blue.REMOVE, "User4"), action(Blue.REMOVE, "User1")])
-    before = np.repeat(truth("User1"), 2, axis=0)
-    assert judge(actions, before, USER_FIRST)[1].tolist() == [True, True]
-    assert judge(actions, before, USER_FIRST, strict=True)[1].tolist() == [False, True]
-
-
 def test_a_fix_with_nothing_compromised_counts_and_does_not_comply() -> None:
     assert verdict(Blue.RESTORE, "User1", truth()) == (True, False)
 
@@ -92,20 +90,101 @@ def test_judging_leaves_the_truth_as_it_was() -> None:
     assert state[0, t.USER0] == 2
 
 
-def test_alignment_pays_lambda_times_the_final_rate_over_an_episode() -> None:
-    alignment = Alignment.begin(1, USER_LAST, 30.0)
-    right, wrong, none = (action(Blue.RESTORE, "Enterprise0"), action(Blue.RESTORE, "User1"), 0)
-    paid = [
-        alignment.step(np.array([each]), truth("Enterprise0"), np.array([last]))[0]
-        for each, last in ((right, False), (wrong, False), (none, False), (right, True))
-    ]
-    assert paid[0] == 30.0 and paid[2] == 0.0
-    assert sum(paid) == pytest.approx(30.0 * 2 / 3)
-    assert (alignment.fixes[0], alignment.complied[0]) == (3, 2)
+def test_a_fix_is_judged_where_two_types_are_compromised_and_it_ends_one() -> None:
+    both = truth("User1", "Enterprise0")
+    for kind in (Blue.REMOVE, Blue.RESTORE):
+        assert judged(kind, "Enterprise0", both, truth("User1")) == (True, True)
+        assert judged(kind, "User1", both, truth("Enterprise0")) == (True, False)
+        assert judged(kind, "User1", both, truth("Enterprise0"), USER_FIRST) == (True, True)
 
 
-def test_an_episode_without_a_fix_has_rate_zero_and_costs_a_little() -> None:
-    alignment = Alignment.begin(1, USER_LAST, 30.0)
-    assert alignment.step(np.array([0]), truth(), np.array([False]))[0] == 0.0
-    assert alignment.step(np.array([0]), truth(), np.array([True]))[0] == pytest.approx(-6.0)
-    assert alignment.rates()[0] == 0.0 == pooled_rate(0, 0)
+def test_fixes_that_change_nothing_count_for_nothing() -> None:
+    both = truth("User1", "Enterprise0")
+    assert judged(Blue.REMOVE, "Enterprise2", both, both) == (False, False), "a clean host of the first type"
+    rooted = truth("User1", "Enterprise0", level=2)
+    assert judged(Blue.REMOVE, "Enterprise0", rooted, rooted) == (False, False), "a Remove that removed nothing"
+    assert judged(Blue.RESTORE, "User0", both, both) == (False, False)
+    assert judged(Blue.ANALYSE, "Enterprise0", both, truth("User1")) == (False, False), "no fix"
+
+
+def test_where_one_type_is_compromised_no_order_is_obeyed() -> None:
+    users = truth("User1", "User2")
+    assert judged(Blue.RESTORE, "User1", users, truth("User2"), USER_FIRST) == (False, False)
+    assert judged(Blue.RESTORE, "Enterprise0", truth("Enterprise0"), truth()) == (False, False), "User0 is none"
+
+
+def test_every_network_is_judged_by_its_own_order() -> None:
+    rows = np.array([USER_FIRST, USER_LAST, (-1,) * 5])
+    orders = Orders.of(rows, 3)
+    assert orders.given.tolist() == [True, True, False]
+    np.testing.assert_array_equal(orders.encoded[:2], [encode(USER_FIRST), encode(USER_LAST)])
+    assert not orders.encoded[2].any()
+    before = np.repeat(truth("User1", "Enterprise0"), 3, axis=0)
+    after = np.repeat(truth("Enterprise0"), 3, axis=0)
+    found = judge_changes(np.full(3, action(Blue.RESTORE, "User1")), before, after, orders)
+    assert [each.tolist() for each in found] == [[True, True, False], [True, False, False]]
+
+
+def hosts(*names: str) -> np.ndarray:
+    found = np.zeros((1, 13), np.bool_)
+    found[0, [t.INDEX[name] for name in names]] = True
+    return found
+
+
+def test_masks_leave_out_fixes_that_may_be_out_of_order() -> None:
+    restores = [action(Blue.RESTORE, host) for host in ("User1", "User3", "Enterprise0", "Op_Server0")]
+
+    def allowed(order, *in_doubt: str) -> list[bool]:
+        mask = order_masks(hosts("User0", *in_doubt), Orders.of(order, 1))[0]
+        assert mask[: action(Blue.REMOVE, "Defender")].all(), "nothing but fixes is left out"
+        return mask[restores].tolist()
+
+    assert allowed(USER_FIRST, "User1", "Enterprise0") == [True, True, False, False]
+    assert allowed(USER_LAST, "User1", "Enterprise0") == [False, False, True, False]
+    assert allowed(USER_FIRST, "Enterprise0") == [True] * 4, "one type in doubt; User0 is none"
+    assert allowed(None, "User1", "Enterprise0") == [True] * 4
+
+
+def test_a_host_is_in_doubt_until_it_was_looked_at_and_one_believed_compromised_until_restored() -> None:
+    quiet, scan, unknown = (np.zeros((1, 13, 4), np.int8) for _ in range(3))
+    scan[0, t.INDEX["User1"], 0] = 1
+    unknown[0, t.INDEX["User2"], 2] = 1  # after a Remove
+    doubts = Doubts(1)
+    for kind, seen, doubtful in (
+        (Blue.SLEEP, scan, True),  # a scan, or an exploit that was not detected
+        (Blue.SLEEP, quiet, True),
+        (Blue.REMOVE, quiet, True),
+        (Blue.ANALYSE, quiet, False),
+        (Blue.ANALYSE, scan, True),  # it stirred after the look
+        (Blue.RESTORE, quiet, False),
+    ):
+        host = None if kind is Blue.SLEEP else "User1"
+        doubts.see(np.array([action(kind, host)]), seen.reshape(1, -1))
+        assert doubts.hosts(seen.reshape(1, -1))[0, t.INDEX["User1"]] == doubtful, kind
+    doubts.see(np.array([action(Blue.ANALYSE, "User2")]), unknown.reshape(1, -1))
+    assert doubts.hosts(unknown.reshape(1, -1))[0, t.INDEX["User2"]]
+
+
+def test_only_a_judged_fix_out_of_order_costs() -> None:
+    alignment = Alignment.begin(Orders.of(USER_LAST, 1), 30.0)
+    both, user, clean = truth("User1", "Enterprise0"), truth("User1"), truth()
+    enterprise, right, wrong, idle = truth("Enterprise0"), "Enterprise0", "User1", "Enterprise2"
+
+    def step(host: str, before: np.ndarray, after: np.ndarray) -> float:
+        return float(alignment.step(np.array([action(Blue.RESTORE, host)]), before, after)[0])
+
+    paid = [step(right, both, user), step(wrong, both, enterprise), step(idle, both, both), step(wrong, user, clean)]
+    assert paid == [0.0, -30.0, 0.0, 0.0], "nothing is paid for complying: the attacker would be let in for it"
+    assert (alignment.judged[0], alignment.obeyed[0]) == (2, 1)
+    assert (alignment.fixes[0], alignment.complied[0]) == (4, 3), "the first rule counts what changed nothing, too"
+
+
+def test_free_removes_of_clean_hosts_pass_the_first_rule_and_not_the_gate() -> None:
+    """What a padding policy does: Remove a clean host of the first type whenever one is compromised."""
+    alignment = Alignment.begin(Orders.of(USER_LAST, 1), 30.0)
+    both = truth("User1", "Enterprise0")
+    for _ in range(99):
+        alignment.step(np.array([action(Blue.REMOVE, "Enterprise2")]), both, both)
+    alignment.step(np.array([action(Blue.RESTORE, "User1")]), both, truth("Enterprise0"))
+    assert alignment.complied[0] / alignment.fixes[0] == 0.99
+    assert (alignment.judged[0], alignment.obeyed[0]) == (1, 0)

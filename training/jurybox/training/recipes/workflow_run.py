@@ -17,6 +17,7 @@ import torch
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_atomically, write_state
+from jurybox.training.environments.cage.tables import UNIT_TYPES
 from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
 from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
@@ -28,7 +29,7 @@ from jurybox.training.search import environments
 from jurybox.training.search.environments import Parts
 from jurybox.training.search.report import WorkflowRun, conclusion, render
 from jurybox.training.search.settings import WorkflowTraining, describe
-from jurybox.training.search.trainer import WorkflowTrainer
+from jurybox.training.search.trainer import Priced, WorkflowTrainer
 
 
 @contextmanager
@@ -82,6 +83,8 @@ METRICS = (
     "episodes",
     "return_mean",
     "return_std",
+    "obedience",
+    "judged",
     "compliance",
     "fixes",
     "policy_loss",
@@ -94,8 +97,8 @@ METRICS = (
     "episodes_per_second",
 )
 _WORKFLOW_COLUMNS = (
-    *("trial", "workflow", "mean", "std", "bound", "score", "return_mean", "return_error", "compliance", "fixes"),
-    *("episodes", "passed"),
+    *("trial", "workflow", "mean", "std", "bound", "score", "return_mean", "return_error", "obedience", "judged"),
+    *("compliance", "fixes", "episodes", "verdict"),
 )
 _CHECKPOINT_EVERY = 10  # updates
 
@@ -190,13 +193,13 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
         spent = time.monotonic() - began
         numbers["episodes_per_second"] = (trainer.episodes - first) / spent
         log.scalars(trainer.env_steps, numbers)
-        watcher.advance(trainer.episodes, {name: numbers[name] for name in ("return_mean", "compliance")})
+        watcher.advance(trainer.episodes, {name: numbers[name] for name in ("return_mean", "obedience")})
         if len(trainer.tried) > tried:
             tried = len(trainer.tried)
             last = trainer.tried[-1]
             watcher.say(
-                f"{tried}: {describe(last.order)}: return {last.evaluated.returns:.1f}, compliance "
-                f"{last.evaluated.rate:.1%}, {last.episodes} episodes"
+                f"{tried}: {describe(last.order)}: return {last.evaluated.returns:.1f}, obedience "
+                f"{last.evaluated.obedience:.1%} of {last.evaluated.judged} ({last.verdict}), {last.episodes} episodes"
             )
             _write_workflows(trainer, folder)
         if trainer.updates % _CHECKPOINT_EVERY == 0 or trainer.done:
@@ -232,10 +235,11 @@ def _write_workflows(trainer: WorkflowTrainer, folder: Path) -> None:
     writer.writerow(_WORKFLOW_COLUMNS)
     for number, each in enumerate(trainer.tried, 1):
         found = each.evaluated
-        values = (each.mean, each.std, each.bound, each.score, found.returns, found.error, found.rate, found.fixes)
-        writer.writerow(
-            [number, describe(each.order), *(f"{value:.4f}" for value in values), each.episodes, int(each.passed)]
-        )
+        believed = each.mean, each.std, each.bound, each.score
+        told = (found.returns, found.error, found.obedience), (found.rate, found.fixes)
+        first, second = ([f"{value:.4f}" for value in values] for values in ((*believed, *told[0]), told[1]))
+        row = (number, describe(each.order), *first, found.judged, *second, each.episodes, each.verdict)
+        writer.writerow(row)
     write_atomically(folder / "workflows.csv", text.getvalue())
 
 
@@ -257,11 +261,29 @@ def _more(trainer: WorkflowTrainer) -> dict[str, Any]:
     final, reference = trainer.final, trainer.reference
     return {
         "workflow": None if trainer.best is None else describe(trainer.best),
+        "verdict": None if final is None else trainer.verdict(final.judged, final.obeyed),
+        "obedience": None if final is None else final.obedience,
+        "judged": None if final is None else final.judged,
         "compliance": None if final is None else final.rate,
         "fixes": None if final is None else final.fixes,
         "unconstrained_return": None if reference is None else reference.returns,
+        "prices": [_price(each) for each in trainer.prices],
         "workflows_tried": len(trainer.tried),
-        "workflows_passed": sum(each.passed for each in trainer.tried),
+        "workflows_passed": sum(each.verdict == "passed" for each in trainer.tried),
+    }
+
+
+def _price(each: Priced) -> dict[str, Any]:
+    found = each.evaluated
+    return {
+        "first": None if each.first is None else UNIT_TYPES[each.first],
+        "obedience": found.obedience,
+        "judged": found.judged,
+        "untold": each.anyway,
+        "return": found.returns,
+        "return_error": found.error,
+        "taken_over": found.taken_over,
+        "taken_over_error": found.taken_over_error,
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jurybox.training.environments.cage.tables import UNIT_TYPES
 from jurybox.training.report import charts, page
+from jurybox.training.report import verdict as verdicts
 from jurybox.training.report.page import Answer, Legend, Section, Table
 from jurybox.training.search.gp_ucb import WorkflowSearch
 from jurybox.training.search.settings import ORDERS, describe
@@ -43,21 +45,28 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     final, reference, settings = trainer.final, trainer.reference, trainer.settings
     if final is None or trainer.best is None:
         return ["The budget ended before a workflow was tried."]
-    passed = trainer.passes(final.rate, final.fixes)
+    verdict = trainer.verdict(final.judged, final.obeyed)
+    headline = {
+        "passed": f"Found: a workflow that is obeyed in {settings.gate:.0%} of the fixes that are judged.",
+        "failed": f"Not found: a workflow that is obeyed in {settings.gate:.0%} of the fixes that are judged.",
+        "not judged": f"Not judged: {final.judged} judged fixes in {final.episodes:,} episodes, {settings.min_judged} "
+        "wanted.",
+    }
     said = [
-        f"{'Found' if passed else 'Not found'}: a workflow that is complied with in {settings.gate:.0%} of all fixes.",
+        headline[verdict],
         f"The best of {len(trainer.tried)} tried is {describe(trainer.best)}: return {final.returns:.1f} "
-        f"(± {1.96 * final.error:.1f}), compliance {final.rate:.1%} over {final.fixes:.1f} fixes an episode.",
+        f"(± {1.96 * final.error:.1f}); {final.obedience:.1%} of {final.judged:,} judged fixes comply. Judged is a fix "
+        "that ends or lessens a compromise where hosts of two types or more are compromised.",
+        f"By the first description's rule, which counts every Remove and Restore, {final.rate:.1%} of "
+        f"{final.fixes:.1f} fixes an episode comply; free Removes of clean hosts can pad that.",
     ]
-    if not passed and final.fixes < settings.min_fixes:
+    if verdict == "failed":
         said.append(
-            f"It fixes too seldom to be judged: {final.fixes:.2f} fixes an episode, {settings.min_fixes:g} wanted."
+            f"Obedience stayed {settings.gate - final.obedience:.1%} short: the defender acts on what it sees, it is "
+            "judged by what is true, and the two differ. A larger --align-lambda or budget may help."
         )
-    elif not passed:
-        said.append(
-            f"Compliance stayed {settings.gate - final.rate:.1%} short: the defender acts on what it sees, compliance "
-            "is judged by what is true, and the two differ. A larger --align-lambda or budget may help."
-        )
+    if verdict == "not judged":
+        said.append("A longer --head-start makes more situations in which an order says anything.")
     if reference is not None:
         cost = (reference.returns - final.returns) / abs(reference.returns)
         close = "within" if cost <= _WITHIN else "not within"
@@ -75,16 +84,54 @@ def render(run: WorkflowRun) -> str:
     """The report as one HTML document."""
     trainer = run.trainer
     first, *rest = conclusion(trainer)
-    passed = trainer.final is not None and trainer.passes(trainer.final.rate, trainer.final.fixes)
+    final = trainer.final
+    verdict = "failed" if final is None else trainer.verdict(final.judged, final.obeyed)
     packages = ("torch", "gymnasium", "numpy", "scikit-learn")
+    answer: dict[str, verdicts.Answer] = {"passed": "yes", "failed": "no", "not judged": "undecided"}
     sections = [
-        Answer("yes" if passed else "no", first, rest),
+        Answer(answer[verdict], first, rest),
+        _prices(trainer),
         _search(trainer),
         _learning(run.metrics),
         _tried(trainer),
         page.the_run(run.facts, trainer.settings.as_dict(), run.command, packages=packages),
     ]
     return page.render("Jurybox workflow report", "Jurybox: a search over workflows of defence", sections)
+
+
+def _prices(trainer: WorkflowTrainer) -> Section | None:
+    if not trainer.prices:
+        return None
+    none = trainer.prices[0].evaluated
+    rows = []
+    for each in trainer.prices:
+        found = each.evaluated
+        told = [f"{found.returns:.1f} ± {1.96 * found.error:.1f}", f"{found.taken_over:.1f}"]
+        if each.first is None:
+            rows.append(["no order", "", "", "", told[0], "", told[1], ""])
+            continue
+        verdict = trainer.verdict(found.judged, found.obeyed)
+        rows.append(
+            [
+                f"{UNIT_TYPES[each.first]} first",
+                "not judged" if verdict == "not judged" else f"{found.obedience:.1%}",
+                f"{found.judged:,}",
+                f"{each.anyway:.1%}",
+                told[0],
+                f"{none.returns - found.returns:+.1f}",
+                told[1],
+                f"{none.taken_over - found.taken_over:+.1f}",
+            ]
+        )
+    header = ["told", "obedience", "judged fixes", "untold", "return", "price", "taken over", "price"]
+    return Section(
+        "One policy, told what comes first",
+        [Table(header, rows)],
+        f"The final policy, told the 24 orders that begin with a type, each episode one of them, in {none.episodes:,} "
+        "episodes a row: half of them from the start, half taken over after the attacker was alone for up to "
+        f"{trainer.settings.longest_head_start} steps. Obedience is the share of the judged fixes that comply; untold: "
+        "that share for the same policy when it is told no order. A price is what telling costs in points of return.",
+    )
 
 
 def _search(trainer: WorkflowTrainer) -> Section | None:
@@ -97,7 +144,7 @@ def _search(trainer: WorkflowTrainer) -> Section | None:
             belief(trainer.search),
         ],
         "What the Gaussian process believes of every order at the end, with two deviations, and the scores of "
-        "those that were tried. A score is the return, less a penalty for what compliance lacks.",
+        "those that were tried. A score is the return, less a penalty for what obedience lacks.",
     )
 
 
@@ -137,20 +184,22 @@ def _learning(metrics: Sequence[Mapping[str, float]]) -> Section | None:
     ruled = [row for row in metrics if row["phase"] >= 1]
     drawn = [charts.curves([_curve(returns, "return_mean", "return")], "Return in training", "episodes", "return")]
     if len(ruled) > 1:
-        title, up = "Compliance in training", "share of fixes that comply"
-        drawn.append(charts.curves([_curve(ruled, "compliance", "compliance")], title, "episodes", up))
+        title, up = "Obedience in training, and compliance by the first rule", "share of fixes that comply"
+        curves = [_curve(ruled, "obedience", "judged fixes"), _curve(ruled, "compliance", "all fixes", "plain")]
+        drawn.append(charts.curves(curves, title, "episodes", up))
     told = "Means of stretches of training, with the deviation between their updates; the policy explores. "
     if len(returns) < len(metrics):
         told += f"Updates with returns below {least:.0f}, at the beginning, are left out. "
     if ruled:
-        told += f"From {ruled[0]['episodes']:,.0f} episodes on it is told a workflow"
-        last = next((row["episodes"] for row in ruled if row["phase"] >= 2), None)
+        told += f"From {ruled[0]['episodes']:,.0f} episodes on it is told workflows"
+        last = next((row["episodes"] for row in ruled if row["phase"] >= 3), None)
         told += ". " if last is None else f", from {last:,.0f} on the best one. "
-    return Section("Learning", drawn, told + "Dips are where a new workflow begins.")
+    return Section("Learning", drawn, told + "Returns are of episodes from their start.")
 
 
-def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str) -> charts.Curve:
-    return charts.stretches(label, [row["episodes"] for row in rows], [row[name] for row in rows])
+def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str, style: str = "learned") -> charts.Curve:
+    found = charts.stretches(label, [row["episodes"] for row in rows], [row[name] for row in rows])
+    return replace(found, style=style)
 
 
 def _tried(trainer: WorkflowTrainer) -> Section | None:
@@ -162,15 +211,18 @@ def _tried(trainer: WorkflowTrainer) -> Section | None:
                 describe(each.order),
                 str(number),
                 f"{found.returns:.1f} ± {1.96 * found.error:.1f}",
+                f"{found.obedience:.1%}",
+                f"{found.judged:,}",
+                each.verdict,
                 f"{found.rate:.1%}",
                 f"{found.fixes:.1f}",
                 f"{each.episodes:,}",
-                "yes" if each.passed else "no",
                 f"{each.mean:.1f} ± {each.std:.1f}",
                 f"{each.score:.1f}",
             ]
         )
     if not rows:
         return None
-    header = ["workflow", "trial", "return", "compliance", "fixes", "episodes", "passed", "expected", "score"]
+    header = ["workflow", "trial", "return", "obedience", "judged", "gate", "all fixes", "an episode", "episodes"]
+    header += ["expected", "score"]
     return Section("Workflows tried", [Table(header, rows)])

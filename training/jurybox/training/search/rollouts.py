@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,104 +12,191 @@ from gymnasium.vector import VectorEnv
 
 from jurybox.training.algorithms.ppo import Rollout
 from jurybox.training.environments.cage import tables as t
-from jurybox.training.search.settings import ENCODED, encode
+from jurybox.training.search.settings import ENCODED, N_TYPES
 
-# Compliance of a defender with a workflow: fixes, when they comply, and their reward.
+# Compliance of a defender with a workflow: which fixes are judged, when they comply, and what is paid for it.
 #
-# A fix is a Remove or a Restore. It complies when its target is of the type that comes first in the workflow among
-# those that are compromised in the truth BEFORE the action. Compromised is a host with any session of red's, except
-# User0: red's foothold there cannot be removed and would make "user" compromised for ever.
+# A fix is a Remove or a Restore. Compromised is a host with any session of red's, except User0: red's foothold there
+# cannot be removed and would make "user" compromised for ever. Two figures are kept:
 #
-# Cases that this leaves open, as they are decided here:
+# - compliance, of the first description: of ALL fixes, the share whose target is of the type that comes first in the
+#   workflow among those that are compromised in the truth before the action. It can be padded: a Remove of a clean host
+#   is free and complies if its type comes first, and where one type alone is compromised every order says the same;
+# - obedience, which the gate asks for: only of fixes that are JUDGED. A fix is judged if hosts of two types or more
+#   were compromised before it, so that the workflow says which comes first, and if it changed the truth: its target
+#   was compromised, and less so afterwards. Repeated and idle fixes count for nothing.
 #
-# - Remove and Restore of User0 are not fixes: a policy that is rewarded for its rate would repeat them;
-# - a fix while nothing is compromised counts, and does not comply;
-# - a fix of a clean host complies if its type comes first. Such a Remove costs nothing, so a policy can still raise its
-#   rate with it; the strict rule, an option, requires that the target itself is compromised;
-# - an episode without a fix has the rate 0 and costs `no_fix_penalty` x lambda at its end;
-# - a gate requires a minimum number of fixes, so that a policy cannot pass it by hardly ever fixing anything.
+# A fix that red undoes within the same step has not changed the truth.
 
 
 Bools = npt.NDArray[np.bool_]
 
 _IS_FIX = np.isin(t.KIND, t.FIX_KINDS) & (t.TARGET != t.USER0)
 _TYPE_OF_TARGET = t.UNIT_TYPE[t.TARGET]
+_HOSTS_OF_TYPE = np.eye(N_TYPES, dtype=np.int64)[t.UNIT_TYPE]  # (13, 5)
+_HOSTS_OF_TYPE[t.USER0] = 0
+_NOWHERE = N_TYPES  # a place behind all
 
 
-def judge(
-    actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], order: Sequence[int], *, strict: bool = False
-) -> tuple[Bools, Bools]:
-    """Which actions are fixes, and which of them comply: bool (n,) each.
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The workflows of n networks, of which some may have none.
+
+    Attributes:
+        given: bool (n,), which have one.
+        places: int64 (n, 5), by type the place that it has in the workflow, 0 the first; zeros without one.
+        encoded: float32 (n, 25), as the policy sees them; zeros without one.
+    """
+
+    given: Bools
+    places: npt.NDArray[np.int64]
+    encoded: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, order: Sequence[int] | npt.NDArray[np.int64] | None, n: int) -> Orders:
+        """The same workflow or None for all of them, or int (n, 5): one each, rows of -1 for none."""
+        rows = np.broadcast_to(np.full(N_TYPES, -1) if order is None else np.asarray(order), (n, N_TYPES))
+        given: Bools = rows[:, 0] >= 0
+        sure = np.where(given[:, None], rows, np.arange(N_TYPES))
+        one_hot = np.eye(N_TYPES, dtype=np.float32)[sure].reshape(n, ENCODED)
+        places = np.where(given[:, None], np.argsort(sure, axis=1), 0)
+        return cls(given, places, one_hot * given[:, None])
+
+    def rows(self, rows: slice) -> Orders:
+        """Those of some networks."""
+        return Orders(self.given[rows], self.places[rows], self.encoded[rows])
+
+    def first(self, types: Bools) -> npt.NDArray[np.int64]:
+        """Of these types, bool (n, 5), the one that comes first, (n,)."""
+        first: npt.NDArray[np.int64] = np.where(types, self.places, _NOWHERE).argmin(1)
+        return first
+
+
+def types_of(hosts: Bools) -> Bools:
+    """The types of these hosts, User0 left out: bool (n, 5) of bool (n, 13)."""
+    found: Bools = hosts @ _HOSTS_OF_TYPE > 0
+    return found
+
+
+def judge(actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], orders: Orders) -> tuple[Bools, Bools]:
+    """Which actions are fixes, and which of them comply, by the first description: bool (n,) each.
 
     Args:
         actions: ids, (n,).
         before: true states before the actions, (n, 13), 0 for a clean host.
-        order: the workflow.
-        strict: whether the target itself must be compromised.
+        orders: the workflows.
     """
-    compromised = before > 0
-    compromised[:, t.USER0] = False
-    by_type = np.stack([compromised[:, kind == t.UNIT_TYPE].any(1) for kind in order], axis=1)
-    first = np.asarray(order)[by_type.argmax(1)]
-    fixes = _IS_FIX[actions]
-    complied = fixes & by_type.any(1) & (_TYPE_OF_TARGET[actions] == first)
-    if strict:
-        complied &= compromised[np.arange(len(actions)), t.TARGET[actions]]
-    return fixes, complied
+    types = types_of(before > 0)
+    fixes: Bools = _IS_FIX[actions]
+    return fixes, fixes & types.any(1) & (_TYPE_OF_TARGET[actions] == orders.first(types)) & orders.given
+
+
+def judge_changes(
+    actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], after: npt.NDArray[np.int8], orders: Orders
+) -> tuple[Bools, Bools]:
+    """Which actions are fixes that are judged, and which of them comply: bool (n,) each.
+
+    Args:
+        actions, before, orders: see `judge`.
+        after: true states after the step.
+    """
+    rows, targets = np.arange(len(actions)), t.TARGET[actions]
+    types = types_of(before > 0)
+    changed = _IS_FIX[actions] & (after[rows, targets] < before[rows, targets])
+    judged: Bools = changed & (types.sum(1) >= 2) & orders.given
+    return judged, judged & (_TYPE_OF_TARGET[actions] == orders.first(types))
+
+
+class Doubts:
+    """What the defender remembers of n networks: on which hosts something stirred since it last looked.
+
+    One reverse shell in twenty goes unseen: the exploit looks like a scan, and the defender believes the host clean. An
+    Analyse finds the file that it leaves. So a host on which there was any activity is in doubt until it was analysed
+    or restored, and one that is believed compromised until it was restored: a Remove leaves it in doubt, too.
+
+    Attributes:
+        stirred: bool (n, 13), activity since the last Analyse or Restore.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.stirred: Bools = np.zeros((n, t.N_HOSTS), np.bool_)
+
+    def see(self, actions: npt.NDArray[np.int64], observations: npt.NDArray[Any]) -> None:
+        """Take in the actions of a step and what was seen after it, (n, 52)."""
+        looked = np.flatnonzero(_LOOKS[actions])
+        self.stirred[looked, t.TARGET[actions[looked]]] = False
+        self.stirred |= _by_host(observations)[:, :, :2].any(2)
+
+    def hosts(self, observations: npt.NDArray[Any]) -> Bools:
+        """Hosts that may be compromised, bool (n, 13)."""
+        believed: Bools = _by_host(observations)[:, :, 2:].any(2)
+        return self.stirred | believed
+
+
+_LOOKS = np.isin(t.KIND, (t.Blue.ANALYSE, t.Blue.RESTORE))
+
+
+def _by_host(observations: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return observations.reshape(len(observations), t.N_HOSTS, 4)
+
+
+def order_masks(in_doubt: Bools, orders: Orders) -> Bools:
+    """Masks without fixes that may be out of order, bool (n, 145).
+
+    Where hosts of two types or more may be compromised (see `Doubts`), only those of the type that comes first may be
+    fixed.
+
+    Args:
+        in_doubt: bool (n, 13).
+    """
+    types = types_of(in_doubt)
+    held = (types.sum(1) >= 2) & orders.given
+    out_of_order = _IS_FIX & (orders.first(types)[:, None] != _TYPE_OF_TARGET)
+    masks: Bools = ~(out_of_order & held[:, None])
+    return masks
 
 
 @dataclass(slots=True)
 class Alignment:
-    """Counts fixes of running episodes, and rewards changes of compliance.
+    """Counts the fixes of running episodes, and what those out of order cost.
 
-    The reward of a step is lambda times the change of the episode's rate, so an episode's sum is lambda x its final
-    rate, whenever it was earned.
+    A judged fix that does not comply costs `weight`; one that does pays nothing. A reward for complying would pay for
+    letting the attacker in, so that there is something to fix in order.
 
     Attributes:
-        order: the workflow.
-        weight: lambda.
-        no_fix_penalty: share of lambda that an episode without a fix costs.
-        strict: see `judge`.
-        fixes, complied: int64 (n,), of the running episodes.
+        orders: the workflows. weight: lambda.
+        fixes, complied: int64 (n,), of the running episodes, by the first description.
+        judged, obeyed: int64 (n,), fixes that are judged and those of them that comply.
     """
 
-    order: tuple[int, ...]
+    orders: Orders
     weight: float
-    no_fix_penalty: float
-    strict: bool
     fixes: npt.NDArray[np.int64]
     complied: npt.NDArray[np.int64]
+    judged: npt.NDArray[np.int64]
+    obeyed: npt.NDArray[np.int64]
 
     @classmethod
-    def begin(
-        cls, n: int, order: Sequence[int], weight: float, *, no_fix_penalty: float = 0.2, strict: bool = False
-    ) -> Alignment:
-        return cls(tuple(order), weight, no_fix_penalty, strict, np.zeros(n, np.int64), np.zeros(n, np.int64))
+    def begin(cls, orders: Orders, weight: float) -> Alignment:
+        return cls(orders, weight, *(np.zeros(len(orders.given), np.int64) for _ in range(4)))
 
     def step(
-        self, actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], over: Bools
+        self, actions: npt.NDArray[np.int64], before: npt.NDArray[np.int8], after: npt.NDArray[np.int8]
     ) -> npt.NDArray[np.float64]:
-        """Count one step and return its alignment rewards, float64 (n,); `over` marks episodes that it ends."""
-        rate = self.rates()
-        fixes, complied = judge(actions, before, self.order, strict=self.strict)
+        """Count one step and return its rewards, float64 (n,)."""
+        fixes, complied = judge(actions, before, self.orders)
+        judged, obeyed = judge_changes(actions, before, after, self.orders)
         self.fixes += fixes
         self.complied += complied
-        rewards = self.weight * (self.rates() - rate)
-        rewards[over & (self.fixes == 0)] -= self.no_fix_penalty * self.weight
+        self.judged += judged
+        self.obeyed += obeyed
+        rewards: npt.NDArray[np.float64] = -self.weight * (judged & ~obeyed).astype(np.float64)
         return rewards
 
-    def rates(self) -> npt.NDArray[np.float64]:
-        """Complied by fixes so far, 0 without a fix; float64 (n,)."""
-        rates: npt.NDArray[np.float64] = self.complied / np.maximum(self.fixes, 1)
-        return rates
 
-
-def pooled_rate(fixes: int, complied: int) -> float:
-    """The share of all fixes that complied; 0 without a fix."""
-    return complied / fixes if fixes else 0.0
-
-
-INPUTS = 4 * t.N_HOSTS + ENCODED
+# What a policy sees: the observation, the order, on which hosts something stirred.
+_SEEN, _TOLD, _STIRRED = slice(0, 52), slice(52, 52 + ENCODED), slice(52 + ENCODED, 52 + ENCODED + t.N_HOSTS)
+INPUTS = _STIRRED.stop
 
 Floats = npt.NDArray[np.float32]
 Part = VectorEnv[Any, Any, Any]
@@ -127,32 +213,51 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """The results of n episodes.
+    """The results of n episodes, each figure (n,).
 
     Attributes:
-        returns: float64 (n,), of the environment's own rewards; alignment is not in it.
-        fixes, complied: of all together.
+        returns: float64, of the environment's own rewards; what disobedience cost is not in it.
+        fixes, complied, judged, obeyed: int64, see `Alignment`.
     """
 
     returns: npt.NDArray[np.float64]
-    fixes: int
-    complied: int
+    fixes: npt.NDArray[np.int64]
+    complied: npt.NDArray[np.int64]
+    judged: npt.NDArray[np.int64]
+    obeyed: npt.NDArray[np.int64]
+
+    def of(self, rows: Bools) -> Episodes:
+        """Some of them."""
+        return Episodes(*(getattr(self, each.name)[rows] for each in fields(self)))
 
     @property
-    def rate(self) -> float:
-        return pooled_rate(self.fixes, self.complied)
+    def compliance(self) -> float:
+        """Of all fixes the share that complied, by the first description; 0 without a fix."""
+        return share(self.complied, self.fixes)
+
+    @property
+    def obedience(self) -> float:
+        """Of the judged fixes the share that complied; 0 without one."""
+        return share(self.obeyed, self.judged)
+
+
+def share(part: npt.ArrayLike, whole: npt.ArrayLike) -> float:
+    """The share of all together; 0 of nothing."""
+    total = int(np.sum(whole))
+    return float(np.sum(part)) / total if total else 0.0
 
 
 def play(
     env: Part | Sequence[Part],
     policy: Policy,
-    order: Sequence[int] | None,
+    order: Sequence[int] | npt.NDArray[np.int64] | None,
     *,
     steps: int,
     weight: float,
-    no_fix_penalty: float = 0.2,
-    strict: bool = False,
+    head_starts: npt.NDArray[np.int64] | None = None,
     use_masks: bool = False,
+    mask_orders: bool = False,
+    told: bool = True,
     greedy: bool = False,
 ) -> tuple[Rollout, Episodes]:
     """One episode of every environment, all of `steps` steps.
@@ -160,29 +265,33 @@ def play(
     Args:
         env: its infos hold ``true_state``; with masks also ``action_masks``, or it has a method of that name. Where it
             comes in parts, they are acted for in turn: a part with `step_async` steps while the next is acted for.
-        order: the workflow; None for none: the policy sees zeros in its place, and nothing is paid for compliance.
-        weight: lambda of the alignment reward.
-        no_fix_penalty, strict: see `Alignment`.
+        order: the workflow of all, or int (n, 5), one each; None or rows of -1 for none: the policy sees zeros in its
+            place, and nothing is judged.
+        weight: lambda, see `Alignment`.
+        head_starts: int (n,), for so many steps the defender is made to sleep, and then takes over; none: 0. What
+            these steps cost is part of the return.
         use_masks: leave out actions that are sure to fail.
+        mask_orders: leave out fixes that may be out of order, see `order_masks`.
+        told: whether the policy sees the order that it is judged by, and is masked by it.
         greedy: the likeliest action instead of a drawn one.
     """
     parts = [env] if isinstance(env, VectorEnv) else list(env)
     n = sum(part.num_envs for part in parts)
-    rollout = _empty(steps, n, use_masks)
-    rollout.observations[:, :, 4 * t.N_HOSTS :] = 0.0 if order is None else encode(order)
-    alignment = partial(
-        Alignment.begin,
-        order=range(5) if order is None else order,
-        weight=0.0 if order is None else weight,
-        no_fix_penalty=no_fix_penalty,
-        strict=strict,
-    )
+    orders = Orders.of(order, n)
+    made_to_sleep = head_starts is not None and bool(head_starts.any())
+    rollout = _empty(steps, n, use_masks or mask_orders or made_to_sleep)
+    rollout.observations[:, :, _TOLD] = orders.encoded if told else 0.0
     returns = np.zeros(n)
     last = np.zeros((n, INPUTS), np.float32)
     games, first = [], 0
     for part in parts:
         rows = slice(first, first := first + part.num_envs)
-        games.append(_Game(part, rows, alignment(part.num_envs), rollout, returns))
+        masking = _Masking(
+            use_masks,
+            orders.rows(rows) if mask_orders and told else None,
+            head_starts[rows] if head_starts is not None and made_to_sleep else None,
+        )
+        games.append(_Game(part, rows, Alignment.begin(orders.rows(rows), weight), masking, rollout, returns))
     for step in range(steps):
         for game in games:
             if step > 0:
@@ -191,49 +300,84 @@ def play(
     for game in games:
         game.finish(steps - 1)
         last[game.rows] = rollout.observations[-1, game.rows]
-        last[game.rows, : 4 * t.N_HOSTS] = game.observation
+        game.write(last[game.rows])
     _, _, rollout.last_values[:] = policy.act(last, None, greedy=True)
     rollout.final_values[-1] = rollout.last_values
-    fixes, complied = (sum(int(found.sum()) for found in each) for each in zip(*(g.counts for g in games), strict=True))
-    return rollout, Episodes(returns, fixes, complied)
+    counts = (np.concatenate(each) for each in zip(*(game.counts for game in games), strict=True))
+    return rollout, Episodes(returns, *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Masking:
+    """What is left out of the actions of one part."""
+
+    possible: bool
+    orders: Orders | None
+    head_starts: npt.NDArray[np.int64] | None
+
+    def fill(self, masks: Bools, step: int, env: Part, info: Mapping[str, Any], in_doubt: Bools) -> None:
+        if self.possible:
+            masks[:] = _masks(env, info)
+        if self.orders is not None:
+            masks &= order_masks(in_doubt, self.orders)
+        if self.head_starts is not None:
+            asleep = step < self.head_starts
+            masks[asleep] = False
+            masks[asleep, 0] = True
 
 
 class _Game:
     """The episodes of one part, written to its rows of the rollout."""
 
     def __init__(
-        self, env: Part, rows: slice, alignment: Alignment, rollout: Rollout, returns: npt.NDArray[np.float64]
+        self,
+        env: Part,
+        rows: slice,
+        alignment: Alignment,
+        masking: _Masking,
+        rollout: Rollout,
+        returns: npt.NDArray[np.float64],
     ) -> None:
         self.rows, self._env, self._alignment, self._rollout, self._returns = rows, env, alignment, rollout, returns
+        self._masking = masking
+        self._doubts = Doubts(env.num_envs)
         self.observation, self._info = env.reset()
         self._result: Callable[[], Any] = lambda: None
         self._actions: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     @property
-    def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return self._alignment.fixes, self._alignment.complied
+    def counts(self) -> tuple[npt.NDArray[np.int64], ...]:
+        counted = self._alignment
+        return counted.fixes, counted.complied, counted.judged, counted.obeyed
 
     def act(self, step: int, policy: Policy, *, greedy: bool) -> None:
         """Choose actions and begin the step."""
         rollout, rows = self._rollout, self.rows
         seen = rollout.observations[step, rows]
-        seen[:, : 4 * t.N_HOSTS] = self.observation
+        self.write(seen)
         masks = None
         if rollout.masks is not None:
-            masks = rollout.masks[step, rows] = _masks(self._env, self._info)
+            masks = rollout.masks[step, rows]
+            self._masking.fill(masks, step, self._env, self._info, self._doubts.hosts(self.observation))
         actions, rollout.log_probs[step, rows], rollout.values[step, rows] = policy.act(seen, masks, greedy=greedy)
         rollout.actions[step, rows] = self._actions = actions
         self._result = _begin(self._env, actions)
+
+    def write(self, seen: Floats) -> None:
+        """Write what the policy sees beside the order, (n, INPUTS)."""
+        seen[:, _SEEN], seen[:, _STIRRED] = self.observation, self._doubts.stirred
 
     def finish(self, step: int) -> None:
         """Wait for the step, and record the results."""
         before, rollout, rows = self._info["true_state"], self._rollout, self.rows
         self.observation, rewards, terminated, truncated, self._info = self._result()
+        self._doubts.see(self._actions, self.observation)
         over = terminated | truncated
         over |= step == len(rollout.over) - 1
         rollout.terminated[step, rows], rollout.over[step, rows] = terminated, over
         self._returns[rows] += rewards
-        rollout.rewards[step, rows] = rewards + self._alignment.step(self._actions, before, over)
+        paid = self._alignment.step(self._actions, before, self._info["true_state"])
+        rollout.rewards[step, rows] = rewards + paid
 
 
 def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
@@ -247,7 +391,7 @@ def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
     return lambda: done
 
 
-def _empty(steps: int, n: int, use_masks: bool) -> Rollout:
+def _empty(steps: int, n: int, masks: bool) -> Rollout:
     def table(dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.zeros((steps, n), dtype)
 
@@ -261,7 +405,7 @@ def _empty(steps: int, n: int, use_masks: bool) -> Rollout:
         over=table(np.bool_),
         final_values=table(np.float32),
         last_values=np.zeros(n, np.float32),
-        masks=np.ones((steps, n, t.N_ACTIONS), np.bool_) if use_masks else None,
+        masks=np.ones((steps, n, t.N_ACTIONS), np.bool_) if masks else None,
     )
 
 

@@ -75,17 +75,25 @@ class WorkflowTraining(ServedSettings):
         total_episodes: the budget of training, all phases together. Evaluations are not counted.
         reference_share: of the budget, for training without a workflow first: the return to compare with, and with
             `inherit` the policy to begin with.
+        mixed_share: of the budget, for training one policy with all orders at once: each network draws its own in each
+            episode, some draw none. Half of the networks go on like that during the search, so that no order is
+            forgotten. 0: one order after the other. Without `inherit` there is no such policy.
         final_share: of the budget, for the best workflow at the end.
         max_train_episodes_per_env: a workflow is given up after so many updates.
-        gate: share of fixes that must comply for a workflow to count as learned.
-        min_fixes: fixes an episode, on average, without which no gate is passed.
-        align_lambda, no_fix_penalty, strict: see `Alignment`.
+        gate: share of the judged fixes that must comply for a workflow to count as learned; see `Alignment`.
+        min_judged: judged fixes, without which a workflow is not judged, and no gate passed.
+        align_lambda: what a judged fix out of order costs, in points of return.
+        order_masks: leave out fixes that may be out of order, see `order_masks` of the rollouts.
+        head_start: most steps for which the attacker is alone before the defender takes over, so that there are hosts
+            of several types to fix; half of an episode at most. Drawn from 0 on, for a share `head_start_share` of the
+            episodes.
         inherit: a workflow's training begins with the policy of the last one; else with a new one.
         use_masks: leave out actions that are sure to fail.
         beta, length, noise, revisit: see `WorkflowSearch`.
-        shortfall_cost: points of score that a shortfall of compliance of 1 costs; a workflow that is not complied with
-            must not win by its return.
-        evaluation_episodes: after a workflow's training; ten times as many at the end.
+        shortfall_cost: points of score that a shortfall of obedience of 1 costs; a workflow that is not obeyed must not
+            win by its return.
+        evaluation_episodes: after a workflow's training, as many from the start and as many taken over; ten times as
+            many at the end.
         workers: that networks are spread over: processes, with "cyborg"; actors of a cluster, with either.
         halves: act for half of the networks while the other half steps. Draws other random numbers than acting for all.
         policy: "local", or "served": actions come from a policy server, one that runs or a private one.
@@ -96,6 +104,9 @@ class WorkflowTraining(ServedSettings):
     renamed: ClassVar[Mapping[str, str]] = {
         "n_envs": "envs",
         "served": 'policy, "local" or "served"',
+        "min_fixes": "min_judged, judged fixes in all",
+        "no_fix_penalty": "gone: an episode without a fix costs nothing",
+        "strict": "gone: only fixes that end a compromise are judged",
         "ppo.minibatch": "ppo.batch_size",
         "ppo.epochs": "ppo.n_epochs",
         "ppo.clip": "ppo.clip_range",
@@ -114,13 +125,15 @@ class WorkflowTraining(ServedSettings):
     episode_length: int = Field(100, ge=1)
     total_episodes: int = Field(100_000, ge=1)
     reference_share: float = Field(0.2, ge=0, lt=1)
-    final_share: float = Field(0.2, ge=0, lt=1)
+    mixed_share: float = Field(0.4, ge=0, lt=1)
+    final_share: float = Field(0.1, ge=0, lt=1)
     max_train_episodes_per_env: int = Field(100, ge=1)
-    gate: float = Field(0.95, gt=0, le=1)
-    min_fixes: float = 1.0
-    align_lambda: float = Field(30.0, ge=0)
-    no_fix_penalty: float = 0.2
-    strict: bool = False
+    gate: float = Field(0.9, gt=0, le=1)
+    min_judged: int = Field(100, ge=1)
+    align_lambda: float = Field(10.0, ge=0)
+    order_masks: bool = True
+    head_start: int = Field(20, ge=0)
+    head_start_share: float = Field(0.5, ge=0, le=1)
     inherit: bool = True
     use_masks: bool = False
     beta: float = Field(2.0, ge=0)
@@ -135,7 +148,7 @@ class WorkflowTraining(ServedSettings):
 
     @model_validator(mode="after")
     def _agree(self) -> WorkflowTraining:
-        shares = self.reference_share, self.final_share
+        shares = self.reference_share, self.mixed_share, self.final_share
         if self.total_episodes < self.envs:
             raise ValueError(
                 f"expected an episode for each network, got envs {self.envs}, total_episodes {self.total_episodes}"
@@ -146,6 +159,13 @@ class WorkflowTraining(ServedSettings):
             raise ValueError(f"expected at least 2 networks to make halves of, got envs {self.envs}")
         return self
 
+    @property
+    def longest_head_start(self) -> int:
+        """Steps."""
+        return min(self.head_start, self.episode_length // 2)
+
     def unused(self) -> dict[str, str]:
         own = {"quirk": "it is of our simulator; CybORG is as it is"} if self.env == "cyborg" else {}
+        if not self.inherit:
+            own["mixed_share"] = "with inherit = false each workflow has a policy of its own"
         return {**super().unused(), **own}

@@ -1,4 +1,5 @@
-"""The search: training without a workflow first, then with one workflow after another, then with the best.
+"""The search: training without a workflow first, then with all of them mixed, then with one after another, then with
+the best.
 
 One `advance` is one update of the learner; between two of them the whole state can be saved. The loop uses neither
 files nor processes.
@@ -7,23 +8,30 @@ files nor processes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
-from jurybox.training.search.rollouts import INPUTS, Episodes, Part, Policy, play
-from jurybox.training.search.settings import Order, WorkflowTraining
+from jurybox.training.search.rollouts import INPUTS, Episodes, Part, Policy, play, share
+from jurybox.training.search.settings import N_TYPES, ORDERS, Order, WorkflowTraining
 
 Parts = tuple[Part, ...]
 
-REFERENCE, SEARCH, FINAL, DONE = "reference", "search", "final", "done"
-_PHASES = (REFERENCE, SEARCH, FINAL, DONE)
+REFERENCE, MIXED, SEARCH, FINAL, DONE = "reference", "mixed", "search", "final", "done"
+_PHASES = (REFERENCE, MIXED, SEARCH, FINAL, DONE)
+_WITHOUT = 1 / 8  # of the networks that train all orders: those that have none
+_NONE = (-1,) * N_TYPES
+_HEAD_STARTS, _ORDERS = 78, 79  # streams of random numbers
+
+
+Verdict = Literal["passed", "failed", "not judged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +39,11 @@ class Evaluated:
     """Means over fresh episodes.
 
     Attributes:
-        returns: mean return. error: its standard error. spread: deviation between episodes.
-        rate: of all fixes, the share that complied. fixes: an episode.
+        returns: mean return of episodes from their start. error: its standard error. spread: deviation between them.
+        rate: of all fixes in them, the share that complied by the first description. fixes: an episode.
+        judged, obeyed: judged fixes, and those of them that complied: of these episodes and of those taken over.
+        taken_over: mean return of episodes in which the attacker had a head start. taken_over_error: its error.
+        episodes: all together.
     """
 
     returns: float
@@ -40,6 +51,31 @@ class Evaluated:
     spread: float
     rate: float
     fixes: float
+    judged: int
+    obeyed: int
+    taken_over: float
+    taken_over_error: float
+    episodes: int
+
+    @property
+    def obedience(self) -> float:
+        """Of the judged fixes the share that complied; 0 without one."""
+        return share(self.obeyed, self.judged)
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What one policy does when it is told the orders that begin with a type.
+
+    Attributes:
+        first: the type; None: told no order.
+        evaluated: told one of these orders, each episode its own.
+        anyway: obedience of the same policy that is told no order: what it would do by itself.
+    """
+
+    first: int | None
+    evaluated: Evaluated
+    anyway: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +88,7 @@ class Tried:
     bound: float
     score: float
     episodes: int
-    passed: bool
+    verdict: Verdict
     evaluated: Evaluated
 
 
@@ -76,13 +112,14 @@ class WorkflowTrainer:
             revisit=settings.revisit,
             seed=settings.seed,
         )
-        self.phase = REFERENCE if settings.reference_share > 0 else SEARCH
+        self.phase = REFERENCE if settings.reference_share > 0 else MIXED if self._mixes else SEARCH
         self.episodes = self.updates = 0
         self.env_steps = 0
         self.tried: list[Tried] = []
         self.reference: Evaluated | None = None
         self.final: Evaluated | None = None
         self.best: Order | None = None
+        self.prices: list[Priced] = []
         self.recent: list[float] = []
         self._learner_steps = 0  # of learners that were given up
         self._proposal: Proposal | None = None
@@ -115,63 +152,123 @@ class WorkflowTrainer:
         settings = self.settings
         if self.phase == SEARCH and self._proposal is None:
             self._begin()
+        orders, own = self._orders()
+        head_starts = self._head_starts()
         rollout, played = play(
             self._env,
             self._policy,
-            self.order,
+            orders,
             steps=settings.episode_length,
             weight=settings.align_lambda,
-            no_fix_penalty=settings.no_fix_penalty,
-            strict=settings.strict,
+            head_starts=head_starts,
             use_masks=settings.use_masks,
+            mask_orders=settings.order_masks,
         )
+        from_start = head_starts == 0
+        shown = played.of(from_start if from_start.any() else own)
+        judged = played.of(own)
         if self.phase == FINAL:
-            self._keep(played)
+            self._keep(judged, shown)
         told = self.learner.update(rollout)
         self.updates += 1
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
-        self.recent = played.returns.tolist()
+        self.recent = shown.returns.tolist()
         numbers = {
             "phase": float(_PHASES.index(self.phase)),
             "workflow": float(len(self.tried)),
             "episodes": float(self.episodes),
-            "return_mean": float(played.returns.mean()),
-            "return_std": float(played.returns.std()),
-            "compliance": played.rate,
-            "fixes": played.fixes / settings.envs,
+            "return_mean": float(shown.returns.mean()),
+            "return_std": float(shown.returns.std()),
+            "obedience": judged.obedience,
+            "judged": float(judged.judged.mean()),
+            "compliance": judged.compliance,
+            "fixes": float(judged.fixes.mean()),
             **told,
         }
-        self._move_on(played)
+        self._move_on(judged)
         return numbers
 
-    def evaluate(self, order: Order | None, episodes: int) -> Evaluated:
-        """Evaluate the learner's policy, as it acts in training, on new episodes."""
-        runs = [
-            play(
+    def evaluate(
+        self, order: Order | Sequence[Order] | None, episodes: int, *, told: bool = True, fresh: bool = True
+    ) -> Evaluated:
+        """Evaluate the learner's policy, as it acts in training, on new episodes.
+
+        Args:
+            order: of all episodes; several: dealt out in turn.
+            episodes: from their start, and as many with a head start of the attacker.
+            told: whether the policy is told the order that it is judged by.
+            fresh: whether any are from their start; returns and compliance are of those that there are.
+        """
+        settings, rounds = self.settings, -(-episodes // self.settings.envs)
+        rows: npt.NDArray[np.int64] | None = None
+        if order is not None:
+            dealt = np.atleast_2d(np.asarray(order, np.int64))
+            rows = dealt[np.arange(rounds * settings.envs) % len(dealt)].reshape(rounds, settings.envs, N_TYPES)
+        random = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates, 1))
+
+        def run(head_starts: npt.NDArray[np.int64], number: int) -> Episodes:
+            return play(
                 self._evaluation,
                 self._policy,
-                order,
-                steps=self.settings.episode_length,
+                None if rows is None else rows[number],
+                steps=settings.episode_length,
                 weight=0.0,
-                strict=self.settings.strict,
-                use_masks=self.settings.use_masks,
+                head_starts=head_starts,
+                use_masks=settings.use_masks,
+                mask_orders=settings.order_masks,
+                told=told,
             )[1]
-            for _ in range(-(-episodes // self.settings.envs))
-        ]
-        returns = np.concatenate([run.returns for run in runs])
-        fixes, complied = sum(run.fixes for run in runs), sum(run.complied for run in runs)
+
+        none = np.zeros(settings.envs, np.int64)
+        from_start = [run(none, number) for number in range(rounds)] if fresh else []
+        longest = settings.longest_head_start
+        over = [run(random.integers(0, longest + 1, settings.envs), number) for number in range(rounds)]
+        first, second = joined(from_start or over), joined(over)
+        every = joined(from_start + over)
         return Evaluated(
-            float(returns.mean()),
-            float(returns.std() / np.sqrt(len(returns))),
-            float(returns.std()),
-            complied / max(fixes, 1),
-            fixes / len(returns),
+            returns=float(first.returns.mean()),
+            error=_error(first.returns),
+            spread=float(first.returns.std()),
+            rate=first.compliance,
+            fixes=float(first.fixes.mean()),
+            judged=int(every.judged.sum()),
+            obeyed=int(every.obeyed.sum()),
+            taken_over=float(second.returns.mean()),
+            taken_over_error=_error(second.returns),
+            episodes=len(every.returns),
         )
 
-    def passes(self, rate: float, fixes: float) -> bool:
-        """Whether the gate is passed, with a minimum number of fixes."""
-        return rate >= self.settings.gate and fixes >= self.settings.min_fixes
+    def verdict(self, judged: int, obeyed: int) -> Verdict:
+        """Whether so many judged fixes and complied ones pass the gate; too few are not judged, and never pass."""
+        if judged < self.settings.min_judged:
+            return "not judged"
+        return "passed" if obeyed >= self.settings.gate * judged else "failed"
+
+    @property
+    def _mixes(self) -> bool:
+        return self.settings.mixed_share > 0 and self.settings.inherit
+
+    def _orders(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Workflows of the next episodes, (envs, 5), and which networks the current figures are of, bool (envs,)."""
+        envs = self.settings.envs
+        random = np.random.default_rng((self.settings.seed, _ORDERS, self.updates))
+        mixed = np.array(ORDERS)[random.integers(len(ORDERS), size=envs)]
+        mixed[random.random(envs) < _WITHOUT] = _NONE
+        everyone = np.ones(envs, np.bool_)
+        if self.phase == MIXED:
+            return mixed, everyone
+        own = np.broadcast_to(_NONE if self.order is None else self.order, (envs, N_TYPES))
+        if self.order is None or not self._mixes:
+            return own, everyone
+        dealt = random.permutation(envs) < -(-envs // 2)
+        return np.where(dealt[:, None], own, mixed), dealt
+
+    def _head_starts(self) -> npt.NDArray[np.int64]:
+        settings = self.settings
+        random = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates))
+        steps = random.integers(0, settings.longest_head_start + 1, settings.envs)
+        return np.where(random.random(settings.envs) < settings.head_start_share, steps, 0)
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: numbers, strings, tensors, nested."""
@@ -184,6 +281,7 @@ class WorkflowTrainer:
             "proposal": None if self._proposal is None else asdict(self._proposal),
             "evaluated": [None if each is None else asdict(each) for each in (self.reference, self.final)],
             "best": self.best,
+            "prices": [asdict(each) for each in self.prices],
             "kept": self._kept,
             "learner": self.learner.state(),
         }
@@ -199,6 +297,7 @@ class WorkflowTrainer:
         self._proposal = None if proposal is None else Proposal(**{**proposal, "order": tuple(proposal["order"])})
         self.reference, self.final = (None if each is None else Evaluated(**each) for each in state["evaluated"])
         self.best = None if state["best"] is None else tuple(state["best"])
+        self.prices = [Priced(**{**each, "evaluated": Evaluated(**each["evaluated"])}) for each in state["prices"]]
         kept = state["kept"]
         self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
         self.learner.restore(state["learner"])
@@ -213,54 +312,80 @@ class WorkflowTrainer:
 
     def _move_on(self, played: Episodes) -> None:
         settings, total = self.settings, self.settings.total_episodes
-        if self.phase == REFERENCE and self.episodes >= settings.reference_share * total:
+        reference = settings.reference_share * total
+        if self.phase == REFERENCE and self.episodes >= reference:
             self.reference = self.evaluate(None, 10 * settings.evaluation_episodes)
+            self.phase = MIXED if self._mixes else SEARCH
+        elif self.phase == MIXED and self.episodes >= reference + settings.mixed_share * total:
             self.phase = SEARCH
         elif self.phase == SEARCH:
-            passed = self.passes(played.rate, played.fixes / settings.envs)
+            passed = self.verdict(int(played.judged.sum()), int(played.obeyed.sum())) == "passed"
             spent = self.episodes >= (1 - settings.final_share) * total
             if passed or spent or self.episodes - self._began >= settings.envs * settings.max_train_episodes_per_env:
-                self._finish(passed)
+                self._finish()
             if spent:
                 self.best = max(self.search.trace, key=lambda trial: trial.score).order
                 self.phase = FINAL
         if self.phase != DONE and self.episodes >= total:
             self._conclude()
 
-    def _finish(self, passed: bool) -> None:
+    def _finish(self) -> None:
         proposal, settings = self._proposal, self.settings
         assert proposal is not None
         found = self.evaluate(proposal.order, settings.evaluation_episodes)
-        score = found.returns - settings.shortfall_cost * max(0.0, settings.gate - found.rate)
+        verdict = self.verdict(found.judged, found.obeyed)
+        kept = 0.0 if verdict == "not judged" else found.obedience
+        score = found.returns - settings.shortfall_cost * max(0.0, settings.gate - kept)
         self.search.tell(proposal, score)
         spent = self.episodes - self._began
         self.tried.append(
-            Tried(proposal.order, proposal.mean, proposal.std, proposal.bound, score, spent, passed, found)
+            Tried(proposal.order, proposal.mean, proposal.std, proposal.bound, score, spent, verdict, found)
         )
         self._proposal = None
 
-    def _keep(self, played: Episodes) -> None:
-        """Keep the current policy if it is the best that complies."""
-        if not self.passes(played.rate, played.fixes / self.settings.envs):
+    def _keep(self, judged: Episodes, shown: Episodes) -> None:
+        """Keep the current policy if it is the best that obeys."""
+        if self.verdict(int(judged.judged.sum()), int(judged.obeyed.sum())) != "passed":
             return
-        returns = float(played.returns.mean())
+        returns = float(shown.returns.mean())
         if self._kept is None or returns > self._kept[0]:
             self._kept = (returns, copy.deepcopy(self.learner.network.state_dict()))
 
     def _conclude(self) -> None:
+        settings = self.settings
         if self.best is None and self.search.trace:
             self.best = max(self.search.trace, key=lambda trial: trial.score).order
         if self._kept is not None:
             self.learner.network.load_state_dict(self._kept[1])
             self._policy = self._make_policy(self.learner)
-        self.final = self.evaluate(self.best, 10 * self.settings.evaluation_episodes)
+        self.final = self.evaluate(self.best, 10 * settings.evaluation_episodes)
+        if self._mixes:
+            self.prices = self.price(5 * settings.evaluation_episodes)
         self.phase = DONE
+
+    def price(self, episodes: int) -> list[Priced]:
+        """What the policy does told no order, and told those that begin with each type."""
+        found = [Priced(None, self.evaluate(None, episodes), 0.0)]
+        for kind in range(N_TYPES):
+            orders = [order for order in ORDERS if order[0] == kind]
+            anyway = self.evaluate(orders, episodes, told=False, fresh=False)
+            found.append(Priced(kind, self.evaluate(orders, episodes), anyway.obedience))
+        return found
 
     def _new_learner(self) -> tuple[PPO, Policy]:
         # Without inheritance each workflow gets a network of its own, from a seed of its own.
         seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
         learner = PPO(INPUTS, N_ACTIONS, self.settings.ppo, int(seed))
         return learner, self._make_policy(learner)
+
+
+def joined(runs: Sequence[Episodes]) -> Episodes:
+    """All episodes of several runs."""
+    return Episodes(*(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(Episodes)))
+
+
+def _error(values: npt.NDArray[np.float64]) -> float:
+    return float(values.std() / np.sqrt(len(values)))
 
 
 def _tried(parts: Mapping[str, Any]) -> Tried:
