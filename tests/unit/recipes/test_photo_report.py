@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.recipes.photo import PhotoTraining
-from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation
+from jurybox.training.recipes.photo_evaluation import KINDS, Case, Intact, PhotoEvaluation
 from jurybox.training.recipes.photo_report import PhotoRun, render
 from jurybox.training.report import charts
 from jurybox.training.runtime.progress import Lane, Timeline
@@ -26,11 +26,26 @@ STATUS = {
     ]
 }
 METRICS = [
-    {"env_steps": float(step), "rollout_return_mean": step / 1000, "rollout_return_error": 0.1} for step in (256, 512)
+    {
+        "env_steps": float(step),
+        "rollout_return_mean": step / 1000,
+        "rollout_return_error": 0.1,
+        "score_before": 0.5,
+        "score_after": 0.5 + step / 4000,
+        "audit_psnr_before": 16.0,
+        "audit_psnr": 16.0 - step / 400,
+        "audit_other_before": 0.5,
+        "audit_other": 0.5 - step / 4000,
+    }
+    for step in (256, 512)
 ]
 
 
-def evaluation_of(gain):
+def audit_of(psnr, moved):
+    return {"psnr": psnr, "ssim": psnr / 40, "ciede2000": moved}
+
+
+def evaluation_of(gain, nearer=4.0, intact=1.0):
     cases = []
     for seed in range(6):
         for photo in ("cat.png", "temple <b>.jpg"):
@@ -38,8 +53,22 @@ def evaluation_of(gain):
             scores = dict(zip(KINDS, (before, before - 0.1, before + gain + 0.001 * seed, 0.95), strict=True))
             pictures = {kind: RNG.integers(0, 255, (384, 384, 3), dtype=np.uint8) for kind in KINDS}
             marks = {kind: {"score": score, "exposure": score / 2} for kind, score in scores.items()}
-            cases.append(Case(photo, seed, pictures, marks))
-    return PhotoEvaluation(tuple(cases))
+            audit = {
+                "no edits": audit_of(16.0 + seed, 12.0),
+                "random edits": audit_of(12.0, 15.0),
+                "learned": audit_of(16.0 + nearer + 1.1 * seed, 12.0 - nearer - 0.1 * seed),
+                "original": {},
+            }
+            fault = {"exposure": 1.0, "tilt": 5.0 + seed} if photo == "cat.png" else {"haze": 0.4}
+            cases.append(Case(photo, seed, pictures, marks, audit, fault, {"straighten": -4.0 - seed}))
+    whole = [
+        Intact(
+            case.photo, case.seed, case.pictures["original"], case.pictures["learned"], 0.95, 0.97, audit_of(30, intact)
+        )
+        for case in cases
+        if case.seed % 2 == 0
+    ]
+    return PhotoEvaluation(tuple(cases), tuple(whole))
 
 
 @pytest.fixture
@@ -53,10 +82,10 @@ def html():
     return report()
 
 
-def report(gain=0.1, status=STATUS, metrics=METRICS):
+def report(gain=0.1, status=STATUS, metrics=METRICS, **audit):
     settings = PhotoTraining().as_dict()
     return render(
-        PhotoRun(evaluation_of(gain), metrics, status, "photo", settings, {"Seed": "3"}, "jurybox demo photo")
+        PhotoRun(evaluation_of(gain, **audit), metrics, status, "photo", settings, {"Seed": "3"}, "jurybox demo photo")
     )
 
 
@@ -69,6 +98,34 @@ def test_the_report_needs_nothing_from_elsewhere(html):
 @pytest.mark.parametrize(("gain", "word"), [(0.1, "Yes:"), (-0.2, "No:"), (-0.0025, "Not shown:")])
 def test_the_report_says_in_words_whether_it_learned(undrawn, gain, word):
     assert f'<p class="headline">{word}' in report(gain)
+
+
+@pytest.mark.parametrize(
+    ("audit", "headline"),
+    [
+        ({}, "and the audit agrees"),
+        ({"nearer": -4.0}, "The juror was gamed"),
+        ({"intact": 12.0}, "The juror was gamed"),
+        ({"nearer": -0.25}, "Not shown: the juror&#39;s score rose"),
+    ],
+)
+def test_yes_needs_the_jury_and_the_audit(undrawn, audit, headline):
+    told = report(**audit)
+    assert headline in told
+    assert ("Where score and audit part" in told) == (audit.get("nearer", 1.0) < 0), "with the pictures that show it"
+
+
+def test_a_picture_that_scores_no_better_is_not_saved_by_its_audit(undrawn):
+    assert '<p class="headline">No:' in report(gain=-0.2)
+
+
+def test_the_report_shows_what_no_juror_scored(html):
+    for told in ("The audit: what no juror scored", "CIEDE2000", "By PSNR the edited pictures are nearer to"):
+        assert told in html
+    assert "The audit by kind of damage" in html and "<td>haze</td>" in html and "<td>blur</td>" not in html
+    assert "Intact photos (6 crops without damage): the score rises in 100%" in html
+    assert "straightening follows the tilt with a correlation of +1.00" in html
+    assert "Is the juror overoptimised?" in html and "rewarded juror" in html and "other" in html
 
 
 def test_pictures_scores_curve_criteria_server_and_settings_are_there(html):
@@ -115,7 +172,7 @@ def drawings(html, width):
 @pytest.mark.parametrize("width", [640, 344])
 def test_no_label_of_a_chart_leaves_its_drawing(html, width):
     found = list(drawings(html, width))
-    assert len(found) == 4, "scores, learning, criteria, batches; each for a wide screen and for a phone's"
+    assert len(found) == 6, "scores, learning, two of the audit, criteria, batches; each for wide screens and phones"
     for begins, ends, text in (each for texts in found for each in texts):
         assert begins >= -4 and ends <= width + 4, f"{text!r} from {begins} to {ends} of {width}"
 

@@ -325,6 +325,11 @@ TABLE = (
         by_model(lambda snapshot, at: float(snapshot.models[at]["state"] == "ready")),
     ),
     Metric(
+        "model_audit", _GAUGE, _MODEL, "1 for an audit juror, which trainings ask and never reward, else 0.",
+        "Its rows cost what others do; its scores must not be trained on.",
+        by_model(lambda snapshot, at: float(snapshot.models[at]["audit"])),
+    ),
+    Metric(
         "engine_up", _GAUGE, _ENGINE, "1 while the engine serves, else 0.", "Alert on it.",
         by_engine(lambda record, snapshot, index: float(
             record["state"] == EngineState.SERVING and not snapshot.document["engines"][index]["hung"]

@@ -96,7 +96,7 @@ _OWN_FACTORIES = ("jurybox.server.jurors:*", "jurybox.training.recipes.served_ne
 _FROM_ELSEWHERE = frozenset(
     {
         *("factory", "args", "max_batch", "min_batch", "max_wait_us", "rows", "lane_rows", "group"),
-        *("publish", "keep_versions", "max_lag", "dtype", "channels_last", "cuda_graphs", "deterministic"),
+        *("publish", "keep_versions", "max_lag", "dtype", "channels_last", "cuda_graphs", "deterministic", "audit"),
     }
 )
 LONGEST_KEEP = 3600.0  # seconds that a model may be held without a word of whoever loaded it
@@ -243,6 +243,7 @@ class ModelSettings(_Strict):
     compile: bool = False
     cuda_graphs: bool = True
     deterministic: bool = False
+    audit: bool = False
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
 

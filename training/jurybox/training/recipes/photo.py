@@ -45,6 +45,12 @@ from jurybox.training.vector.sb3_env import WorkerVecEnv
 
 METRICS = (*COLUMNS, "score_before", "score_after")
 
+
+def columns(config: PhotoConfig) -> tuple[str, ...]:
+    """The columns of metrics.csv: with a pair for everything that is audited."""
+    return (*METRICS, *(f"audit_{name}{suffix}" for name in ("psnr", *config.audit) for suffix in ("_before", "")))
+
+
 ROLLOUT = 4000  # steps of all environments together between two updates
 
 
@@ -71,7 +77,7 @@ class PhotoTraining(Settings):
     # What may be different when a run is resumed; all else would make it another run.
     may_change = (
         *("steps", "envs", "workers", "checkpoint_every", "server_timeout", "seconds", "damages"),
-        *("environment.address", "environment.timeout"),
+        *("environment.address", "environment.timeout", "environment.audit_models", "perceptual"),
     )
 
     environment: PhotoConfig = PhotoConfig()
@@ -94,11 +100,17 @@ class PhotoTraining(Settings):
     server_timeout: float = Field(60.0, ge=0, description="Seconds that a worker waits for a server that went away.")
     seconds: float | None = Field(None, gt=0, description="Stop training after so many.")
     damages: int = Field(24, ge=2, description="Seeds of degradation in the evaluation.")
+    perceptual: str | None = Field(
+        None, description="package.module:function that makes a learned distance of two pictures, for the audit."
+    )
 
     @model_validator(mode="after")
     def _one_seed(self) -> PhotoTraining:
         if self.environment.seed:
             raise ValueError(f"environment.seed is now {self.renamed['environment.seed']}")
+        taken = {"psnr", self.environment.model} & self.environment.audit.keys()
+        if taken:
+            raise ValueError(f"audit jurors need names of their own, got {', '.join(sorted(taken))}")
         return self
 
     @property

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jurybox.training.environments.photo import (
     RandomEdits,
     evaluate,
 )
+from jurybox.training.environments.photo.audit import Perceptual, measure, registered
 from jurybox.training.environments.photo.edits import Degradation, degrade
 from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes.photo_worker import environment_maker
@@ -52,23 +53,53 @@ class Case:
         photo, seed: what it is of, and what crop and damage were drawn from.
         pictures: uint8 (384, 384, 3), by kind.
         marks: every output of the juror, by kind and name; "score" is what was trained on.
+        audit: by kind and name, what no juror of the training scored: how far it is from the undamaged photo, and what
+            the audit jurors say. The original has the latter alone.
+        degradation: what had been done to it. edits: the learned policy's recipe.
     """
 
     photo: str
     seed: int
     pictures: Mapping[str, Picture]
     marks: Mapping[str, Mapping[str, float]]
+    audit: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    degradation: Mapping[str, float] = field(default_factory=dict)
+    edits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Intact:
+    """What the learned policy did to an undamaged photo.
+
+    Attributes:
+        picture, edited: before and after.
+        before, after: scores.
+        audit: how far the edited picture is from the photo.
+    """
+
+    photo: str
+    seed: int
+    picture: Picture
+    edited: Picture
+    before: float
+    after: float
+    audit: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class PhotoEvaluation:
-    """All cases of an evaluation, photo by photo for every seed."""
+    """All cases of an evaluation, photo by photo for every seed, and the intact photos."""
 
     cases: tuple[Case, ...]
+    intact: tuple[Intact, ...] = ()
 
     def scores(self, kind: str, criterion: str = "score") -> npt.NDArray[np.float64]:
         """(cases,) of one kind."""
         return np.array([case.marks[kind][criterion] for case in self.cases])
+
+    def audited(self, kind: str, name: str) -> npt.NDArray[np.float64]:
+        """(cases,) of one kind: what was not rewarded."""
+        return np.array([case.audit[kind][name] for case in self.cases])
 
     @property
     def photos(self) -> list[str]:
@@ -87,20 +118,34 @@ class PhotoEvaluation:
         writer.writerow(("photo", "seed", "kind", "criterion", "mark"))
         for case in self.cases:
             for kind, marks in case.marks.items():
-                writer.writerows((case.photo, case.seed, kind, name, f"{mark:.5f}") for name, mark in marks.items())
+                told = {**marks, **{f"audit_{name}": mark for name, mark in case.audit.get(kind, {}).items()}}
+                writer.writerows((case.photo, case.seed, kind, name, f"{mark:.5f}") for name, mark in told.items())
+        for each in self.intact:
+            told = {"score": each.after, **{f"audit_{name}": mark for name, mark in each.audit.items()}}
+            writer.writerow((each.photo, each.seed, "intact", "score", f"{each.before:.5f}"))
+            writer.writerows((each.photo, each.seed, "intact, learned", name, f"{m:.5f}") for name, m in told.items())
         write_atomically(path, text.getvalue())
 
 
 def evaluate_policy(
-    config: PhotoConfig, policy: Policy, damages: int, watcher: Watcher, *, threads: int = _THREADS
+    config: PhotoConfig,
+    policy: Policy,
+    damages: int,
+    watcher: Watcher,
+    *,
+    threads: int = _THREADS,
+    perceptual: Perceptual | None = None,
 ) -> PhotoEvaluation:
-    """Evaluate the learned and a random policy on all held-out photos, degraded in `damages` ways.
+    """Evaluate the learned and a random policy on all held-out photos, degraded in `damages` ways, and audit them.
+
+    Of every second seed the learned policy is given the undamaged photos, too.
 
     Args:
         config: of the training; its held-out photos are used.
         policy: the learned one; called from several threads.
         damages: how many seeds of degradation, the same ones for every policy.
         threads: pictures in flight at once. A local juror is used by one thread only.
+        perceptual: a learned distance of two pictures, for the audit.
 
     Raises:
         ValueError: less than one seed.
@@ -115,17 +160,20 @@ def evaluate_policy(
     edited: list[int] = []
     watcher.begin("evaluating", damages)
 
-    def share(number: int) -> list[tuple[Outcome, Outcome, Picture]]:
-        environment = environment_maker(held_out, number, timeout=0.0)()
+    def share(number: int) -> list[_Edited]:
+        environment = environment_maker(replace(held_out, audit={}), number, timeout=0.0)()
         try:
-            found = []
+            found: list[_Edited] = []
             for seed in seeds[number::threads]:
-                pairs = zip(
-                    evaluate(environment, _unless(stopped, policy), [seed]).outcomes,
-                    evaluate(environment, _unless(stopped, RandomEdits(seed)), [seed]).outcomes,
-                    strict=True,
-                )
-                found += [(learned, random, _undamaged(environment, learned)) for learned, random in pairs]
+                mend = _unless(stopped, policy)
+                learned = evaluate(environment, mend, [seed]).outcomes
+                random = evaluate(environment, _unless(stopped, RandomEdits(seed)), [seed]).outcomes
+                whole: Sequence[Outcome | None] = [None] * len(learned)
+                if seed % 2 == 0:
+                    whole = evaluate(environment, mend, [seed], intact=True).outcomes
+                found += [
+                    (*each, _undamaged(environment, each[0])) for each in zip(learned, random, whole, strict=True)
+                ]
                 edited.append(seed)
             return found
         finally:
@@ -147,43 +195,74 @@ def evaluate_policy(
             watcher.end()
     results.sort(key=lambda result: (result[0].seed, result[0].photo))
     with judge(config) as ask:
-        return PhotoEvaluation(tuple(_case(*result, ask) for result in results))
+        return PhotoEvaluation(
+            tuple(_case(*result, ask, perceptual) for result in results),
+            tuple(_intact(whole, perceptual) for _, _, whole, _ in results if whole is not None),
+        )
 
 
 @contextmanager
 def judge(config: PhotoConfig) -> Iterator[Judge]:
-    """A function that returns all outputs of the juror for pictures; use it in a ``with``."""
+    """A function that returns all outputs of the juror for pictures, and scores of audit jurors as ``audit_NAME``; use
+    it in a ``with``."""
     if config.scorer == "local":
-        scorer = LocalScorer(config.juror, threads=1)
-        yield lambda pictures: _locally(scorer, pictures)
+        scorers = {"score": LocalScorer(config.juror, threads=1)}
+        scorers |= {f"audit_{name}": LocalScorer(factory, threads=1) for name, factory in config.audit.items()}
+        yield lambda pictures: {name: _locally(scorer, pictures) for name, scorer in scorers.items()}
         return
     with connect(config.address, timeout=config.timeout) as server:
         model = server.model(config.model, rows=len(KINDS))
+        auditors = {name: server.model(config.audit_models.get(name, name), rows=len(KINDS)) for name in config.audit}
 
         def ask(pictures: Sequence[Picture]) -> Marks:
-            given = model.infer(np.stack(pictures))
-            return given if isinstance(given, dict) else {"score": given}
+            given = _marks(model.infer(np.stack(pictures)))
+            audits = {name: _marks(auditor.infer(np.stack(pictures))) for name, auditor in auditors.items()}
+            return {**given, **{f"audit_{name}": marks["score"] for name, marks in audits.items()}}
 
         yield ask
 
 
-def _locally(scorer: LocalScorer, pictures: Sequence[Picture]) -> Marks:
+def _marks(given: Any) -> Marks:
+    return given if isinstance(given, dict) else {"score": given}
+
+
+def _locally(scorer: LocalScorer, pictures: Sequence[Picture]) -> npt.NDArray[np.float64]:
     scores = []
     for picture in pictures:
         np.copyto(scorer.buffer, picture)
         scores.append(scorer.score())
-    return {"score": np.array(scores)}
+    return np.array(scores)
 
 
-def _case(learned: Outcome, random: Outcome, original: Picture, ask: Judge) -> Case:
+_Edited = tuple[Outcome, Outcome, Outcome | None, Picture]  # learned, random, of the intact photo, the photo
+
+
+def _case(
+    learned: Outcome,
+    random: Outcome,
+    whole: Outcome | None,
+    original: Picture,
+    ask: Judge,
+    perceptual: Perceptual | None,
+) -> Case:
     pictures = dict(zip(KINDS, (learned.damaged, random.edited, learned.edited, original), strict=True))
-    marks = ask(list(pictures.values()))
-    return Case(
-        learned.photo,
-        learned.seed,
-        pictures,
-        {kind: {name: float(values[i]) for name, values in marks.items()} for i, kind in enumerate(pictures)},
-    )
+    recipes: dict[str, Mapping[str, float]] = {"no edits": {}, "random edits": random.edits, "learned": learned.edits}
+    given = ask(list(pictures.values()))
+    marks = {kind: {name: float(values[i]) for name, values in given.items()} for i, kind in enumerate(pictures)}
+    audit: dict[str, dict[str, float]] = {}
+    for kind, told in marks.items():
+        jurors = [name for name in told if name.startswith("audit_")]
+        audit[kind] = {name.removeprefix("audit_"): told.pop(name) for name in jurors}
+        if kind in recipes:
+            reference = registered(original, learned.degradation["tilt"], recipes[kind])
+            audit[kind] |= measure(pictures[kind], reference, perceptual)
+    return Case(learned.photo, learned.seed, pictures, marks, audit, learned.degradation, learned.edits)
+
+
+def _intact(whole: Outcome, perceptual: Perceptual | None) -> Intact:
+    reference = registered(whole.damaged, 0.0, whole.edits)
+    audit = measure(whole.edited, reference, perceptual)
+    return Intact(whole.photo, whole.seed, whole.damaged, whole.edited, whole.before, whole.after, audit)
 
 
 def _undamaged(environment: PhotoEdit, outcome: Outcome) -> Picture:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from jurybox.training.environments.photo.audit import DAMAGES, MEASURES, damages_of
 from jurybox.training.recipes.photo_evaluation import KINDS, Case, PhotoEvaluation
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Bar
 from jurybox.training.report.page import Answer, Details, Gallery, Legend, Part, Picture, Section, Shot, Table
-from jurybox.training.report.verdict import Comparison, Verdict, compare, interval, judge
+from jurybox.training.report.verdict import Answer as Said
+from jurybox.training.report.verdict import Check, Comparison, Verdict, audited, compare, interval, judge
 
 _BASELINES = ("no edits", "random edits")
 _COLUMNS = {"no edits": "Damaged", "random edits": "Random edits", "learned": "Learned", "original": "Original"}
 _STYLES = {"no edits": "plain", "random edits": "random", "learned": "learned", "original": "reference"}
 _SHOWN = 6
+_EVIDENCE = 3
+_LEFT_ALONE = 3.0  # CIEDE2000
+_NAMES = {"psnr": "PSNR", "ssim": "SSIM", "ciede2000": "CIEDE2000", "perceptual": "the learned distance"}
+_UNITS = {"psnr": " dB", "ssim": "", "ciede2000": ""}
+_LESS_IS_BETTER = ("ciede2000", "perceptual")
 _SIDE = 208
 _POINTS = 40  # of the learning curve, at most: more would be a thicket
 
@@ -51,13 +59,57 @@ def comparisons(evaluation: PhotoEvaluation) -> list[Comparison]:
     return [compare(name, learned, evaluation.scores(name), evaluation.photos) for name in _BASELINES]
 
 
+def verdict_of(evaluation: PhotoEvaluation) -> Verdict:
+    """What the jury and the audit say together."""
+    return audited(judge(comparisons(evaluation)), checks(evaluation))
+
+
+def checks(evaluation: PhotoEvaluation) -> list[Check]:
+    """The audit: is the learned picture nearer to the undamaged photo than the damaged one, and are intact ones left
+    alone?"""
+    found = []
+    for name, better in MEASURES.items():
+        change = interval(_change(evaluation, name), evaluation.photos)
+        sign = 1.0 if better else -1.0
+        low, high = sorted((sign * change.low, sign * change.high))
+        answer: Said = "yes" if low > 0 else "no" if high < 0 else "undecided"
+        which = {"yes": "nearer to", "no": "further from", "undecided": "as far as before from"}[answer]
+        found.append(
+            Check(
+                answer,
+                f"By {_NAMES[name]} the edited pictures are {which} the undamaged photos: {change.mean:+.3g}"
+                f"{_UNITS[name]} on average, 95 % interval {change.low:+.3g} to {change.high:+.3g}, better in "
+                f"{float((sign * _change(evaluation, name) > 0).mean()):.0%} of the cases.",
+            )
+        )
+    if len(evaluation.intact) > 1:
+        moved = interval([each.audit["ciede2000"] for each in evaluation.intact], [e.photo for e in evaluation.intact])
+        intact: Said = "yes" if moved.high <= _LEFT_ALONE else "no" if moved.low > _LEFT_ALONE else "undecided"
+        found.append(
+            Check(
+                intact,
+                f"Intact photos are moved by {moved.mean:.1f} CIEDE2000 on average ({moved.low:.1f} to "
+                f"{moved.high:.1f}; {_LEFT_ALONE:g} is what is still let alone).",
+            )
+        )
+    return found
+
+
+def _change(evaluation: PhotoEvaluation, name: str) -> npt.NDArray[np.float64]:
+    return evaluation.audited("learned", name) - evaluation.audited("no edits", name)
+
+
 def render(run: PhotoRun) -> str:
     """The report as one HTML document."""
     sections: list[Answer | Section | None] = [
-        _answer(run, judge(comparisons(run.evaluation))),
+        _answer(run, verdict_of(run.evaluation)),
         _pictures(run.evaluation),
         _scores(run.evaluation),
+        _audit(run.evaluation),
+        _by_damage(run.evaluation),
+        _evidence(run.evaluation),
         _learning(run.metrics, run.settings),
+        _overoptimisation(run.metrics),
         _criteria(run.evaluation),
         _server(run.status, run.model),
         page.the_run(
@@ -103,6 +155,163 @@ def _shot(case: Case, kind: str) -> Shot:
     change = score - case.marks["no edits"]["score"] if kind in ("learned", "random edits") else None
     image = Picture.jpeg(case.pictures[kind], _SIDE, f"{case.photo}, {_COLUMNS[kind].lower()}")
     return Shot(image, _STYLES[kind], f"{score:.2f}", change)
+
+
+def _audit(evaluation: PhotoEvaluation) -> Section | None:
+    names = list(evaluation.cases[0].audit.get("learned", {}))
+    if not names:
+        return None
+    rows = []
+    for name in names:
+        distance = "no edits" in evaluation.cases[0].audit and name in (*MEASURES, "perceptual")
+        means = [
+            f"{evaluation.audited(kind, name).mean():.3g}" if name in evaluation.cases[0].audit[kind] else ""
+            for kind in KINDS
+        ]
+        change = interval(_change(evaluation, name), evaluation.photos)
+        sign = -1.0 if name in _LESS_IS_BETTER else 1.0
+        better = float((sign * _change(evaluation, name) > 0).mean())
+        label = _NAMES.get(name, name) if distance else f"audit juror {name}"
+        rows.append([label, *means, f"{change.mean:+.3g} ({change.low:+.3g} to {change.high:+.3g})", f"{better:.0%}"])
+    header = ["", *(_COLUMNS[kind].lower() for kind in KINDS), "learned − damaged", "better in"]
+    parts: list[Part] = [Table(header, rows)]
+    if evaluation.intact:
+        parts.append(_on_intact(evaluation))
+    if told := _straightening(evaluation):
+        parts.append(told)
+    return Section(
+        "The audit: what no juror scored",
+        parts,
+        "Each picture against the photo as it was before its damage, turned and enlarged as the picture is. PSNR and "
+        "SSIM: more is better; CIEDE2000, the mean difference of colours: less, and 1 is just noticeable. Nothing here "
+        "was rewarded.",
+    )
+
+
+def _on_intact(evaluation: PhotoEvaluation) -> str:
+    intact = evaluation.intact
+    gains = np.array([each.after - each.before for each in intact])
+    moved = np.array([each.audit["ciede2000"] for each in intact])
+    kept = np.array([each.audit["psnr"] for each in intact])
+    return (
+        f"Intact photos ({len(intact)} crops without damage): the score rises in {float((gains > 0).mean()):.0%} of "
+        f"them, by {gains.mean():+.3f} on average, while they move {moved.mean():.1f} CIEDE2000 ({moved.max():.1f} at "
+        f"most) and keep {kept.mean():.1f} dB."
+    )
+
+
+def _straightening(evaluation: PhotoEvaluation) -> str:
+    pairs = np.array(
+        [(case.degradation.get("tilt", 0.0), case.edits.get("straighten", 0.0)) for case in evaluation.cases]
+    )
+    tilted = pairs[:, 0] != 0
+    if tilted.sum() < 2:
+        return ""
+    tilts, turned = pairs[tilted].T
+    follows = float(np.corrcoef(-tilts, turned)[0, 1]) if turned.std() > 0 else 0.0
+    straight = float(np.abs(pairs[~tilted, 1]).mean()) if not tilted.all() else 0.0
+    return (
+        f"{int(tilted.sum())} pictures were tilted, by {np.abs(tilts).mean():.1f}° on average; they are left tilted by "
+        f"{np.abs(tilts + turned).mean():.1f}°, and straightening follows the tilt with a correlation of "
+        f"{follows:+.2f}. Straight ones were turned by {straight:.1f}°."
+    )
+
+
+def _by_damage(evaluation: PhotoEvaluation) -> Section | None:
+    rows = []
+    for kind in DAMAGES:
+        chosen = np.array([kind in damages_of(case.degradation) for case in evaluation.cases])
+        if not chosen.any():
+            continue
+        score = (evaluation.scores("learned") - evaluation.scores("no edits"))[chosen]
+        changes = [_change(evaluation, name)[chosen] for name in MEASURES]
+        rows.append([kind, str(int(chosen.sum())), f"{score.mean():+.3f}", *(f"{c.mean():+.3g}" for c in changes)])
+    if not rows:
+        return None
+    header = ["damage", "cases", "score", *(_NAMES[name] for name in MEASURES)]
+    return Section(
+        "The audit by kind of damage",
+        [Table(header, rows)],
+        "What the learned edits change on average in the pictures that have this damage, alone or with others.",
+    )
+
+
+def _evidence(evaluation: PhotoEvaluation) -> Section | None:
+    """The pictures in which the score rose furthest while the picture moved away."""
+    whole = {(each.photo, each.seed): each for each in evaluation.intact}
+    cases = [case for case in evaluation.cases if (case.photo, case.seed) in whole and case.audit]
+    gamed = sorted((case for case in cases if _gain(case) > 0 and _nearer(case) < 0), key=_nearer)[:_EVIDENCE]
+    if not gamed:
+        return None
+    shots = []
+    for case in gamed:
+        intact = whole[case.photo, case.seed]
+        shots += [
+            _shown(case.photo, case.pictures["original"], "reference", f"{case.marks['original']['score']:.2f}"),
+            _shown(case.photo, case.pictures["no edits"], "plain", _score_and_distance(case, "no edits")),
+            _shown(case.photo, case.pictures["learned"], "learned", _score_and_distance(case, "learned"), _gain(case)),
+            _shown(
+                case.photo,
+                intact.edited,
+                "learned",
+                f"{intact.after:.2f}, {intact.audit['psnr']:.1f} dB",
+                intact.after - intact.before,
+            ),
+        ]
+    columns = [("Original", "reference"), ("Damaged", "plain"), ("Learned", "learned"), ("Original, edited", "learned")]
+    return Section(
+        "Where score and audit part",
+        [Gallery(columns, shots)],
+        "The pictures that moved furthest from the undamaged photo while their score rose, the worst first. Below each "
+        "its score, its PSNR, and what the edits did to the score. On the right, what the policy does to the photo "
+        "without damage.",
+    )
+
+
+def _gain(case: Case) -> float:
+    return case.marks["learned"]["score"] - case.marks["no edits"]["score"]
+
+
+def _nearer(case: Case) -> float:
+    return case.audit["learned"]["psnr"] - case.audit["no edits"]["psnr"]
+
+
+def _score_and_distance(case: Case, kind: str) -> str:
+    return f"{case.marks[kind]['score']:.2f}, {case.audit[kind]['psnr']:.1f} dB"
+
+
+def _shown(name: str, pixels: npt.NDArray[np.uint8], style: str, caption: str, change: float | None = None) -> Shot:
+    return Shot(Picture.jpeg(pixels, _SIDE, f"{name}: {caption}"), style, caption, change)
+
+
+def _overoptimisation(metrics: Sequence[Mapping[str, float]]) -> Section | None:
+    """The score beside what was audited, as training goes on."""
+    rows = [row for row in metrics if "score_after" in row and "audit_psnr" in row]
+    if len(rows) < 2:
+        return None
+    steps = [row["env_steps"] for row in rows]
+    charted: list[Part] = []
+    jurors = [
+        name for name in rows[0] if f"{name}_before" in rows[0] and name.startswith("audit_") and name != "audit_psnr"
+    ]
+    for names, title, up in (
+        (["score", *jurors], "What edits add to the scores of training photos", "change of the score"),
+        (["audit_psnr"], "What edits add to the PSNR of training photos", "decibels"),
+    ):
+        curves = []
+        for at, name in enumerate(names):
+            before, after = ("score_before", "score_after") if name == "score" else (f"{name}_before", name)
+            label = {"score": "rewarded juror", "audit_psnr": "PSNR"}.get(name, name.removeprefix("audit_"))
+            changes = [row[after] - row[before] for row in rows]
+            style = "learned" if name == "score" else ("random", "reference", "plain")[(at - 1) % 3]
+            curves.append(replace(charts.stretches(label, steps, changes, points=_POINTS), style=style))
+        charted.append(charts.curves(curves, title, "edit steps", up, zero="no edits"))
+    return Section(
+        "Is the juror overoptimised?",
+        charted,
+        "Where the rewarded score goes on rising while what is audited falls, the policy learns what this juror likes "
+        "and no longer what makes a photo better. Audit jurors are asked and logged, and never rewarded.",
+    )
 
 
 def _scores(evaluation: PhotoEvaluation) -> Section:

@@ -11,15 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jurybox.client import Error, connect
 from jurybox.training import interrupts
 from jurybox.training import run_folder as runlog
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.environments.photo.audit import load_perceptual
 from jurybox.training.recipes.launchers import Spread, spread_named
-from jurybox.training.recipes.photo import METRICS, PhotoTraining, check_workers, policy_of, train
+from jurybox.training.recipes.photo import PhotoTraining, check_workers, columns, policy_of, train
 from jurybox.training.recipes.photo_evaluation import evaluate_policy
-from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render
+from jurybox.training.recipes.photo_report import PhotoRun, comparisons, render, verdict_of
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
 from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
 from jurybox.training.recipes.training import Run, Training, check_server
@@ -67,7 +70,7 @@ def run(
     checkpoint = resumed(folder, settings, watcher.say) if resume else None
     took = dict(before or {})
     asked, settings = settings, settings if juror is None else settings.changed(environment=juror)
-    with RunLog(folder, METRICS, resume_at=checkpoint.env_steps if checkpoint else None) as log:
+    with RunLog(folder, columns(settings.environment), resume_at=checkpoint.env_steps if checkpoint else None) as log:
         write_settings(folder, asked)
         log.add_trackers(trackers())
         began = time.monotonic()
@@ -76,7 +79,10 @@ def run(
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
         try:
-            evaluation = evaluate_policy(settings.config, policy_of(model), settings.damages, watcher)
+            perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
+            evaluation = evaluate_policy(
+                settings.config, policy_of(model), settings.damages, watcher, perceptual=perceptual
+            )
         except Exception as error:
             trained = f"{model.num_timesteps:,} edit steps were trained; the evaluation on held-out photos failed."
             failed_report(folder, trained, error, settings.as_dict(), command)
@@ -84,7 +90,7 @@ def run(
             raise
         took["evaluation"] = time.monotonic() - began
         interrupts.check()
-        verdict = judge(found := comparisons(evaluation))
+        verdict, found = verdict_of(evaluation), comparisons(evaluation)
         evaluation.save(folder / "evaluation.csv")
         facts = _facts(settings, took, "in this process" if serial else "processes" if spread is None else "by Ray")
         text = render(
@@ -94,6 +100,12 @@ def run(
         log.extend_summary(
             verdict=verdict.answer,
             held_out={kind: float(evaluation.scores(kind).mean()) for kind in ("no edits", "random edits", "learned")},
+            jury=judge(found).answer,
+            audit={
+                kind: {name: float(evaluation.audited(kind, name).mean()) for name in evaluation.cases[0].audit[kind]}
+                for kind in ("no edits", "random edits", "learned")
+            },
+            intact_ciede2000=float(np.mean([each.audit["ciede2000"] for each in evaluation.intact])),
             differences={each.baseline: each.difference.as_dict() for each in found},
         )
         log.finish([folder / "report.html", folder / "evaluation.csv"])
@@ -161,21 +173,28 @@ def juror_of(settings: PhotoTraining, folder: Path, *, http: bool = False) -> It
         yield config
         return
     address = config.address or os.environ.get("JURYBOX_ADDRESS")
+    wanted = {config.model: config.juror, **config.audit}
+    models = {name: {"factory": factory, "max_batch": max(16, settings.n_envs)} for name, factory in wanted.items()}
+    for name in config.audit:
+        models[name]["audit"] = True
     if address is not None:
-        held = check_server(address, config.model)
+        held = {name for name in wanted if check_server(address, name)}
     else:
         try:
             with connect(timeout=_GLANCE) as server:
-                address, held = server.address, config.model in server.models()
+                address, held = server.address, wanted.keys() & set(server.models())
         except Error:
-            held = False
-    if held:
-        yield replace(config, address=address)
+            held = set()
+    there = replace(config, address=address)
+    if wanted.keys() <= held:
+        yield there
         return
-    models = {config.model: {"factory": config.juror, "max_batch": max(16, settings.n_envs)}}
+    missing = {name: said for name, said in models.items() if name not in held}
     folder.mkdir(parents=True, exist_ok=True)
-    with served_models(models, address, folder / "server.log", http=http) as served:
-        yield replace(config, address=served.address, model=served.names[config.model])
+    with served_models(missing, address, folder / "server.log", http=http) as served:
+        names = {name: served.names[name] for name in config.audit if name in missing}
+        model = served.names.get(config.model, config.model)
+        yield replace(there, address=served.address, model=model, audit_models=names)
 
 
 TRAINING = Training("photo", PhotoTraining, _work)

@@ -89,6 +89,7 @@ def environment_maker(config: PhotoConfig, index: int, timeout: float) -> Callab
 def _make(config: PhotoConfig, index: int, timeout: float) -> PhotoEdit:
     environment = build(config, index)
     environment.scorer = SteadyScorer(environment.scorer, timeout)
+    environment.auditors = {name: SteadyScorer(each, timeout) for name, each in environment.auditors.items()}
     return environment
 
 

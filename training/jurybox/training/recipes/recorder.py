@@ -123,7 +123,8 @@ class Recorder(BaseCallback):
                 continue
             self.episodes += 1
             self.returns.append(total)
-            self._finished.append({"return": total, **self._episode_numbers(self.locals["infos"][index])})
+            info = self.locals["infos"][index]
+            self._finished.append({"return": total, **self._episode_numbers(info), **audited(info)})
         shown = {"return": float(np.mean(self.returns))} if self.returns else {}
         self._watcher.advance(self.num_timesteps, shown)
         return self._limit is None or self._clock() - self._began < self._limit
@@ -172,9 +173,15 @@ class Recorder(BaseCallback):
             returns = [episode["return"] for episode in self._finished]
             row["rollout_return_mean"] = float(np.mean(returns))
             row["rollout_return_error"] = float(np.std(returns, ddof=1) / n**0.5) if n > 1 else 0.0
-            for name in self._finished[0].keys() - {"return"}:
-                row[name] = float(np.mean([episode[name] for episode in self._finished]))
+            for name in sorted({name for episode in self._finished for name in episode} - {"return"}):
+                row[name] = float(np.mean([episode[name] for episode in self._finished if name in episode]))
         return row
+
+
+def audited(info: Mapping[str, Any]) -> dict[str, float]:
+    """What an environment tells under ``audit`` of an episode that ended, for columns ``audit_NAME``: it is logged, and
+    no part of a reward."""
+    return {f"audit_{name}": float(value) for name, value in info.get("audit", {}).items()}
 
 
 def learner_steps(model: BaseAlgorithm) -> int:

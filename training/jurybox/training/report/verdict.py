@@ -155,6 +155,36 @@ def judge(comparisons: Sequence[Comparison]) -> Verdict:
     return Verdict(answer, headline, tuple(_sentence(comparison) for comparison in comparisons))
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that an audit looks at, which nothing was trained on.
+
+    Attributes:
+        answer: whether it is as it should be.
+        sentence: says so, with its figures.
+    """
+
+    answer: Answer
+    sentence: str
+
+
+def audited(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
+    """The verdict on a score together with an audit of what the score was meant to stand for.
+
+    "Yes" needs both. Where the score rose and the audit says no, the juror was gamed.
+    """
+    sentences = (*verdict.sentences, *(check.sentence for check in checks))
+    answers = {check.answer for check in checks}
+    if verdict.answer != "yes" or not checks:
+        return Verdict(verdict.answer, verdict.headline, sentences)
+    if answers == {"yes"}:
+        return Verdict("yes", f"{verdict.headline[:-1]}, and the audit agrees.", sentences)
+    if "no" in answers:
+        headline = "The juror was gamed: its score rose, and the audit says that this is no improvement."
+        return Verdict("no", headline, sentences)
+    return Verdict("undecided", "Not shown: the juror's score rose, and the audit does not confirm it.", sentences)
+
+
 def _sentence(comparison: Comparison) -> str:
     difference = comparison.difference
     what = {

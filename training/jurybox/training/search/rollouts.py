@@ -129,8 +129,9 @@ class Doubts:
 
     def hosts(self, observations: npt.NDArray[Any]) -> Bools:
         """Hosts that may be compromised, bool (n, 13)."""
-        believed: Bools = _by_host(observations)[:, :, 2:].any(2)
-        return self.stirred | believed
+        believed = _by_host(observations)[:, :, 2:].any(2)
+        in_doubt: Bools = np.logical_or(self.stirred, believed)
+        return in_doubt
 
 
 _LOOKS = np.isin(t.KIND, (t.Blue.ANALYSE, t.Blue.RESTORE))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -15,6 +15,7 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 
 from jurybox.training.environments.photo import observation
+from jurybox.training.environments.photo.audit import psnr, registered
 from jurybox.training.environments.photo.edits import TOOLS, Degradation, Edits, Image, apply, degrade, draw
 from jurybox.training.environments.photo.photos import Photo, PhotoLibrary, Split
 from jurybox.training.environments.photo.scorer import LocalScorer, Scorer, ServerScorer
@@ -23,6 +24,7 @@ Action = npt.NDArray[np.float32]
 
 # What an action of 1 moves, in the units of Edits: about half of what a typical fault asks for.
 STEP_SIZES = np.array([0.8, 0.5, 0.6, 0.5, 0.25, 0.4, 8.0, 2.0, 0.1])
+AUDITED = 4  # one episode of so many is audited, which takes as long as half of its scores
 
 
 class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
@@ -45,10 +47,13 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
     bootstrapped there would count improvements that nobody can make (Pardo et al., "Time Limits in Reinforcement
     Learning", ICML 2018).
 
-    **Info** has ``score``, ``score_before`` (of the damaged photo), ``photo`` (name), ``edits`` and ``degradation``.
+    **Info** has ``score``, ``score_before`` (of the damaged photo), ``photo`` (name), ``edits`` and ``degradation``. At
+    the end of every `AUDITED`-th episode it has ``audit``, too: by name, what was not rewarded, of the edited picture
+    and (``NAME_before``) of the damaged one: ``psnr``, from the undamaged photo, and the scores of the audit jurors.
 
     Args:
         scorer: scores what is rendered into its buffer; the environment closes it.
+        auditors: by name, jurors that are asked and told of, and never rewarded; the environment closes them.
         library: photos; those shipped with scikit-image and scikit-learn when None.
         split: which side of the library is used.
         steps: edit steps of an episode.
@@ -74,6 +79,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         score_range: tuple[float, float] = (0.0, 1.0),
         seed: int | None = None,
         render_mode: str | None = None,
+        auditors: Mapping[str, Scorer] | None = None,
     ) -> None:
         if steps < 1:
             raise ValueError(f"expected at least one edit step, got steps={steps}")
@@ -82,6 +88,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"expected render_mode to be 'rgb_array' or None, got {render_mode!r}")
         self.scorer = scorer
+        self.auditors = dict(auditors or {})
         self.library = PhotoLibrary.shipped() if library is None else library
         self.split = split
         self.steps = steps
@@ -94,6 +101,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._lowest, self._span = score_range[0], score_range[1] - score_range[0]
         self._photo: Photo | None = None
         self._damaged: Image | None = None
+        self._undamaged: Image | None = None
+        self._episodes = 0
         self._degradation = Degradation()
         self._edits = Edits()
         self._taken = 0
@@ -108,7 +117,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
 
         Args:
             seed: makes photo, crop and damage repeatable.
-            options: ``{"photo": name}`` chooses the photo; crop and damage stay random.
+            options: ``{"photo": name}`` chooses the photo; crop and damage stay random. ``{"intact": True}`` does no
+                damage.
         """
         super().reset(seed=seed)
         names = list(self._photos)
@@ -119,7 +129,10 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._photo = self._photos[name]
         crop = self._photo.crop(self.np_random)
         self._degradation = draw(self.np_random, self.strength)
-        self._damaged = degrade(crop, self._degradation)
+        if (options or {}).get("intact"):
+            self._degradation = Degradation()
+        self._undamaged, self._damaged = crop, degrade(crop, self._degradation)
+        self._episodes += 1
         self._edits = Edits()
         self._taken = 0
         self._score = self._score_before = self._rendered_score()
@@ -136,7 +149,11 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._taken += 1
         before, self._score = self._score, self._rendered_score()
         reward = self.reward_scale * (self._score - before) / self._span
-        return self._observation(), reward, self._taken == self.steps, False, self._info()
+        over = self._taken == self.steps
+        seen, info = self._observation(), self._info()
+        if over and self._episodes % AUDITED == 0:
+            info["audit"] = self._audit()
+        return seen, reward, over, False, info
 
     def render(self) -> Image | None:
         """A copy of the current picture, uint8 (384, 384, 3), when ``render_mode`` is "rgb_array"."""
@@ -161,7 +178,19 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         return self._edits
 
     def close(self) -> None:
-        self.scorer.close()
+        for scorer in (self.scorer, *self.auditors.values()):
+            scorer.close()
+
+    def _audit(self) -> dict[str, float]:
+        assert self._damaged is not None and self._undamaged is not None
+        tilt, found = self._degradation.tilt, {}
+        for suffix, edits in (("_before", Edits()), ("", self._edits)):
+            picture = apply(self._damaged, edits)
+            found[f"psnr{suffix}"] = psnr(picture, registered(self._undamaged, tilt, edits.as_dict()))
+            for name, auditor in self.auditors.items():
+                np.copyto(auditor.buffer, picture)
+                found[f"{name}{suffix}"] = auditor.score()
+        return found
 
     def _rendered_score(self) -> float:
         assert self._damaged is not None
@@ -201,6 +230,9 @@ class PhotoConfig:
         reward_scale: reward for rising through the whole range of scores.
         lowest_score, highest_score: the juror's ordinary range.
         seed: environment i is seeded ``seed + i``.
+        audit: jurors that are asked and logged and never rewarded: by name, the factory of each. With "server" it is
+            the server's model of that name, and where there is none, it is loaded there for the time of the training.
+        audit_models: by those names, what the server calls them where it is something else.
     """
 
     scorer: Literal["server", "local"] = "server"
@@ -217,6 +249,8 @@ class PhotoConfig:
     lowest_score: float = 0.0
     highest_score: float = 1.0
     seed: int = 0
+    audit: dict[str, str] = field(default_factory=dict)
+    audit_models: dict[str, str] = field(default_factory=dict)
 
     def held_out(self) -> PhotoConfig:
         """The same settings on the photos that training never sees."""
@@ -250,6 +284,7 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
         score_range=(config.lowest_score, config.highest_score),
         seed=config.seed + index,
         render_mode="rgb_array",
+        auditors=make_auditors(config),
     )
 
 
@@ -258,6 +293,14 @@ def played(*, render_mode: str | None = None, **config: Any) -> PhotoEdit:
     environment = build(PhotoConfig(**config))
     environment.render_mode = render_mode
     return environment
+
+
+def make_auditors(config: PhotoConfig) -> dict[str, Scorer]:
+    """The audit jurors of the settings, by name."""
+    if config.scorer == "local":
+        return {name: LocalScorer(factory, threads=1) for name, factory in config.audit.items()}
+    models = {name: config.audit_models.get(name, name) for name in config.audit}
+    return {name: ServerScorer(model, config.address, timeout=config.timeout) for name, model in models.items()}
 
 
 def make_scorer(config: PhotoConfig) -> Scorer:

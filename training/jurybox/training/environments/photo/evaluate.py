@@ -70,7 +70,7 @@ class Evaluation:
         return float(np.mean([outcome.after > outcome.before for outcome in self.outcomes]))
 
 
-def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int]) -> Evaluation:
+def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int], *, intact: bool = False) -> Evaluation:
     """Evaluate a policy on all photos of the environment's split, degraded once for each seed.
 
     What a seed damages, and how, depends on the photo and the seed alone, so evaluations with the same seeds are
@@ -80,18 +80,19 @@ def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int]) -> Ev
         environment: usually of held-out photos, ``build(config.held_out())``.
         policy: from an observation to an action.
         seeds: one damaged copy of each photo for each of them.
+        intact: leave the photos as they are: the same crops, undamaged.
 
     Raises:
         ValueError: when there are no seeds.
     """
-    outcomes = [_edit(environment, policy, photo, seed) for seed in seeds for photo in environment.photos]
+    outcomes = [_edit(environment, policy, photo, seed, intact) for seed in seeds for photo in environment.photos]
     if not outcomes:
         raise ValueError("expected at least one seed to damage the photos with")
     return Evaluation(tuple(outcomes))
 
 
-def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int) -> Outcome:
-    seen, info = environment.reset(seed=seed, options={"photo": photo})
+def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact: bool) -> Outcome:
+    seen, info = environment.reset(seed=seed, options={"photo": photo, "intact": intact})
     damaged = environment.picture()
     scores = [info["score"]]
     over = False

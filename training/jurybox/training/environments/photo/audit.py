@@ -1,0 +1,98 @@
+"""How far a picture is from the undamaged photo: what no juror scores, and no policy is paid for.
+
+A picture is compared with the photo as it was before its damage, turned and enlarged as the picture is: the tilt of the
+damage and that of the edits are known, so the two are registered exactly, and an edit that only turns costs nothing by
+itself. How crooked a picture was left is told by a number of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.training.environments.photo.edits import Edits, Image, apply, turn
+
+Perceptual = Callable[[Image, Image], float]
+
+# By name: whether more is better.
+MEASURES: Mapping[str, bool] = {"psnr": True, "ssim": True, "ciede2000": False}
+_HIGHEST_PSNR = 60.0  # decibels; equal pictures have none
+_SIDE = 192  # of the pictures whose colours and structure are compared: what is seen at arm's length
+
+# Kinds of damage, and the settings of a Degradation that tell of them.
+DAMAGES: Mapping[str, tuple[str, ...]] = {
+    "exposure": ("exposure",),
+    "haze": ("haze",),
+    "colour cast": ("temperature", "tint"),
+    "saturation": ("saturation",),
+    "blur": ("blur",),
+    "noise": ("noise",),
+    "tilt": ("tilt",),
+}
+
+
+def damages_of(degradation: Mapping[str, float]) -> tuple[str, ...]:
+    """The kinds of damage in a degradation; none for an intact photo."""
+    return tuple(kind for kind, names in DAMAGES.items() if any(degradation.get(name) for name in names))
+
+
+def registered(photo: Image, tilt: float, edits: Mapping[str, float]) -> Image:
+    """The undamaged photo, turned and enlarged as a picture that was tilted and then edited: uint8 (side, side, 3)."""
+    found = photo
+    if tilt:
+        source, found = found, np.empty_like(photo)
+        turn(source, found, degrees=tilt)
+    return apply(found, Edits(straighten=edits.get("straighten", 0.0), crop=edits.get("crop", 0.0)))
+
+
+def psnr(picture: Image, reference: Image) -> float:
+    """Peak signal-to-noise ratio in decibels, 60 at most."""
+    error = float(np.mean(np.square(cv2.absdiff(picture, reference).astype(np.float32))))
+    return _HIGHEST_PSNR if error == 0 else min(_HIGHEST_PSNR, float(10.0 * np.log10(255.0**2 / error)))
+
+
+def measure(picture: Image, reference: Image, perceptual: Perceptual | None = None) -> dict[str, float]:
+    """What tells a picture from its registered reference, both uint8 (side, side, 3).
+
+    Args:
+        perceptual: a learned distance of the two, where one is at hand.
+
+    Returns:
+        ``psnr`` in decibels, ``ssim`` of the luma (Wang et al., 2004, with its Gaussian window), ``ciede2000``, the
+        mean difference of colours (Sharma et al., 2005; 1 is just noticeable), and ``perceptual``.
+    """
+    import skimage.color
+    import skimage.metrics
+
+    colour: Any = skimage.color  # neither has types
+    structural_similarity: Any = skimage.metrics.structural_similarity
+    small = [cv2.resize(each, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA) for each in (picture, reference)]
+    luma = [cv2.cvtColor(each, cv2.COLOR_RGB2GRAY) for each in small]
+    window = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    told = structural_similarity(*luma, data_range=255, **window)
+    colours: npt.NDArray[Any] = colour.deltaE_ciede2000(*(colour.rgb2lab(each) for each in small))
+    found = {"psnr": psnr(picture, reference), "ssim": float(told), "ciede2000": float(colours.mean())}
+    if perceptual is not None:
+        found["perceptual"] = float(perceptual(picture, reference))
+    return found
+
+
+def load_perceptual(name: str) -> Perceptual:
+    """The function ``"package.module:function"``, which makes a learned distance of two pictures.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    module, _, function = name.partition(":")
+    try:
+        made: Perceptual = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"expected 'package.module:function' that returns a distance of two pictures, got {name!r}: {error}"
+        ) from error
+    return made
