@@ -1,13 +1,15 @@
 """Our simulator beside CybORG itself, step by step: the same defender, the same luck, the same attacker.
 
-    python -m venv /tmp/original && /tmp/original/bin/pip install --no-deps csle-cyborg==0.0.3
-    python -m benchmarks.cage.original --packages /tmp/original/lib/python3.11/site-packages [--episodes 60]
+    git clone https://github.com/cage-challenge/cage-challenge-2 && git -C cage-challenge-2 checkout 26ce1c12
+    python -m venv /tmp/cyborg && /tmp/cyborg/bin/pip install paramiko pyyaml gym prettytable docutils
+    python -m benchmarks.cage.original --cyborg cage-challenge-2/CybORG \
+        --packages /tmp/cyborg/lib/python3.11/site-packages [--episodes 60]
 
-csle-cyborg is a fork of CybORG 2.1 on PyPI (MIT); it further wants prettytable, paramiko, PyYAML and
-stable-baselines3. CybORG plays an episode; what its attacker drew (target, exploit, detection) is handed to ours as
-random numbers, and after every step observation, reward and truth must agree. An episode is left at the first step that
-differs; such steps are counted by what differed. --record writes the episodes for tests/unit/cage, which replays them
-without CybORG.
+The packages are what CybORG's Requirements.txt names; its scenario is that of the challenge, Scenario2.yaml. CybORG
+plays an episode; what its attacker drew (target, exploit, detection) is handed to ours as random numbers, and after
+every step observation, reward and truth must agree. An episode is left at the first step that differs; such steps are
+counted by what differed. --record writes the
+episodes for tests/unit/cage, which replays them without CybORG.
 """
 
 from __future__ import annotations
@@ -24,12 +26,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cage.original_network import scenario
+from jurybox.training.environments.cage import CyborgEnv
 from jurybox.training.environments.cage import tables as t
 from jurybox.training.environments.cage.network import Networks, RedName, Verb
 
 STEPS = 100
-_AGENTS = {"B_line": ("b_line", "B_lineAgent"), "Meander": ("meander", "RedMeanderAgent")}
 _VERBS = {
     "DiscoverRemoteSystems": Verb.SWEEP,
     "DiscoverNetworkServices": Verb.SCAN,
@@ -54,13 +55,10 @@ class Original:
     """CybORG with one attacker, and what it did in its last step."""
 
     def __init__(self, red: RedName) -> None:
-        module, name = _AGENTS[red]
-        agent = getattr(importlib.import_module(f"csle_cyborg.agents.simple_agents.{module}"), name)
-        wrapper = importlib.import_module("csle_cyborg.agents.wrappers.challenge_wrapper").ChallengeWrapper
-        network = importlib.import_module("csle_cyborg.main").Main(scenario(), "sim", agents={"Red": agent})
-        self._network, self._wrapped = network, wrapper(env=network, agent_name="Blue")
-        self._exploiting = importlib.import_module("csle_cyborg.shared.actions.concrete_actions.exploit_action")
-        self._exploiting.random = self._roll  # type: ignore[attr-defined]
+        self._env = CyborgEnv(red, episode_length=STEPS)
+        self._network, self._wrapped = self._env.cyborg
+        exploiting = importlib.import_module("CybORG.Shared.Actions.ConcreteActions.ExploitAction")
+        exploiting.random = self._roll  # type: ignore[attr-defined]
         self._rolled: list[float] = []
 
     def reset(self) -> None:
@@ -205,13 +203,13 @@ def record(kept: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packages", help="a folder with csle-cyborg and what it wants, looked at last")
+    parser.add_argument("--cyborg", help="the folder CybORG of the challenge's repository, if it is not installed")
+    parser.add_argument("--packages", help="a folder with what CybORG wants, looked at last")
     parser.add_argument("--episodes", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    if options.packages:
-        sys.path.append(options.packages)
+    sys.path += [each for each in (options.cyborg, options.packages) if each]
     kept: list[dict[str, Any]] = []
     print(f"| attacker | defender | episodes | the same to the end | steps compared |\n|{'---|' * 5}")
     reds: tuple[RedName, ...] = ("B_line", "Meander")

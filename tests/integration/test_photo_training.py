@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import pytest
 from tests.serving import launch, serving, wait_until
 from typer.testing import CliRunner
 
+from jurybox.client import connect
 from jurybox.protocol.segment import directory
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
 from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
+from jurybox.training.recipes.photo import PhotoTraining, columns, train
+from jurybox.training.recipes.photo_run import juror_of
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import RunLog, read_metrics
 
@@ -31,7 +34,9 @@ CLI = [sys.executable, "-m", "jurybox.training.cli"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """One server with every transport, for trainings that leave it alone."""
-    with serving(tmp_path_factory.mktemp("server"), MODEL, grpc="127.0.0.1:0", tcp="127.0.0.1:0") as running:
+    with serving(
+        tmp_path_factory.mktemp("server"), MODEL, http="127.0.0.1:0", grpc="127.0.0.1:0", tcp="127.0.0.1:0"
+    ) as running:
         yield running
 
 
@@ -46,7 +51,7 @@ def command(*arguments, **environment):
 def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_path, server):
     out = tmp_path / "run"
     options = ["train", "photo", "--workers", 2, "--rollout", 16, "--damages", 2, "--seed", 5, "--out", out]
-    options += ["--server", server.address]
+    options += ["--server", server.address, "--set", f'environment.audit.other="{JUROR}"']
     done = command(*options, "--steps", 32)
     assert done.returncode == 0, done.stderr
     resumed = command(*options, "--steps", 48, "--resume")
@@ -54,11 +59,18 @@ def test_a_training_against_a_server_leaves_everything_and_can_be_resumed(tmp_pa
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["env_steps"], summary["episodes"], summary["seed"]) == (48, 12, 5)
     assert summary["learner_steps"] > 0 and summary["verdict"] in ("yes", "no", "undecided")
-    assert [row["env_steps"] for row in read_metrics(out / "metrics.csv")] == [16, 32, 48]
+    rows = read_metrics(out / "metrics.csv")
+    assert [row["env_steps"] for row in rows] == [16, 32, 48]
+    audited = [row for row in rows if "audit_other" in row]
+    assert audited and all({"audit_psnr", "audit_psnr_before", "audit_other_before"} <= row.keys() for row in audited)
+    assert summary["audit"]["learned"].keys() == {"psnr", "ssim", "ciede2000", "other"}
+    assert "audit juror other" in (out / "report.html").read_text()
     assert list((out / "tensorboard").iterdir()) and list((out / "checkpoints").iterdir())
     report = (out / "report.html").read_text()
     assert "rows in a batch" in report and "level" in report  # the server's part, the juror's second output
-    assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + 2 * 2 * 4 * 2
+    cases, kinds, jurors, measures, intact = 2 * 2, 4, 3, 3, 2
+    lines = cases * (kinds * jurors + 3 * measures) + intact * (2 + measures)
+    assert len((out / "evaluation.csv").read_text().splitlines()) == 1 + lines
     assert summary["held_out"].keys() == {"no edits", "random edits", "learned"}
 
 
@@ -106,7 +118,7 @@ def test_workers_go_on_when_the_server_is_restarted(tmp_path):
     watcher = Restarts(tmp_path / "server", first)
     config = replace(settings.environment, address=first.address)
     try:
-        with RunLog(tmp_path / "run", METRICS) as log:
+        with RunLog(tmp_path / "run", columns(config)) as log:
             model = train(settings.changed(environment=config), log, watcher=watcher)
     finally:
         watcher.server.stop()
@@ -114,6 +126,19 @@ def test_workers_go_on_when_the_server_is_restarted(tmp_path):
             first.stop()
     assert watcher.replaced_at == 16
     assert model.num_timesteps == 32
+
+
+def test_the_server_marks_an_audit_juror(tmp_path, server):
+    settings = PhotoTraining(environment=PhotoConfig(address=server.address, audit={"other": JUROR}))
+    with juror_of(settings, tmp_path) as config, connect(server.address) as client:
+        (name,) = config.audit_models.values()
+        marks = {model["name"]: model["audit"] for model in client.status()["models"]}
+        assert marks["photo"] is False and marks[name] is True and config.model == "photo"
+        text = urllib.request.urlopen(f"http://{server.listening('http')}/metrics", timeout=10).read().decode()
+        assert f'jurybox_model_audit{{model="{name}"}} 1.0' in text and 'jurybox_model_audit{model="photo"} 0.0' in text
+        status = [sys.executable, "-m", "jurybox.server.cli", "status", "--address", server.address]
+        shown = subprocess.run(status, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+        assert f"{name} (audit)" in shown.stdout, shown
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.recipes import workflow_run
+from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import RunLogError
 from jurybox.training.search import environments
 from jurybox.training.search.settings import WorkflowTraining
@@ -186,6 +187,25 @@ def test_a_run_leaves_what_every_training_leaves(whole) -> None:
     assert len(rows(folder, "workflows.csv")) == summary["workflows_tried"]
     page = (folder / "report.html").read_text()
     assert summary["workflow"].replace(">", "&gt;") in page and "the 120 orders" in page and "jurybox train" in page
+
+
+class Heard(Silence):
+    """A watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, float | None]] = []
+
+    def advance(self, done, numbers=None) -> None:
+        self.told.append((done, (numbers or {}).get("evaluated")))
+
+
+def test_progress_is_told_within_an_update_and_within_an_evaluation(tmp_path) -> None:
+    watcher = Heard()
+    workflow_run.run(SETTINGS.changed(total_episodes=40, mixed_share=0.0), tmp_path, watcher)
+    done = [each for each, evaluated in watcher.told if evaluated is None]
+    assert {1, 2, 4, 6} <= set(done) and done == sorted(done), "the first update is of eight episodes"
+    evaluated = [share for _, share in watcher.told if share is not None]
+    assert min(evaluated) == 0.0 and 0.9 < max(evaluated) < 1.0 and len(set(evaluated)) > 20
 
 
 class Stopped(Exception):

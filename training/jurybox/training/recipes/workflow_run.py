@@ -187,6 +187,13 @@ def _search(trainer: WorkflowTrainer, folder: Path, log: RunLog, watcher: Watche
     watcher.begin("episodes", total, trainer.episodes)
     tried = len(trainer.tried)
     first = trainer.episodes
+
+    def heard(episodes: float, evaluated: float | None) -> None:
+        # CybORG takes a quarter of a minute for an update, and minutes for an evaluation.
+        interrupts.check()
+        watcher.advance(int(episodes), {} if evaluated is None else {"evaluated": evaluated})
+
+    trainer.heard = heard
     while not trainer.done:
         interrupts.check()
         numbers = trainer.advance()

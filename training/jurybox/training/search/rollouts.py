@@ -260,6 +260,7 @@ def play(
     mask_orders: bool = False,
     told: bool = True,
     greedy: bool = False,
+    stepped: Callable[[int], None] = lambda step: None,
 ) -> tuple[Rollout, Episodes]:
     """One episode of every environment, all of `steps` steps.
 
@@ -275,6 +276,7 @@ def play(
         mask_orders: leave out fixes that may be out of order, see `order_masks`.
         told: whether the policy sees the order that it is judged by, and is masked by it.
         greedy: the likeliest action instead of a drawn one.
+        stepped: is told of every step that has begun, by its number.
     """
     parts = [env] if isinstance(env, VectorEnv) else list(env)
     n = sum(part.num_envs for part in parts)
@@ -298,6 +300,7 @@ def play(
             if step > 0:
                 game.finish(step - 1)
             game.act(step, policy, greedy=greedy)
+        stepped(step)
     for game in games:
         game.finish(steps - 1)
         last[game.rows] = rollout.observations[-1, game.rows]

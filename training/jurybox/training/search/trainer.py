@@ -8,7 +8,7 @@ files nor processes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -99,10 +99,15 @@ class WorkflowTrainer:
         env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
             other random numbers.
         policy: makes who acts for a learner; the learner itself by default.
+
+    Attributes:
+        heard: is told, at every step of every rollout, how many episodes have been trained, the current share of one
+            counted in, and of the current evaluation the share that is done, if there is one.
     """
 
     def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
         self.settings = settings
+        self.heard: Callable[[float, float | None], None] = lambda episodes, evaluated: None
         self._env, self._evaluation = env, evaluation
         self._make_policy = policy or (lambda learner: learner)
         self.search = WorkflowSearch(
@@ -163,6 +168,7 @@ class WorkflowTrainer:
             head_starts=head_starts,
             use_masks=settings.use_masks,
             mask_orders=settings.order_masks,
+            stepped=lambda step: self.heard(self.episodes + settings.envs * step / settings.episode_length, None),
         )
         from_start = head_starts == 0
         shown = played.of(from_start if from_start.any() else own)
@@ -207,7 +213,11 @@ class WorkflowTrainer:
             rows = dealt[np.arange(rounds * settings.envs) % len(dealt)].reshape(rounds, settings.envs, N_TYPES)
         random = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates, 1))
 
+        runs = rounds * (2 if fresh else 1)
+        done = iter(range(runs))
+
         def run(head_starts: npt.NDArray[np.int64], number: int) -> Episodes:
+            before = next(done)
             return play(
                 self._evaluation,
                 self._policy,
@@ -218,6 +228,7 @@ class WorkflowTrainer:
                 use_masks=settings.use_masks,
                 mask_orders=settings.order_masks,
                 told=told,
+                stepped=lambda step: self.heard(self.episodes, (before + step / settings.episode_length) / runs),
             )[1]
 
         none = np.zeros(settings.envs, np.int64)

@@ -59,6 +59,11 @@ class CyborgEnv(gymnasium.Env[Observations, Any]):
         self._elapsed = 0
         self._truth: npt.NDArray[np.int8] | None = None
 
+    @property
+    def cyborg(self) -> tuple[Any, Any]:
+        """CybORG itself, and its wrapper."""
+        return self._cyborg, self._wrapped
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
