@@ -1,11 +1,12 @@
-"""How much sooner does a policy comply with a workflow when it begins with that of another? Episodes to the gate.
+"""How much sooner is a workflow learned by a policy that has learned others? Episodes to the gate and a return.
 
-    python -m benchmarks.cage.inheritance [--seeds 3] [--orders 3] [--updates 100]
+    python -m benchmarks.cage.inheritance [--seeds 3] [--orders 3] [--updates 100] [--wanted -30] [--no-order-masks]
 
-For each seed some workflows drawn at random, one after the other: the first from scratch, the others each with the
-policy of the one before; with --scratch-all each of those from scratch as well. 100 networks, 100 steps, an update
-after each episode of all; the gate of `jurybox train workflow`. A workflow that is given up counts with all its
-episodes, so a ratio is not flattered by failures.
+For each seed some workflows drawn at random, each learned in three ways: from scratch; inherited, one after the other,
+each with the policy of the one before (the first from scratch); and by the policy of a mixed training of `--updates`
+updates over all other orders at once, so that none of these was among them. It is learned when an update's judged fixes
+pass the gate of `jurybox train workflow` and its mean return, of episodes from their start, is the wanted one. 100
+networks, 100 steps, an update after each episode of all. A workflow that is given up counts with all its episodes.
 """
 
 from __future__ import annotations
@@ -15,56 +16,69 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search import environments
-from jurybox.training.search.rollouts import INPUTS, play
+from jurybox.training.search.rollouts import INPUTS, Episodes, play
 from jurybox.training.search.settings import ORDERS, Order, WorkflowTraining, describe
 
+_WITHOUT = 1 / 8  # of the networks of a mixed training
 
-def to_the_gate(learner: PPO, order: Order, settings: WorkflowTraining, stream: int) -> tuple[int, float, float]:
-    """Episodes until it passed, and compliance and return then; all its episodes when it did not."""
-    env = environments.make(settings, stream)
-    updates = 0
-    while True:
+
+class Trains:
+    """A learner and its networks."""
+
+    def __init__(self, settings: WorkflowTraining, seed: int, stream: int) -> None:
+        self.settings = settings
+        self.learner = PPO(INPUTS, N_ACTIONS, settings.ppo, seed)
+        self._env = environments.make(settings, stream)
+        self._random = np.random.default_rng((seed, stream))
+
+    def update(self, orders: npt.NDArray[np.int64] | Order) -> tuple[Episodes, float]:
+        """Play and learn; the episodes, and the mean return of those from their start."""
+        settings = self.settings
+        late = self._random.random(settings.envs) < settings.head_start_share
+        starts = np.where(late, self._random.integers(0, settings.longest_head_start + 1, settings.envs), 0)
         rollout, played = play(
-            env, learner, order, steps=settings.episode_length, weight=settings.align_lambda, use_masks=False
+            self._env,
+            self.learner,
+            orders,
+            steps=settings.episode_length,
+            weight=settings.align_lambda,
+            head_starts=starts,
+            mask_orders=settings.order_masks,
         )
-        updates += 1
-        passed = played.rate >= settings.gate and played.fixes >= settings.min_fixes * settings.envs
-        if passed or updates == settings.max_train_episodes_per_env:
-            return updates * settings.envs, played.rate, float(played.returns.mean())
-        learner.update(rollout)
+        self.learner.update(rollout)
+        return played, float(played.returns[starts == 0].mean())
+
+    def to_the_gate(self, order: Order, wanted: float) -> tuple[int, float, float]:
+        """Episodes until it was learned, and obedience and return then; all its episodes when it was not."""
+        settings, updates = self.settings, 0
+        while True:
+            played, returns = self.update(order)
+            updates += 1
+            passed = played.judged.sum() >= settings.min_judged and played.obedience >= settings.gate
+            if (passed and returns >= wanted) or updates == settings.max_train_episodes_per_env:
+                return updates * settings.envs, played.obedience, returns
 
 
-def compare(
-    seed: int, orders: Sequence[Order], settings: WorkflowTraining, scratch_all: bool
-) -> tuple[list[int], list[int]]:
-    """Episodes from scratch and inherited."""
-    learner = PPO(INPUTS, N_ACTIONS, settings.ppo, seed)
-    scratch, inherited = [], []
-    for index, order in enumerate(orders):
-        found = to_the_gate(learner, order, settings, 10 * index)
-        if index == 0:
-            print(f"| {seed} | {describe(order)} | {_shown(found)} | |", flush=True)
-            scratch.append(found[0])
-            continue
-        inherited.append(found[0])
-        told = ""
-        if scratch_all:
-            fresh = PPO(INPUTS, N_ACTIONS, settings.ppo, 100 * seed + index)
-            alone = to_the_gate(fresh, order, settings, 10 * index + 1)
-            scratch.append(alone[0])
-            told = _shown(alone)
-        print(f"| {seed} | {describe(order)} | {told} | {_shown(found)} |", flush=True)
-    return scratch, inherited
+def mixed(settings: WorkflowTraining, seed: int, left_out: Sequence[Order], updates: int) -> Trains:
+    """A training of all orders but these, mixed."""
+    trains = Trains(settings, 1000 + seed, 90)
+    random, known = np.random.default_rng(seed), np.array([order for order in ORDERS if order not in left_out])
+    for _ in range(updates):
+        orders = known[random.integers(len(known), size=settings.envs)]
+        orders[random.random(settings.envs) < _WITHOUT] = -1
+        trains.update(orders)
+    return trains
 
 
 def _shown(found: tuple[int, float, float]) -> str:
-    episodes, rate, returns = found
-    return f"{episodes:,} (compliance {rate:.1%}, return {returns:.1f})"
+    episodes, obedience, returns = found
+    return f"{episodes:,} ({obedience:.0%}, {returns:.1f})"
 
 
 def main() -> None:
@@ -72,21 +86,33 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--orders", type=int, default=3)
     parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--scratch-all", action="store_true")
+    parser.add_argument("--wanted", type=float, default=-30.0)
+    parser.add_argument("--no-order-masks", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| seed | workflow | episodes from scratch | episodes inherited |\n|---|---|---|---|")
-    scratch: list[int] = []
-    inherited: list[int] = []
+    print("| seed | workflow | from scratch | inherited | from the mixed training |\n|---|---|---|---|---|")
+    found: dict[str, list[int]] = {"from scratch": [], "inherited": [], "from the mixed training": []}
     for seed in range(options.seeds):
-        known = list(ORDERS)
-        chosen = np.random.default_rng(seed).choice(len(known), options.orders, replace=False)
-        settings = WorkflowTraining(seed=seed, max_train_episodes_per_env=options.updates)
-        alone, after = compare(seed, [known[each] for each in chosen], settings, options.scratch_all)
-        scratch += alone
-        inherited += after
-    means = statistics.mean(scratch), statistics.mean(inherited)
-    print(f"\nmean from scratch {means[0]:,.0f}, inherited {means[1]:,.0f}: {means[1] / means[0]:.0%}")
+        settings = WorkflowTraining(
+            seed=seed, max_train_episodes_per_env=options.updates, order_masks=not options.no_order_masks
+        )
+        picked = np.random.default_rng(seed).choice(len(ORDERS), options.orders, replace=False)
+        orders = [ORDERS[each] for each in picked]
+        chain, knows = Trains(settings, seed, 0), mixed(settings, seed, orders, options.updates)
+        before = knows.learner.state()
+        for index, order in enumerate(orders):
+            inherited = chain.to_the_gate(order, options.wanted)
+            alone = inherited
+            if index > 0:
+                alone = Trains(settings, 100 * seed + index, 10 + index).to_the_gate(order, options.wanted)
+                found["inherited"].append(inherited[0])
+            knows.learner.restore(before)
+            after = knows.to_the_gate(order, options.wanted)
+            found["from scratch"].append(alone[0])
+            found["from the mixed training"].append(after[0])
+            told = _shown(inherited) if index else ""
+            print(f"| {seed} | {describe(order)} | {_shown(alone)} | {told} | {_shown(after)} |", flush=True)
+    print("\nmeans: " + ", ".join(f"{name} {statistics.mean(each):,.0f}" for name, each in found.items() if each))
 
 
 if __name__ == "__main__":

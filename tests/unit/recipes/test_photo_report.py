@@ -104,15 +104,15 @@ def test_the_report_says_in_words_whether_it_learned(undrawn, gain, word):
     ("audit", "headline"),
     [
         ({}, "and the audit agrees"),
-        ({"nearer": -4.0}, "The juror was gamed"),
-        ({"intact": 12.0}, "The juror was gamed"),
+        ({"nearer": -4.0}, "The juror was gamed: its score rose, while pictures moved away"),
+        ({"intact": 12.0}, "The juror was gamed: its score rose, while intact photos were not left alone."),
         ({"nearer": -0.25}, "Not shown: the juror&#39;s score rose"),
     ],
 )
 def test_yes_needs_the_jury_and_the_audit(undrawn, audit, headline):
     told = report(**audit)
     assert headline in told
-    assert ("Where score and audit part" in told) == (audit.get("nearer", 1.0) < 0), "with the pictures that show it"
+    assert ("Where score and audit part" in told) == bool(audit), "with the pictures that show it"
 
 
 def test_a_picture_that_scores_no_better_is_not_saved_by_its_audit(undrawn):

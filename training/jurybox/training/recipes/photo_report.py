@@ -25,6 +25,7 @@ _EVIDENCE = 3
 _LEFT_ALONE = 3.0  # CIEDE2000
 _NAMES = {"psnr": "PSNR", "ssim": "SSIM", "ciede2000": "CIEDE2000", "perceptual": "the learned distance"}
 _UNITS = {"psnr": " dB", "ssim": "", "ciede2000": ""}
+_DIGITS = {"psnr": 1, "ciede2000": 1}  # others: 3
 _LESS_IS_BETTER = ("ciede2000", "perceptual")
 _SIDE = 208
 _POINTS = 40  # of the learning curve, at most: more would be a thicket
@@ -77,9 +78,11 @@ def checks(evaluation: PhotoEvaluation) -> list[Check]:
         found.append(
             Check(
                 answer,
-                f"By {_NAMES[name]} the edited pictures are {which} the undamaged photos: {change.mean:+.3g}"
-                f"{_UNITS[name]} on average, 95 % interval {change.low:+.3g} to {change.high:+.3g}, better in "
+                f"By {_NAMES[name]} the edited pictures are {which} the undamaged photos: {_signed(name, change.mean)}"
+                f"{_UNITS[name]} on average, 95 % interval {_signed(name, change.low)} to "
+                f"{_signed(name, change.high)}, better in "
                 f"{float((sign * _change(evaluation, name) > 0).mean()):.0%} of the cases.",
+                f"pictures moved away from the undamaged photos by {_NAMES[name]}",
             )
         )
     if len(evaluation.intact) > 1:
@@ -89,7 +92,8 @@ def checks(evaluation: PhotoEvaluation) -> list[Check]:
             Check(
                 intact,
                 f"Intact photos are moved by {moved.mean:.1f} CIEDE2000 on average ({moved.low:.1f} to "
-                f"{moved.high:.1f}; {_LEFT_ALONE:g} is what is still let alone).",
+                f"{moved.high:.1f}; up to {_LEFT_ALONE:g} they count as left alone).",
+                "intact photos were not left alone",
             )
         )
     return found
@@ -97,6 +101,10 @@ def checks(evaluation: PhotoEvaluation) -> list[Check]:
 
 def _change(evaluation: PhotoEvaluation, name: str) -> npt.NDArray[np.float64]:
     return evaluation.audited("learned", name) - evaluation.audited("no edits", name)
+
+
+def _signed(name: str, value: float) -> str:
+    return f"{value:+.{_DIGITS.get(name, 3)}f}"
 
 
 def render(run: PhotoRun) -> str:
@@ -165,14 +173,17 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
     for name in names:
         distance = "no edits" in evaluation.cases[0].audit and name in (*MEASURES, "perceptual")
         means = [
-            f"{evaluation.audited(kind, name).mean():.3g}" if name in evaluation.cases[0].audit[kind] else ""
+            _signed(name, evaluation.audited(kind, name).mean()).lstrip("+")
+            if name in evaluation.cases[0].audit[kind]
+            else ""
             for kind in KINDS
         ]
         change = interval(_change(evaluation, name), evaluation.photos)
         sign = -1.0 if name in _LESS_IS_BETTER else 1.0
         better = float((sign * _change(evaluation, name) > 0).mean())
         label = _NAMES.get(name, name) if distance else f"audit juror {name}"
-        rows.append([label, *means, f"{change.mean:+.3g} ({change.low:+.3g} to {change.high:+.3g})", f"{better:.0%}"])
+        told = [_signed(name, value) for value in (change.mean, change.low, change.high)]
+        rows.append([label, *means, f"{told[0]} ({told[1]} to {told[2]})", f"{better:.0%}"])
     header = ["", *(_COLUMNS[kind].lower() for kind in KINDS), "learned − damaged", "better in"]
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:
@@ -225,7 +236,9 @@ def _by_damage(evaluation: PhotoEvaluation) -> Section | None:
             continue
         score = (evaluation.scores("learned") - evaluation.scores("no edits"))[chosen]
         changes = [_change(evaluation, name)[chosen] for name in MEASURES]
-        rows.append([kind, str(int(chosen.sum())), f"{score.mean():+.3f}", *(f"{c.mean():+.3g}" for c in changes)])
+        rows.append(
+            [kind, str(int(chosen.sum())), f"{score.mean():+.3f}", *map(_signed, MEASURES, (c.mean() for c in changes))]
+        )
     if not rows:
         return None
     header = ["damage", "cases", "score", *(_NAMES[name] for name in MEASURES)]
@@ -241,6 +254,13 @@ def _evidence(evaluation: PhotoEvaluation) -> Section | None:
     whole = {(each.photo, each.seed): each for each in evaluation.intact}
     cases = [case for case in evaluation.cases if (case.photo, case.seed) in whole and case.audit]
     gamed = sorted((case for case in cases if _gain(case) > 0 and _nearer(case) < 0), key=_nearer)[:_EVIDENCE]
+
+    def moved(case: Case) -> float:
+        intact = whole[case.photo, case.seed]
+        return intact.audit["ciede2000"] if intact.after > intact.before else 0.0
+
+    changed = sorted((case for case in cases if moved(case) > _LEFT_ALONE and case not in gamed), key=moved)
+    gamed += changed[::-1][:_EVIDENCE]
     if not gamed:
         return None
     shots = []
@@ -254,7 +274,7 @@ def _evidence(evaluation: PhotoEvaluation) -> Section | None:
                 case.photo,
                 intact.edited,
                 "learned",
-                f"{intact.after:.2f}, {intact.audit['psnr']:.1f} dB",
+                f"{intact.after:.2f}, {intact.audit['psnr']:.1f} dB, ΔE {intact.audit['ciede2000']:.1f}",
                 intact.after - intact.before,
             ),
         ]
@@ -262,9 +282,9 @@ def _evidence(evaluation: PhotoEvaluation) -> Section | None:
     return Section(
         "Where score and audit part",
         [Gallery(columns, shots)],
-        "The pictures that moved furthest from the undamaged photo while their score rose, the worst first. Below each "
-        "its score, its PSNR, and what the edits did to the score. On the right, what the policy does to the photo "
-        "without damage.",
+        "First the pictures that moved furthest from the undamaged photo while their score rose, then those whose "
+        "undamaged photo was changed most while its score rose: on the right, what the policy does to it. Below each "
+        "its score, its PSNR, what the edits did to the score, and on the right CIEDE2000 (ΔE).",
     )
 
 

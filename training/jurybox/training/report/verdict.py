@@ -162,10 +162,12 @@ class Check:
     Attributes:
         answer: whether it is as it should be.
         sentence: says so, with its figures.
+        fault: what it is if it is not, as it reads after "its score rose, while".
     """
 
     answer: Answer
     sentence: str
+    fault: str
 
 
 def audited(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
@@ -180,8 +182,8 @@ def audited(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
     if answers == {"yes"}:
         return Verdict("yes", f"{verdict.headline[:-1]}, and the audit agrees.", sentences)
     if "no" in answers:
-        headline = "The juror was gamed: its score rose, and the audit says that this is no improvement."
-        return Verdict("no", headline, sentences)
+        faults = " and ".join(dict.fromkeys(check.fault for check in checks if check.answer == "no"))
+        return Verdict("no", f"The juror was gamed: its score rose, while {faults}.", sentences)
     return Verdict("undecided", "Not shown: the juror's score rose, and the audit does not confirm it.", sentences)
 
 
