@@ -83,6 +83,19 @@ def test_served_and_local_policies_learn_the_same_serially(tmp_path) -> None:
     assert outcomes["local"].evaluation == outcomes["served"].evaluation
 
 
+def test_what_an_environment_audits_is_logged_and_shown_and_not_rewarded(tmp_path) -> None:
+    returns = {}
+    for world, audit in (("Audited", ("other",)), ("Mixed", ())):
+        env = f"tests.unit.gym_training.gym_worlds:{world}"
+        settings = GymTraining(env=env, steps=640, n_steps=64, log_every=100, audit=audit)
+        train(settings, tmp_path / world, serial=True)
+        rows = read_metrics(tmp_path / world / "metrics.csv")
+        assert {row["audit_other"] for row in rows if "audit_other" in row} == ({0.25} if audit else set())
+        returns[world] = [row["return_mean"] for row in rows if "return_mean" in row]
+        assert ("The audit" in (tmp_path / world / "report.html").read_text()) == bool(audit)
+    assert returns["Audited"] == returns["Mixed"]
+
+
 def test_ctrl_c_ends_it_in_order_with_a_checkpoint(tmp_path) -> None:
     before = segments()
     line = [*LINE, "--out", str(tmp_path), *SMALL_PPO, "--steps", "100000000", "--set", "log_every = 32"]

@@ -51,3 +51,11 @@ class Breaks(Mixed):
     def step(self, action):
         row, _, *rest = super().step(action)
         return row, float("nan"), *rest
+
+
+class Audited(Mixed):
+    """Tells at the end of an episode what nobody is paid for."""
+
+    def step(self, action):
+        *told, terminated, truncated, info = super().step(action)
+        return (*told, terminated, truncated, {**info, "audit": {"other": 0.25}} if terminated or truncated else info)

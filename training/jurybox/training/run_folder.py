@@ -43,6 +43,12 @@ class Summary:
     version: str
 
 
+def audited(info: Mapping[str, Any]) -> dict[str, float]:
+    """What an environment tells under ``audit`` in the last info of an episode, for columns ``audit_NAME``: what audit
+    jurors said, or whatever else is logged and never rewarded."""
+    return {f"audit_{name}": float(value) for name, value in info.get("audit", {}).items()}
+
+
 class Tracker(Protocol):
     """Another record of a run: MLflow, Weights & Biases."""
 

@@ -40,6 +40,7 @@ from jurybox.training.runtime.settings import ServedSettings
 
 if TYPE_CHECKING:
     from jurybox.training.recipes.recorded_run import RecordingOptions
+    from jurybox.training.report.page import Section
     from jurybox.training.runtime.serving import ServedModels
 
 Algorithm = Literal["ppo", "dqn", "td3", "sac"]
@@ -187,6 +188,10 @@ class GymTraining(ServedSettings):
         None, ge=0, description="Env steps; none: a twentieth, but 1,000 or more; 0: one at the end."
     )
     evaluation_episodes: int = Field(10, ge=1, description="Of an evaluation, without exploration.")
+    audit: tuple[str, ...] = Field(
+        (),
+        description='Names that the environment tells under info["audit"] at an episode\'s end: logged, not rewarded.',
+    )
     checkpoint_every: int | None = Field(
         None, ge=0, description="Env steps; none: a tenth, but 10,000 or more; 0: one at the end."
     )
@@ -428,7 +433,8 @@ _LOSSES: Mapping[str, tuple[str, ...]] = {
 
 def columns(settings: GymTraining) -> tuple[str, ...]:
     """The columns of metrics.csv."""
-    return (*OF_EVERY_RUN, *_LOSSES[settings.algorithm], "eval_return", "eval_return_std", "eval_length")
+    audits = (f"audit_{name}" for name in settings.audit)
+    return (*OF_EVERY_RUN, *_LOSSES[settings.algorithm], "eval_return", "eval_return_std", "eval_length", *audits)
 
 
 def train(
@@ -509,6 +515,7 @@ def report(
         drawn = charts.curves([line], "mean return of evaluations over env steps", "env steps", "return")
         sections.append(Section("Evaluations", [drawn], f"{settings.evaluation_episodes} episodes each."))
     sections.append(page.return_curve(rows, "While learning", "env steps", "return, last 100 episodes"))
+    sections.append(_audits(settings, rows))
     if not outcome.serial:
         sections.append(page.worked_when(folder / "timeline.json"))
     facts = {
@@ -525,6 +532,21 @@ def report(
     used = {name: value for name, value in in_force.items() if name not in settings.unused()}
     sections.append(page.the_run(facts, used, command, packages=("torch", "numpy", "gymnasium")))
     return page.render("Jurybox gym report", f"Jurybox: {settings.algorithm} in {settings.env}", sections)
+
+
+def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Section | None:
+    """What was asked and not rewarded, as training went on."""
+    from jurybox.training.report import charts, page
+
+    drawn = []
+    for name in settings.audit:
+        points = [row for row in rows if f"audit_{name}" in row]
+        if len(points) > 1:
+            steps = [row["env_steps"] for row in points]
+            line = charts.stretches(name, steps, [row[f"audit_{name}"] for row in points])
+            drawn.append(charts.curves([line], f"{name} over env steps", "env steps", name))
+    told = "Told at the end of episodes and never rewarded: a return that rises while these fall is overoptimised."
+    return page.Section("The audit", drawn, told) if drawn else None
 
 
 def _work(settings: GymTraining, run: Run) -> str:

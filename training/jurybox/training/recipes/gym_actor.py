@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from jurybox.training.environments.gymnasium_env import Actions, Environment, Observations, make_environment
 from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
+from jurybox.training.run_folder import audited
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 from jurybox.training.runtime.serving import LeasedModel
 
@@ -208,6 +209,7 @@ class Envs:
             self._resources = undo.pop_all()
         seen = self.observations.seen
         self.rows = np.zeros((n, seen.size), seen.dtype)
+        self.infos: list[Mapping[str, Any]] = [{}] * n  # of the last steps
 
     def begin(self, number: int, seed: int) -> None:
         """Begin an episode; its first observation is in `rows`."""
@@ -217,7 +219,7 @@ class Envs:
     def step(self, number: int, action: Any) -> tuple[Array, float, bool, bool]:
         """Make one step: row, reward, terminated, truncated."""
         given = self.actions.chosen(action) if self.scaled else self.actions.clipped(action)
-        observation, reward, terminated, truncated, _ = self.envs[number].step(given)
+        observation, reward, terminated, truncated, self.infos[number] = self.envs[number].step(given)
         value = float(reward)
         if not np.isfinite(value):
             raise ValueError(f"the environment gave the reward {value}, which nothing can be learned from")
@@ -311,7 +313,8 @@ class GymActor(Actor):
         for number in np.flatnonzero(over).tolist():
             if not self._on_policy and not terminated[number]:
                 self._streams.end(number, observation=after[number])
-            self.context.episode(total=self._totals[number], length=int(self._lengths[number]))
+            told = audited(envs.infos[number])
+            self.context.episode(total=self._totals[number], length=int(self._lengths[number]), **told)
             self._begin(number)
         return n
 

@@ -182,8 +182,8 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
         sign = -1.0 if name in _LESS_IS_BETTER else 1.0
         better = float((sign * _change(evaluation, name) > 0).mean())
         label = _NAMES.get(name, name) if distance else f"audit juror {name}"
-        told = [_signed(name, value) for value in (change.mean, change.low, change.high)]
-        rows.append([label, *means, f"{told[0]} ({told[1]} to {told[2]})", f"{better:.0%}"])
+        signed = [_signed(name, value) for value in (change.mean, change.low, change.high)]
+        rows.append([label, *means, f"{signed[0]} ({signed[1]} to {signed[2]})", f"{better:.0%}"])
     header = ["", *(_COLUMNS[kind].lower() for kind in KINDS), "learned − damaged", "better in"]
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:

@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from jurybox.training.recipes.progress import Watcher
-from jurybox.training.run_folder import RunLog
+from jurybox.training.run_folder import RunLog, audited
 
 # What SB3's PPO records while it updates, and what it is called in metrics.csv.
 _LEARNER = {
@@ -176,12 +176,6 @@ class Recorder(BaseCallback):
             for name in sorted({name for episode in self._finished for name in episode} - {"return"}):
                 row[name] = float(np.mean([episode[name] for episode in self._finished if name in episode]))
         return row
-
-
-def audited(info: Mapping[str, Any]) -> dict[str, float]:
-    """What an environment tells under ``audit`` of an episode that ended, for columns ``audit_NAME``: it is logged, and
-    no part of a reward."""
-    return {f"audit_{name}": float(value) for name, value in info.get("audit", {}).items()}
 
 
 def learner_steps(model: BaseAlgorithm) -> int:
