@@ -46,32 +46,32 @@ inline void futex_wake(Futex& word, std::uint32_t bits = FUTEX_BITSET_MATCH_ANY)
 
 // How long to spin before sleeping. Spinning pays while answers come within it. With many clients on few cores they do
 // not, and a spin only takes the core from whoever would have answered. So each failure halves the time, down to none,
-// and now and then a short spin tries again.
+// and now and then a short spin tries again. Several threads may use one: what they learn, they learn together, and an
+// update that is lost between them is no harm.
 class Spin {
   public:
     explicit Spin(std::int64_t most_ns) : most_(most_ns), now_(most_ns) {}
 
     std::int64_t budget(std::int64_t timeout_ns) {
-        std::int64_t budget = now_;
-        if (budget == 0 && ++skipped_ == kAskAgain) {
-            skipped_ = 0;
-            budget = most_;
+        std::int64_t budget = now_.load(std::memory_order_relaxed);
+        if (budget == 0) {
+            const int skipped = skipped_.load(std::memory_order_relaxed) + 1;
+            if (skipped >= kAskAgain) budget = most_;
+            skipped_.store(skipped >= kAskAgain ? 0 : skipped, std::memory_order_relaxed);
         }
         return budget < timeout_ns ? budget : timeout_ns;
     }
     void ended(bool found, std::int64_t budget) {
         if (budget == 0) return;
-        if (found)
-            now_ = most_;
-        else
-            now_ = now_ < most_ / 4 ? 0 : now_ / 2;
+        const std::int64_t now = now_.load(std::memory_order_relaxed);
+        now_.store(found ? most_ : now < most_ / 4 ? 0 : now / 2, std::memory_order_relaxed);
     }
 
   private:
     static constexpr int kAskAgain = 256;
-    std::int64_t most_;
-    std::int64_t now_;
-    int skipped_ = 0;
+    const std::int64_t most_;
+    std::atomic<std::int64_t> now_;
+    std::atomic<int> skipped_{0};
 };
 
 inline void pause() {

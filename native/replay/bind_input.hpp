@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -34,9 +35,14 @@ struct NumPy {
     nb::object asarray, can_cast;
     bool head_known;
 
+    // Not a function's static: who makes one holds its lock, and may lose the interpreter's to a thread that then waits for
+    // it for ever. Two threads may each make one; the first counts. Never destroyed: Python may be gone by then.
     static const NumPy& get() {
-        static NumPy* loaded = new NumPy();  // never destroyed: Python may be gone by then
-        return *loaded;
+        static std::atomic<const NumPy*> loaded{nullptr};
+        const NumPy* known = loaded.load(std::memory_order_acquire);
+        if (known != nullptr) return *known;
+        const NumPy* made = new NumPy();
+        return loaded.compare_exchange_strong(known, made, std::memory_order_acq_rel) ? *made : *known;
     }
 
   private:

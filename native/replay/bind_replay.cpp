@@ -94,9 +94,17 @@ void format_control(Bytes memory, std::uint64_t capacity, std::uint64_t slot_byt
     control->magic = kMagic;
 }
 
+struct Released {
+    std::atomic<bool>& busy;
+    ~Released() { busy.store(false, std::memory_order_release); }
+};
+
 // Statuses other than 0 are told in Python, where there is more to say about them.
 int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, bool replacement, bool prioritized, double beta, std::uint64_t mark) {
     if (first + n > columns.capacity) throw std::out_of_range("the output arrays are shorter than the sample");
+    if (columns.busy.exchange(true, std::memory_order_acquire))
+        raise_protocol_error("Busy", "another thread is drawing a sample into this batch: give each thread a batch of its own");
+    const Released released{columns.busy};
     Request& request = columns.request;
     request.n = n;
     request.first = first;
@@ -105,21 +113,20 @@ int sample(PyRing& self, PyColumns& columns, std::size_t n, std::size_t first, b
     request.beta = beta;
     request.mark = mark;
     request.key = self.next_key();
-    self.interrupted_ = false;
     Sampled outcome;
-    bool in_time = true;
+    bool in_time = true, interrupted = false;
     {
         const nb::gil_scoped_release without;
         if (self.ring.limited())
             in_time = wait_until(self.ring.control->rows, monotonic_seconds() + self.timeout, [&] { return self.ring.may_sample(n); },
-                                 [&] { return self.interrupted_ = python_interrupts(); });
+                                 [&] { return interrupted = python_interrupts(); });
         if (in_time) {
             Sampler sampler(self.ring, request);
             outcome = sampler.run(self.threads.get());
             if (self.ring.limited()) announce(self.ring.control->room);
         }
     }
-    if (self.interrupted_ && PyErr_Occurred() != nullptr) throw nb::python_error();
+    if (interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
     if (!in_time) return -1;
     return static_cast<int>(outcome);
 }
@@ -336,8 +343,7 @@ void bind_replay(nb::module_& m) {
             return std::make_tuple(of(c.reserved), of(c.retried), of(c.dropped), of(c.stale), of(c.sampled), of(c.redrawn));
         })
         .def("seed", [](PyRing& r, std::uint64_t seed) {
-            r.key = mixed(seed, 0);
-            r.calls.store(0, std::memory_order_relaxed);
+            r.reseed(seed);
         }, nb::arg("seed"))
         .def("sample", &sample, nb::arg("columns"), nb::arg("n"), nb::arg("first"), nb::arg("replacement"), nb::arg("prioritized"), nb::arg("beta"), nb::arg("mark"))
         .def("update_priorities", &update_priorities, nb::arg("indices"), nb::arg("errors"), nb::arg("mark"))

@@ -20,6 +20,8 @@ inline bool python_interrupts() {
     return PyErr_CheckSignals() != 0;
 }
 
+// Several threads may call one ring at once: the memory it stands for is written and read without a lock, and what a call
+// needs besides is its own. `stream`, the rows of one episode, comes from one thread; so do settings, when it is made.
 struct PyRing {
     Ring ring;
     std::vector<InputField> inputs;
@@ -30,7 +32,7 @@ struct PyRing {
     std::size_t row_bytes = 0;
     std::unique_ptr<ThreadPool> threads;
     Stream stream;
-    std::uint64_t key = 0;
+    std::atomic<std::uint64_t> key{0};
     std::atomic<std::uint64_t> calls{0};
 
     PyRing(Bytes control, Bytes slots, std::optional<Bytes> links, std::optional<Bytes> tree, const std::vector<FieldTuple>& fields,
@@ -70,10 +72,14 @@ struct PyRing {
         }
         if (inputs.empty() || inputs.size() > 64) throw std::invalid_argument("a replay has 1 to 64 fields");
         if (copiers > 1) threads = std::make_unique<ThreadPool>(copiers);
-        key = mixed(seed, 0);
+        reseed(seed);
     }
 
-    std::uint64_t next_key() { return mixed(key, calls.fetch_add(1, std::memory_order_relaxed)); }
+    void reseed(std::uint64_t seed) {
+        key.store(mixed(seed, 0), std::memory_order_relaxed);
+        calls.store(0, std::memory_order_relaxed);
+    }
+    std::uint64_t next_key() { return mixed(key.load(std::memory_order_relaxed), calls.fetch_add(1, std::memory_order_relaxed)); }
 
     // ---- from a call's arguments to sources
 
@@ -149,7 +155,7 @@ struct PyRing {
     }
 
     // Tickets for up to n rows, waiting where the mode says so. 0: full, or no time left.
-    std::uint64_t tickets(std::uint64_t n, Ticket& first, double deadline) {
+    std::uint64_t tickets(std::uint64_t n, Ticket& first, double deadline, bool& interrupted) {
         std::uint64_t got = 0;
         const auto ready = [&] {
             const std::uint64_t may = admitted(n);
@@ -162,12 +168,13 @@ struct PyRing {
             got = ring.reserve_within(may, first);
             return got != 0 || ring.control->full == Full::drop_newest;
         };
-        wait_until(ring.control->room, deadline, ready, [&] { return interrupted_ = python_interrupts(); });
+        wait_until(ring.control->room, deadline, ready, [&] { return interrupted = python_interrupts(); });
         return got;
     }
 
     // Write rows [0, n); `streams`: null, one for all, or one for each row. Returns the rows written. No GIL needed.
-    std::uint64_t write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, bool& timed_out, Written& outcome, std::size_t& bad) {
+    std::uint64_t write(const Source* sources, std::uint64_t n, Stream* streams, bool stream_a_row, bool final_row, bool& timed_out, bool& interrupted, Written& outcome,
+                        std::size_t& bad) {
         Writer writer(ring);
         std::optional<SumTree::Update> update;
         const bool prioritized = ring.tree.present();
@@ -183,9 +190,9 @@ struct PyRing {
         outcome = Written::yes;
         while (done < n) {
             Ticket first = 0;
-            const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline);
+            const std::uint64_t got = simple ? (first = ring.reserve(n - done), n - done) : tickets(n - done, first, deadline, interrupted);
             if (got == 0) {
-                if (ring.control->full == Full::drop_newest && !interrupted_ && admitted(1) != 0)
+                if (ring.control->full == Full::drop_newest && !interrupted && admitted(1) != 0)
                     ring.control->dropped.fetch_add(n - done, std::memory_order_relaxed);
                 else
                     timed_out = true;
@@ -224,18 +231,17 @@ struct PyRing {
         if (stream_rows != 0 && n != stream_rows)
             raise_protocol_error("SpecMismatch", "expected " + std::to_string(stream_rows) + " rows, one for each stream, came " + std::to_string(n));
         if (ring.links == nullptr) streams = nullptr;
-        bool timed_out = false;
+        bool timed_out = false, interrupted = false;
         Written outcome = Written::yes;
         std::size_t bad = 0;
         std::uint64_t done = 0;
-        interrupted_ = false;
         if (n * row_bytes >= kWithoutGil || ring.limited() || ring.control->full == Full::block) {
             const nb::gil_scoped_release without;
-            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, outcome, bad);
+            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);
         } else {
-            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, outcome, bad);
+            done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);
         }
-        if (interrupted_ && PyErr_Occurred() != nullptr) throw nb::python_error();
+        if (interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
         if (outcome == Written::too_dense)
             raise_protocol_error("SpecMismatch", "field '" + text_of(inputs[bad].name) + "': expected at most " +
                                                      std::to_string(ring.fields[bad].most) + " non-zero elements in a row, came more; declare it with a larger bound");
@@ -252,16 +258,12 @@ struct PyRing {
     // are the parent's, and so may be the locks they held: they are left behind.
     void after_fork(std::uint64_t seed) {
         stream = Stream{};
-        key = mixed(seed, 0);
-        calls.store(0, std::memory_order_relaxed);
-        interrupted_ = false;
+        reseed(seed);
         if (!threads) return;
         const std::size_t copiers = threads->threads();
         static_cast<void>(threads.release());
         threads = std::make_unique<ThreadPool>(copiers);
     }
-
-    bool interrupted_ = false;
 };
 
 // Rows of one episode after another: of one env, or of n envs side by side.
@@ -272,9 +274,11 @@ struct PyStreams {
     bool group;  // add() takes one row for each stream
 };
 
-// The arrays that a sample goes to; made once for a batch that is used again.
+// The arrays that a sample goes to; made once for a batch that is used again. One sample at a time: `busy` says that there is
+// one, and another thread's is refused instead of being mixed into it.
 struct PyColumns {
     Request request;
+    std::atomic<bool> busy{false};
     std::size_t capacity = 0;
     std::vector<nb::object> memory;
 };

@@ -20,6 +20,9 @@ ShmRingsMemory* rings_of(const Bytes& memory) {
     return reinterpret_cast<ShmRingsMemory*>(memory.data());
 }
 
+// What these objects keep belongs to one thread at a time: the engine's, or who has the model's turn. In a Python without
+// its lock, lock_self() stands in for that where a call does not wait. A client's `wait` and `in_flight` are for any thread.
+//
 // The array is kept, and with it the mapping.
 struct Engine {
     Bytes memory;
@@ -92,7 +95,8 @@ struct Caller {
     // The only output, or a dict of them; none where the caller reads them itself.
     nb::object copied() const {
         if (outputs.is_none()) return outputs;
-        static const nb::object& copy = *new nb::object(nb::str("copy"));  // never freed: at exit Python is gone before
+        // Never freed: at exit Python is gone before. Making it runs no Python, so nobody waits here for who waits for a lock.
+        static const nb::object& copy = *new nb::object(nb::str("copy"));
         if (!PyDict_CheckExact(outputs.ptr())) return outputs.attr(copy)();
         nb::dict all;
         for (auto [name, array] : nb::borrow<nb::dict>(outputs)) all[name] = array.attr(copy)();
@@ -144,7 +148,7 @@ void bind_shm_rings(nb::module_& m) {
                 const Write room(out);
                 return self.rings.collect(room.records<Ticket>(), room.rows());
             },
-            nb::arg("out"), "Take posted tickets into out, records of wire.TICKET; returns how many.")
+            nb::arg("out"), nb::lock_self(), "Take posted tickets into out, records of wire.TICKET; returns how many.")
         .def(
             "reply",
             [](Engine& self, nb::handle tickets, std::uint32_t code, std::uint64_t version, const std::string& message) {
@@ -152,7 +156,7 @@ void bind_shm_rings(nb::module_& m) {
                 return self.rings.reply(these.records<const Ticket>(), these.rows(), code, version, message.data(),
                                        message.size());
             },
-            nb::arg("tickets"), nb::arg("code"), nb::arg("version"), nb::arg("message"),
+            nb::arg("tickets"), nb::arg("code"), nb::arg("version"), nb::arg("message"), nb::lock_self(),
             "Answer tickets and wake who sleeps; returns how many answers found no room.")
         .def(
             "wait",
@@ -161,9 +165,9 @@ void bind_shm_rings(nb::module_& m) {
                 return self.rings.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.")
-        .def("mend", [](Engine& self) { return self.rings.mend(); },
+        .def("mend", [](Engine& self) { return self.rings.mend(); }, nb::lock_self(),
              "Write the engine's positions anew where somebody else overwrote them; returns in how many lanes.")
-        .def("renew", [](Engine& self, std::uint64_t incarnation) { self.rings.renew(incarnation); }, nb::arg("incarnation"),
+        .def("renew", [](Engine& self, std::uint64_t incarnation) { self.rings.renew(incarnation); }, nb::arg("incarnation"), nb::lock_self(),
              "Drop tickets of the life before from now on.")
         .def(
             "pause",
@@ -188,7 +192,7 @@ void bind_shm_rings(nb::module_& m) {
                 return self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}});
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
-            nb::arg("version"), nb::arg("incarnation"), "Post a ticket; False when RINGS_RING are in flight.")
+            nb::arg("version"), nb::arg("incarnation"), nb::lock_self(), "Post a ticket; False when RINGS_RING are in flight.")
         .def(
             "exchange",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
@@ -206,7 +210,7 @@ void bind_shm_rings(nb::module_& m) {
                 return nb::make_tuple(answer.code, message_of(self.rings, answer), answer.version);
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
-            nb::arg("version"), nb::arg("incarnation"), nb::arg("timeout"),
+            nb::arg("version"), nb::arg("incarnation"), nb::arg("timeout"), nb::lock_self(),
             "Post a ticket and wait for its answer (code, message, version), dropping others; None when none came in "
             "time, or RINGS_RING are in flight: `holds` tells.")
         .def(
@@ -224,8 +228,8 @@ void bind_shm_rings(nb::module_& m) {
                                                  answers[i].version));
                 return result;
             },
-            nb::arg("timeout"), "Answers (sequence, code, message, version) that came within so many seconds.")
-        .def("holds", [](Client& self, std::uint64_t sequence) { return self.rings.holds(sequence); }, nb::arg("sequence"),
+            nb::arg("timeout"), nb::lock_self(), "Answers (sequence, code, message, version) that came within so many seconds.")
+        .def("holds", [](Client& self, std::uint64_t sequence) { return self.rings.holds(sequence); }, nb::arg("sequence"), nb::lock_self(),
              "Whether a ticket was posted and its answer not received.")
         .def_prop_ro("in_flight", [](Client& self) { return self.rings.in_flight(); }, "Tickets without an answer.")
         .def(

@@ -138,7 +138,7 @@ void bind_tickets(nb::module_& m) {
                                                    numbers.records<const std::uint32_t>(), most.rows());
                 return nb::make_tuple(result.refused, result.rows, result.pinned);
             },
-            nb::arg("tickets"), nb::arg("transport"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"),
+            nb::arg("tickets"), nb::arg("transport"), nb::arg("lanes"), nb::arg("limits"), nb::arg("arenas"), nb::lock_self(),
             "Set transport, model and code of tickets (records of wire.TICKET) against the lanes (scoreboard.LANE), the largest "
             "ticket of each model (models,) uint32, and the number of the arena it computes in (models,) uint32; returns "
             "how many were refused, the rows of the others, and whether one asks for a weights version.")
@@ -148,11 +148,11 @@ void bind_tickets(nb::module_& m) {
                 const Read these(tickets);
                 return self.leave(these.records<Ticket>(), these.rows());
             },
-            nb::arg("tickets"), "Tickets leave, answered; returns the transport all of them came through, -1 for several.");
+            nb::arg("tickets"), nb::lock_self(), "Tickets leave, answered; returns the transport all of them came through, -1 for several.");
 
     nb::class_<SessionBook>(m, "SessionBook", "Whose each session of a model is, and the step it expects; one batch after another.")
         .def(nb::init<std::size_t>(), nb::arg("sessions"))
-        .def_prop_ro("in_use", &SessionBook::in_use, "Sessions that have begun and whose lease was not forgotten.")
+        .def_prop_ro("in_use", &SessionBook::in_use, nb::lock_self(), "Sessions that have begun and whose lease was not forgotten.")
         .def(
             "read",
             [](SessionBook& self, nb::handle tickets, nb::handle column, nb::handle lanes, nb::handle records,
@@ -167,6 +167,7 @@ void bind_tickets(nb::module_& m) {
                                  at.records<std::int64_t>(), told.records<std::uint8_t>());
             },
             nb::arg("tickets"), nb::arg("column"), nb::arg("lanes"), nb::arg("records"), nb::arg("places"), nb::arg("verdicts"),
+            nb::lock_self(),
             "Begin a batch: take the records (arena.SESSION) of the tickets' rows from the column, the places of their states, "
             "int64, and why rows do not fit, uint8 (SESSION_LOST, SESSION_TWICE). Returns what is among them: SESSION_BEGINS, "
             "SESSION_FLAGS, SESSION_AGAIN (in two tickets), SESSION_WRONG.")
@@ -178,7 +179,7 @@ void bind_tickets(nb::module_& m) {
                 check(self, from, to);
                 self.load(from.bytes(), from.row_bytes(), to.bytes());
             },
-            nb::arg("table"), nb::arg("out"), "Copy the states of the batch's rows from a table (sessions, ...) to out (rows, ...).")
+            nb::arg("table"), nb::arg("out"), nb::lock_self(), "Copy the states of the batch's rows from a table (sessions, ...) to out (rows, ...).")
         .def(
             "save",
             [](const SessionBook& self, nb::handle table, nb::handle values) {
@@ -187,14 +188,14 @@ void bind_tickets(nb::module_& m) {
                 check(self, to, from);
                 self.save(to.bytes(), to.row_bytes(), from.bytes());
             },
-            nb::arg("table"), nb::arg("values"), "Copy the states of the batch's rows, values (rows, ...), to a table (sessions, ...).")
+            nb::arg("table"), nb::arg("values"), nb::lock_self(), "Copy the states of the batch's rows, values (rows, ...), to a table (sessions, ...).")
         .def(
             "fits",
             [](const SessionBook& self, std::size_t row) {
                 if (row >= self.rows()) throw std::out_of_range("the batch has no such row");
                 return self.fits(row);
             },
-            nb::arg("row"), "Whether a row of the batch still is the next step of its session.")
+            nb::arg("row"), nb::lock_self(), "Whether a row of the batch still is the next step of its session.")
         .def(
             "step",
             [](SessionBook& self, nb::handle rows) {
@@ -210,8 +211,8 @@ void bind_tickets(nb::module_& m) {
                     self.step(static_cast<std::size_t>(each[i]));
                 }
             },
-            nb::arg("rows").none() = nb::none(), "Rows of the batch were computed: numbers, int64; None: all of them.")
-        .def("forget", &SessionBook::forget, nb::arg("lease"), "A lease has ended: its sessions are nobody's.");
+            nb::arg("rows").none() = nb::none(), nb::lock_self(), "Rows of the batch were computed: numbers, int64; None: all of them.")
+        .def("forget", &SessionBook::forget, nb::arg("lease"), nb::lock_self(), "A lease has ended: its sessions are nobody's.");
     m.attr("SESSION_BEGINS") = static_cast<std::uint32_t>(kBegins);
     m.attr("SESSION_FLAGS") = static_cast<std::uint32_t>(kFlags);
     m.attr("SESSION_AGAIN") = static_cast<std::uint32_t>(kAgain);
@@ -221,14 +222,14 @@ void bind_tickets(nb::module_& m) {
 
     nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Which clients are about to come back; engine/batches.py says what for.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
-        .def_prop_ro("away", &ArrivalTracker::away, "Quick clients that have been answered and not asked again yet.")
+        .def_prop_ro("away", &ArrivalTracker::away, nb::lock_self(), "Quick clients that have been answered and not asked again yet.")
         .def(
             "came",
             [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns) {
                 const Read these(tickets);
                 self.came(these.records<const Ticket>(), these.rows(), now, quick_ns);
             },
-            nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"),
+            nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"), nb::lock_self(),
             "Tickets have arrived; a client is quick that is back within quick_ns of its last answer.")
         .def(
             "answered",
@@ -236,8 +237,8 @@ void bind_tickets(nb::module_& m) {
                 const Read these(tickets);
                 self.answered(these.records<const Ticket>(), these.rows(), now);
             },
-            nb::arg("tickets"), nb::arg("now"), "Tickets have been answered.")
-        .def("stays_away", &ArrivalTracker::stays_away, "Nobody came in the time that one more ticket was worth.");
+            nb::arg("tickets"), nb::arg("now"), nb::lock_self(), "Tickets have been answered.")
+        .def("stays_away", &ArrivalTracker::stays_away, nb::lock_self(), "Nobody came in the time that one more ticket was worth.");
 }
 
 }  // namespace jurybox

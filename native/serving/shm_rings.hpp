@@ -47,7 +47,7 @@ struct LaneRings {
     alignas(64) std::atomic<std::uint32_t> taken;      // engine
     alignas(64) std::atomic<std::uint32_t> answered;   // engine
     alignas(64) std::atomic<std::uint32_t> received;   // client
-    std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to
+    std::atomic<std::uint32_t> waiting;                // client: it sleeps, or is about to; the engine takes it back
     alignas(64) Ticket tickets[kRing];
     Answer answers[kRing];
     char message[kMessage];  // of the lane's last failure
@@ -285,13 +285,16 @@ class ShmRingsEngine {
     std::uint32_t next_word_ = 0;
 };
 
-// A client's side: one lane of one engine's rings.
+// A client's side: one lane of one engine's rings. It belongs to one thread at a time; any other may call `wait` and
+// `in_flight` meanwhile, as who watches for an event loop does.
 class ShmRingsClient {
   public:
     // `wake` is the writing end of the engine's pipe. Answers to an earlier holder of the lane are skipped.
     ShmRingsClient(ShmRingsMemory* memory, std::uint32_t lane, std::uint64_t lease, int wake, std::int64_t spin_ns)
         : memory_(memory), lane_(memory->lanes[lane]), number_(lane), lease_(lease), wake_(wake), spin_(spin_ns), lone_spin_(kLone * spin_ns) {
-        lane_.received.store(received_ = lane_.answered.load(std::memory_order_acquire), std::memory_order_release);
+        const std::uint32_t answered = lane_.answered.load(std::memory_order_acquire);
+        lane_.received.store(answered, std::memory_order_release);
+        received_.store(answered, std::memory_order_relaxed);
         // What an earlier holder posted may still be there to be taken.
         const std::uint32_t taken = lane_.taken.load(std::memory_order_acquire);
         submitted_ = lane_.submitted.load(std::memory_order_relaxed);
@@ -300,13 +303,14 @@ class ShmRingsClient {
 
     // Post a ticket; false when as many as a ring holds are in flight.
     bool submit(Ticket ticket) {
-        const std::uint32_t at = submitted_;
-        if (in_flight_ >= kRing || at - lane_.taken.load(std::memory_order_acquire) == kRing) return false;
+        const std::uint32_t at = submitted_, in_flight = in_flight_.load(std::memory_order_relaxed);
+        if (in_flight >= kRing || at - lane_.taken.load(std::memory_order_acquire) == kRing) return false;
         ticket.lease = lease_;
         ticket.lane = number_;
         lane_.tickets[at % kRing] = ticket;
         lane_.submitted.store(submitted_ = at + 1, std::memory_order_release);
-        unanswered_[in_flight_++] = ticket.sequence;
+        unanswered_[in_flight] = ticket.sequence;
+        in_flight_.store(in_flight + 1, std::memory_order_relaxed);
         memory_->pending[number_ / 64].fetch_or(std::uint64_t{1} << number_ % 64, std::memory_order_seq_cst);
         memory_->summary.fetch_or(std::uint64_t{1} << number_ / 64, std::memory_order_seq_cst);
         if (count_down(memory_->sleeping)) {
@@ -319,10 +323,10 @@ class ShmRingsClient {
 
     // Wait at most `timeout_ns` for answers; true when there are some.
     bool wait(std::int64_t timeout_ns) {
-        const std::uint32_t seen = received_;
+        const std::uint32_t seen = received_.load(std::memory_order_acquire);
         const auto came = [&] { return lane_.answered.load(std::memory_order_acquire) != seen; };
         if (came()) return true;
-        Spin& spin = alone_ ? lone_spin_ : spin_;
+        Spin& spin = alone_.load(std::memory_order_relaxed) ? lone_spin_ : spin_;
         const std::int64_t budget = spin.budget(timeout_ns);
         const bool found = spin_until(budget, came);
         spin.ended(found, budget);
@@ -338,13 +342,13 @@ class ShmRingsClient {
             const int why = futex_wait(moved, before, until, std::uint32_t{1} << number_ % kSleepers);
             if (why == EINTR || why == ETIMEDOUT) break;
         }
-        lane_.waiting.store(0, std::memory_order_relaxed);
+        // `waiting` stays: another thread may sleep here still. For nobody, it costs the engine one wake-up.
         return came();
     }
 
     // Take answers of this lease that are there, at most `room`.
     std::size_t receive(Answer* out, std::size_t room) {
-        std::uint32_t at = received_;
+        std::uint32_t at = received_.load(std::memory_order_relaxed), in_flight = in_flight_.load(std::memory_order_relaxed);
         const std::uint32_t end = lane_.answered.load(std::memory_order_acquire);
         if (!possible(at, end)) at = end - kRing;  // nonsense, or what was is over; answers met twice have known numbers
         std::size_t n = 0;
@@ -352,14 +356,16 @@ class ShmRingsClient {
             const Answer& answer = lane_.answers[at % kRing];
             if (answer.lease != lease_) continue;
             out[n++] = answer;
-            alone_ = answer.alone;
-            for (std::uint32_t i = 0; i < in_flight_; ++i) {
+            alone_.store(answer.alone, std::memory_order_relaxed);
+            for (std::uint32_t i = 0; i < in_flight; ++i) {
                 if (unanswered_[i] != answer.sequence) continue;
-                unanswered_[i] = unanswered_[--in_flight_];
+                unanswered_[i] = unanswered_[--in_flight];
                 break;
             }
         }
-        lane_.received.store(received_ = at, std::memory_order_release);
+        in_flight_.store(in_flight, std::memory_order_relaxed);
+        lane_.received.store(at, std::memory_order_release);
+        received_.store(at, std::memory_order_release);
         return n;
     }
 
@@ -373,13 +379,13 @@ class ShmRingsClient {
 
     // Whether a ticket was posted and its answer not taken.
     bool holds(std::uint64_t sequence) const {
-        for (std::uint32_t i = 0; i < in_flight_; ++i) {
+        for (std::uint32_t i = 0; i < in_flight_.load(std::memory_order_relaxed); ++i) {
             if (unanswered_[i] == sequence) return true;
         }
         return false;
     }
 
-    std::uint32_t in_flight() const { return in_flight_; }
+    std::uint32_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
 
     const char* message() const { return lane_.message; }
 
@@ -391,10 +397,11 @@ class ShmRingsClient {
     int wake_;
     // A batch of one takes longer than its share of a full one, and nobody else wants the core meanwhile.
     static constexpr std::int64_t kLone = 3;
-    std::uint32_t in_flight_ = 0;
-    std::uint32_t submitted_, received_;
+    std::uint32_t submitted_;
     std::uint64_t unanswered_[kRing];  // sequences of tickets in flight
-    bool alone_ = false;
+    // The owner's thread writes these, others read them.
+    std::atomic<std::uint32_t> in_flight_{0}, received_;
+    std::atomic<bool> alone_{false};
     Spin spin_;
     Spin lone_spin_;
 };

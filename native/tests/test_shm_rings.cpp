@@ -220,6 +220,65 @@ void a_client_is_told_whether_it_is_alone() {
     CHECK(told(one) == 0);
 }
 
+// A thread that watches for an event loop waits on the lane whose owner waits, too.
+void a_watcher_that_gives_up_takes_nobodys_wake_up() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    ShmRingsClient client(rings.get(), 4, 1, pipe.ends[1], 0);
+    CHECK(client.submit(ticket(1)));
+    Ticket taken[1];
+    CHECK(engine.collect(taken, 1) == 1);
+    std::int64_t took = 0;
+    std::thread owner([&] {
+        const std::int64_t began = monotonic_ns();
+        Answer answer;
+        CHECK(client.answer_to(1, 60 * kSecond, answer));
+        took = monotonic_ns() - began;
+    });
+    while (!rings->lanes[4].waiting.load()) std::this_thread::yield();
+    CHECK(!client.wait(kSecond / 50));
+    CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);
+    owner.join();
+    CHECK(took < 30 * kSecond);
+}
+
+// One thread owns a client; any other may wait for answers and ask how many tickets are in flight.
+void a_watcher_looks_on_while_the_owner_asks(std::int64_t spin_ns) {
+    auto rings = memory();
+    Pipe pipe;
+    std::atomic<bool> stop{false};
+    std::thread serving([&] {
+        ShmRingsEngine side(rings.get(), kIncarnation, spin_ns);
+        pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
+        Ticket taken[4];
+        while (!stop) {
+            const std::size_t n = side.collect(taken, 4);
+            if (n == 0)
+                side.wait(fds, 1, kSecond / 20);
+            else
+                CHECK(side.reply(taken, n, kOk, 2, "", 0) == 0);
+        }
+    });
+    ShmRingsClient client(rings.get(), 7, 1, pipe.ends[1], spin_ns);
+    std::vector<std::thread> watchers;
+    for (int i = 0; i < 2; ++i)
+        watchers.emplace_back([&] {
+            while (!stop) {
+                CHECK(client.in_flight() <= 1);
+                client.wait(kSecond / 1000);
+            }
+        });
+    Answer answer;
+    for (std::uint64_t sequence = 1; sequence <= 2000; ++sequence) {
+        CHECK(client.submit(ticket(sequence)));
+        CHECK(client.answer_to(sequence, 30 * kSecond, answer));
+    }
+    stop = true;
+    for (auto& watcher : watchers) watcher.join();
+    serving.join();
+}
+
 }  // namespace
 
 int main() {
@@ -233,5 +292,8 @@ int main() {
     a_client_that_never_reads_does_not_stop_the_engine();
     a_client_is_told_whether_it_is_alone();
     tickets_for_an_earlier_life_of_the_engine_are_dropped();
+    a_watcher_that_gives_up_takes_nobodys_wake_up();
+    a_watcher_looks_on_while_the_owner_asks(0);
+    a_watcher_looks_on_while_the_owner_asks(20'000);
     std::puts("ok");
 }

@@ -48,8 +48,11 @@ PYTHONS = {
     "3.12": ("3.12", [], {"numpy": "2."}),
     "3.13": ("3.13", [], {"numpy": "2."}),
     "3.14": ("3.14", [], {"numpy": "2."}),
+    "3.13t": ("3.13t", [], {"numpy": "2."}),
     "3.14t": ("3.14t", [], {"numpy": "2."}),
 }
+# There are wheels of gRPC for no free-threaded Python, and its sources compile for an hour.
+WITHOUT_GRPC = {"3.13t", "3.14t"}
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +110,11 @@ def test_the_clients_suite_passes_in_another_python(case, wheels, server, gatewa
     if options:  # lowest-direct goes by what is asked for by name
         packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         pins = [*packages["dependencies"], *packages["optional-dependencies"]["grpc"]]
-    there = Environment.make(tmp_path / "env", version, wheels.of(version), *pins, extra="grpc", options=tuple(options))
+    extra = "" if version in WITHOUT_GRPC else "grpc"
+    there = Environment.make(tmp_path / "env", version, wheels.of(version), *pins, extra=extra, options=tuple(options))
     for package, start in seen.items():
         assert there.version_of(package).startswith(start)
-    run(uv(), "pip", "install", "--quiet", "--python", there.python, *SUITE)
+    run(uv(), "pip", "install", "--quiet", "--only-binary", ":all:", "--python", there.python, *SUITE)
     given = {"MATRIX_SERVER": server.address, "MATRIX_GATEWAY": gateway.address}
     suite = [
         "-p",
@@ -122,7 +126,17 @@ def test_the_clients_suite_passes_in_another_python(case, wheels, server, gatewa
         ROOT / "tests/integration/test_client.py",
     ]
     said = there.run("-m", "pytest", "-q", *suite, JURYBOX_SHM_DIR=directory(), **given)
+    sys.stdout.write(f"Python {version}: {said.splitlines()[-1]}\n")
     assert " passed" in said
+
+
+@pytest.mark.parametrize("version", ["3.13t", "3.14t"])
+def test_a_free_threaded_python_stays_free_threaded(version, wheels, server, tmp_path) -> None:
+    """The client's imports switch no lock on, and threads share rings, weights and models without one."""
+    there = Environment.make(tmp_path / "env", version, wheels.of(version))
+    addresses = [server.address, f"tcp://{server.listening('tcp')}"]
+    said = there.run(ROOT / "tests/wheel/without_the_lock.py", *addresses, JURYBOX_SHM_DIR=directory())
+    assert said == "threads need no lock\n"
 
 
 @pytest.mark.parametrize("protobuf", ["5.29", "6.33", "7"])
