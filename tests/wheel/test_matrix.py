@@ -51,8 +51,10 @@ PYTHONS = {
     "3.13t": ("3.13t", [], {"numpy": "2."}),
     "3.14t": ("3.14t", [], {"numpy": "2."}),
 }
-# There are wheels of gRPC for no free-threaded Python, and its sources compile for an hour.
-WITHOUT_GRPC = {"3.13t", "3.14t"}
+# There are wheels of gRPC for no free-threaded Python, and of other packages not of each version: pyzmq 27.3 has one for
+# 3.14t, 27.1 for 3.13t.
+FREE_THREADED = {"3.13t", "3.14t"}
+WHEELS_ALONE = ("--only-binary", ":all:")
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +112,12 @@ def test_the_clients_suite_passes_in_another_python(case, wheels, server, gatewa
     if options:  # lowest-direct goes by what is asked for by name
         packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         pins = [*packages["dependencies"], *packages["optional-dependencies"]["grpc"]]
-    extra = "" if version in WITHOUT_GRPC else "grpc"
+    extra = "" if version in FREE_THREADED else "grpc"
+    options = [*options, *(WHEELS_ALONE if version in FREE_THREADED else ())]
     there = Environment.make(tmp_path / "env", version, wheels.of(version), *pins, extra=extra, options=tuple(options))
     for package, start in seen.items():
         assert there.version_of(package).startswith(start)
-    run(uv(), "pip", "install", "--quiet", "--only-binary", ":all:", "--python", there.python, *SUITE)
+    run(uv(), "pip", "install", "--quiet", *WHEELS_ALONE, "--python", there.python, *SUITE)
     given = {"MATRIX_SERVER": server.address, "MATRIX_GATEWAY": gateway.address}
     suite = [
         "-p",
@@ -130,10 +133,10 @@ def test_the_clients_suite_passes_in_another_python(case, wheels, server, gatewa
     assert " passed" in said
 
 
-@pytest.mark.parametrize("version", ["3.13t", "3.14t"])
+@pytest.mark.parametrize("version", sorted(FREE_THREADED))
 def test_a_free_threaded_python_stays_free_threaded(version, wheels, server, tmp_path) -> None:
     """The client's imports switch no lock on, and threads share rings, weights and models without one."""
-    there = Environment.make(tmp_path / "env", version, wheels.of(version))
+    there = Environment.make(tmp_path / "env", version, wheels.of(version), options=WHEELS_ALONE)
     addresses = [server.address, f"tcp://{server.listening('tcp')}"]
     said = there.run(ROOT / "tests/wheel/without_the_lock.py", *addresses, JURYBOX_SHM_DIR=directory())
     assert said == "threads need no lock\n"
