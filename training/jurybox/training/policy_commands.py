@@ -35,6 +35,8 @@ Trust = Annotated[bool, typer.Option("--trust", help="Run code that an exported 
 def _loaded(run: Path, which: str, name: str | None, *, trust: bool = False) -> Policy:
     from jurybox.training.policies import Policy, choose
 
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # where the plan's or the environment's module lies, as for `train`; nothing is hidden by it
     return Policy(choose(run, which, name), trust=trust)
 
 

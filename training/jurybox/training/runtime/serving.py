@@ -65,7 +65,12 @@ class ServedModels:
 
 @contextmanager
 def served_models(
-    models: Models, server: str | None, log: Path, *, http: bool = False, devices: list[str] | None = None
+    models: Models,
+    server: str | None = None,
+    log: Path = Path("server.log"),
+    *,
+    http: bool = False,
+    devices: list[str] | None = None,
 ) -> Iterator[ServedModels]:
     """Serve models; use it in a ``with``.
 
@@ -80,6 +85,10 @@ def served_models(
         ServerGone: nobody answers there. Refused: the server's configuration does not let the models in; the message
             says which line to add. ModelFailed: one could not be loaded. ServerNotStarted: a private one.
         ConfigError: weights cannot be published to that address.
+
+    Example:
+        with served_models({"policy": {"factory": "nets:policy"}}) as served, connect(served.address) as server:
+            actions = server.model(served.names["policy"]).infer(observations)
     """
     if server is None:
         with _private(models, log, http, devices) as served:
