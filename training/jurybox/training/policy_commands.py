@@ -36,7 +36,8 @@ def _loaded(run: Path, which: str, name: str | None, *, trust: bool = False) -> 
     from jurybox.training.policies import Policy, choose
 
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # where the plan's or the environment's module lies, as for `train`; nothing is hidden by it
+        # Where the plan's or the environment's module lies, as for `train`; nothing is hidden by it.
+        sys.path.append(here)
     return Policy(choose(run, which, name), trust=trust)
 
 
