@@ -336,10 +336,6 @@ def _meet(asked: _Asked, taken: list[_Asked]) -> bool:
     return any(other.sessions is not None and asked.sessions.keys() & other.sessions.keys() for other in taken)
 
 
-def _of(taken: list[_Asked], name: str) -> list[Any]:
-    return [asked.inputs[name] for asked in taken]
-
-
 def _joined(parts: list[Any]) -> Any:
     """Concatenate the rows of several requests."""
     if type(parts[0]) is list:
