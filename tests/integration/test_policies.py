@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.serving import wait_until
 from tests.unit.hockey.hockey_runs import settings as hockey_settings
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ from jurybox.training.environments.photo.edits import Edits, apply, apply_full
 from jurybox.training.film import save_film
 from jurybox.training.policies import Acting, Acts, Description, Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import edit, policy
-from jurybox.training.recipes import hockey
+from jurybox.training.recipes import hockey, served_networks
 from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.run_folder import RunLog
 
@@ -262,3 +263,34 @@ def test_a_file_from_elsewhere_names_no_code_but_ours_without_being_told_to(comm
     assert "--trust allows it" in command("play", tmp_path / "bad.safetensors", status=2)
     with pytest.raises(PolicyError, match="has the format 99"):
         Description.of({**said, "format": 99}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("environment_arguments", {"name": "os:system", "arguments": {"command": "touch %s"}}),
+        ("network", ("jurybox.training.runtime.local_server:subprocess.run", {"args": ["touch", "%s"]})),
+        ("network", ("jurybox.training.run_folder:write_atomically", {"path": "%s", "text": ""})),
+        ("environment", "jurybox.training.runtime.local_server:LocalServer"),
+    ],
+)
+def test_a_file_of_somebody_elses_runs_nothing_by_way_of_jurybox_itself(key, value, tmp_path):
+    made = served_networks.gym_policy("ppo", 4, (), False, True, 2, (8,), "float32", 4)
+    arguments = {"algorithm": "ppo", "numbers": 4, "pictures": [], "normalise": False, "discrete": True, "actions": 2}
+    arguments |= {"hidden": [8], "dtype": "float32", "size": 4}
+    acts = Acts("jurybox.training.recipes.served_networks:gym_policy", arguments, "p", "logits", "best")
+    rows = "jurybox.training.environments.gymnasium_env:rows_environment"
+    said = Description("gym", {"p": acts}, rows, {"name": "CartPole-v1", "arguments": {}}).as_dict()
+    weights = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
+    path, touched = tmp_path / "theirs.safetensors", tmp_path / "touched"
+    save_file(weights, path, {"jurybox-policy": json.dumps(said)})
+    assert play(Policy(choose(path)), 1)  # an honest one plays
+    bad = json.loads(json.dumps(value).replace("%s", str(touched)))
+    if key == "network":
+        said["policies"]["p"] |= {"network": bad[0], "arguments": bad[1]}
+    else:
+        said[key] = bad
+    save_file(weights, path, {"jurybox-policy": json.dumps(said)})
+    with pytest.raises(PolicyError, match="--trust"), Policy(choose(path)).environment():
+        pass
+    assert not touched.exists()

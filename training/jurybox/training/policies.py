@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -48,7 +50,10 @@ __all__ = [
 FORMAT = 1
 SCORES = "policy-scores.json"  # in the run's folder: what evaluations said, by the digest of the weights
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
-_OURS = "jurybox."
+# Where what a file of somebody else's may name is defined: networks, environments, and what those are told to make.
+_NETWORKS = ("jurybox.training.recipes.served_networks",)
+_ENVIRONMENTS = ("jurybox.training.environments", "jurybox.training.recipes.marl_seat")
+_TOLD = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
 
 Array = npt.NDArray[Any]
@@ -73,6 +78,8 @@ class Acts:
             "clip": the output is the action, cut off at `low` and `high`; "best": the number of its largest element,
             counted from `first`.
         low, high: of the environment's actions, flat. first: see above.
+        seat: arguments of the environment's factory for this policy, where it has one for each: whose place it takes
+            in a world of many. Such a factory is also given `partners`, what the description's policies do, by name.
     """
 
     network: str
@@ -83,6 +90,7 @@ class Acts:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     first: int = 0
+    seat: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,12 +297,9 @@ class Policy:
 
     def __init__(self, found: Found, *, trust: bool = False) -> None:
         self.found = found
-        if found.where.is_file() and not trust:
-            for name in (found.acts.network, found.description.environment):
-                if not name.startswith(_OURS):
-                    raise PolicyError(
-                        f"{found.where} names {name!r}, code that is not Jurybox's and would be run: --trust allows it"
-                    )
+        self._doubted = found.where.is_file() and not trust
+        if self._doubted:
+            _require_ours(found.where, found.acts.network, _NETWORKS, found.acts.arguments)
         self.served: ServedModel = load(found.acts.network)(**found.acts.arguments)
         state = _weights(found)
         try:
@@ -323,10 +328,13 @@ class Policy:
         Raises:
             PolicyError: it cannot be made.
         """
-        said = self.found.description
-        arguments = {**said.environment_arguments, **(changes or {})}
+        said, seat = self.found.description, self.found.acts.seat
+        arguments = {**said.environment_arguments, **seat, **(changes or {})}
+        if self._doubted:
+            _require_ours(self.found.where, said.environment, _ENVIRONMENTS, [said.environment_arguments, seat])
+        more: dict[str, Any] = {"partners": self._partners()} if seat else {}
         try:
-            made: Environment = load(said.environment)(**arguments, render_mode="rgb_array" if render else None)
+            made: Environment = load(said.environment)(**arguments, **more, render_mode="rgb_array" if render else None)
         except (TypeError, ValueError, ImportError) as error:
             raise PolicyError(f"{said.environment} cannot be made with {arguments}: {error}") from error
         self.fps = float(getattr(made, "metadata", {}).get("render_fps") or self.fps)
@@ -334,6 +342,42 @@ class Policy:
             yield made
         finally:
             made.close()
+
+    def _partners(self) -> dict[str, Policy]:
+        """All policies that lie beside this one, and this one; an exported file has no other."""
+        if self.found.where.is_file():
+            return {self.found.name: self}
+        names = self.found.description.policies
+        return {name: self if name == self.found.name else Policy(replace(self.found, name=name)) for name in names}
+
+
+def _require_ours(where: Path, factory: str, places: Sequence[str], arguments: Any) -> None:
+    """Refuse a file that names code to call, unless it is one of the factories that our trainings name.
+
+    Being somewhere in Jurybox is not enough: what a module of ours imports (``local_server:subprocess.run``), and what
+    calls what it is told (``rows_environment`` of ``os:system``), would run anything.
+    """
+    for name, among in [(factory, places), *((told, _TOLD) for told in _factories(arguments))]:
+        module, _, attribute = name.partition(":")
+        known = [place for place in among if f"{module}.".startswith(f"{place}.")] if attribute.isidentifier() else []
+        made = getattr(import_module(module), attribute, None) if known else None
+        if not any(f"{getattr(made, '__module__', '')}.".startswith(f"{place}.") for place in known):
+            raise PolicyError(
+                f"{where} names {name!r}, code that is not of Jurybox's policies and would be run: --trust allows it"
+            )
+
+
+def _factories(value: Any) -> Iterator[str]:
+    """What may name code, "module:callable", anywhere in the arguments."""
+    if isinstance(value, str):
+        if re.fullmatch(r"[\w.]+:.+", value):
+            yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _factories(part)
+    elif isinstance(value, Sequence):
+        for part in value:
+            yield from _factories(part)
 
 
 def _weights(found: Found) -> dict[str, Tensor]:

@@ -338,7 +338,35 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed(models),
+        policy=description(settings, groups, networks, sight),
     )
+
+
+def description(
+    settings: MarlTraining,
+    groups: Mapping[str, str],
+    networks: Mapping[str, Mapping[str, Any]],
+    sight: Mapping[str, Sight],
+) -> dict[str, Any]:
+    """The description of all learners' policies for ``jurybox policy``, one for each group."""
+    from jurybox.training.policies import Acts, Description
+
+    policies = {
+        name: Acts(
+            _FACTORY,
+            network,
+            f"weights-{name}.state",
+            output="logits" if network["algorithm"] == ON_POLICY else "values",
+            choose="best",
+            first=sight[name].first,
+            seat={"agent": name.split("+")[0]},
+        )
+        for name, network in networks.items()
+    }
+    frames = {name: [list(network["shape"]), network["dtype"]] for name, network in networks.items()}
+    said = {"name": settings.environment, "world": settings.world_settings, "groups": dict(groups), "frames": frames}
+    kept = settings.model_dump(mode="json")
+    return Description("marl", policies, "jurybox.training.recipes.marl_seat:Seat", said, kept, settings.seed).as_dict()
 
 
 def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,118 @@
+"""`jurybox policy` with what `train marl` leaves: one policy a group, in its place among the others."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from jurybox.training import interrupts
+from jurybox.training.policies import Policy, PolicyError, choose, play, policies
+from jurybox.training.policy_commands import policy
+from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.training.recipes.marl_seat import Seat
+from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.run import run
+
+KINDS = {"a": "float32", "b": "discrete", "c": "discrete", "d": "uint8"}
+
+
+class Nothing:
+    def scalars(self, step, values): ...
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Four agents of which two share a policy; action 2 is paid, and numbers of actions begin at 5."""
+    settings = MarlTraining(
+        environment="tests.integration.marl.worlds:Kinds",
+        world={"kinds": KINDS, "first": 5},
+        share=(("b", "c"),),
+        steps=1600,
+        hidden=(16,),
+        ppo={"n_steps": 64},
+        learning_rate=0.01,
+        evaluation_episodes=1,
+        evaluate_every=800,
+        checkpoint_every=800,
+    )
+    out = tmp_path_factory.mktemp("marl")
+    run(plan(settings), out, Nothing(), serial=True)
+    return out
+
+
+@pytest.fixture
+def command(monkeypatch):
+    for take in ("take_over", "ignore_from_now_on"):
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
+
+    def call(*arguments, status=0):
+        done = CliRunner().invoke(policy, [str(each) for each in arguments])
+        assert done.exit_code == status and "Traceback" not in done.output, done.output
+        return done.output
+
+    return call
+
+
+def test_a_run_has_a_policy_for_each_group_and_asks_which(folder, command):
+    assert {each.name for each in policies(folder)} == {"a", "b+c", "d"}
+    assert all(name in command("list", folder) for name in ("a", "b+c", "d"))
+    assert "say which with --name" in command("evaluate", folder, status=2)
+
+
+@pytest.mark.parametrize("name", ["a", "b+c", "d"])
+def test_each_plays_its_own_place_by_what_it_learned(name, folder):
+    # Eight steps an episode, each paid 1 for action 2: all of it is learned in so many steps.
+    totals = [each.total for each in play(Policy(choose(folder, name=name)), 3)]
+    assert np.mean(totals) >= 7, totals
+
+
+def test_a_place_in_a_shared_group_is_chosen_and_others_may_act_at_random(folder, command):
+    said = command(
+        "evaluate", folder, "--name", "b+c", "--episodes", 2, "--set", "agent='c'", "--set", "others='random'"
+    )
+    assert "mean return" in said
+    assert "no agent 'e'" in command("evaluate", folder, "--name", "a", "--set", "agent='e'", status=2)
+
+
+def test_the_others_act_by_their_own_policies(folder):
+    first = Policy(choose(folder, name="a"))
+    with first.environment() as seat:
+        assert isinstance(seat, Seat)
+        asked = []
+        for agent, chooses in list(seat._choosing.items()):
+            seat._choosing[agent] = lambda rows, agent=agent, chooses=chooses: asked.append(agent) or chooses(rows)
+        seat.reset(seed=1)
+        seat.step(7)
+    assert asked == ["b", "c", "d"]
+
+
+def test_an_exported_policy_is_refused_a_place_among_learned_others_and_plays_among_random_ones(
+    folder, tmp_path, command
+):
+    command("export", folder, "--name", "a", "--to", tmp_path / "a.pt2")
+    exported = torch.export.load(tmp_path / "a.pt2").module()
+    policy_a = Policy(choose(folder, name="a"))
+    seen = np.random.default_rng(0).normal(size=(5, *policy_a.observation.shape)).astype(np.float32)
+    assert (exported(torch.from_numpy(seen)).numpy() == policy_a(seen)).all()
+    told = command("evaluate", tmp_path / "a.safetensors", "--trust", status=2)
+    assert "the policies b+c, d" in told
+    random = command("evaluate", tmp_path / "a.safetensors", "--trust", "--set", "others='random'", "--episodes", 2)
+    assert "mean return" in random
+
+
+def test_a_file_of_somebody_elses_calls_no_code_by_way_of_our_own_factories(folder, tmp_path, command):
+    command("export", folder, "--name", "a", "--to", tmp_path / "a.pt2")
+    with pytest.raises(PolicyError, match=r"tests\.integration\.marl\.worlds:Kinds.*--trust"):
+        play(Policy(choose(tmp_path / "a.safetensors")), 1)
+
+
+def test_a_description_names_all_that_a_checkpoint_has(folder):
+    for place in (folder / "checkpoints").glob("step-*"):
+        said = json.loads((place / "policy.json").read_text())
+        assert all((place / acts["weights"]).is_file() for acts in said["policies"].values())
+    with pytest.raises(ConfigError, match="others = 'bold'"):
+        Seat("tests.integration.marl.worlds:Kinds", {"kinds": KINDS}, "a", {"a": "a"}, {}, {}, others="bold")
