@@ -41,7 +41,7 @@ RUNS = {
     "torchrl_collector": (["--frames", "1280"], RETURN, 100),
     "envpool_served": (["--updates", "10"], RETURN, 200),
     "learner_and_actors": (["--generations", "2"], RETURN, 300),
-    "rllib_opponent": (["--iterations", "1"], RETURN, 40),
+    "rllib_opponent": (["--iterations", "1"], RETURN, 30),
 }
 OWN_PROCESSES = {"learner_and_actors", "rllib_opponent"}  # children import the script by its name
 SERVERLESS = {"td3_shared_replay", "sb3_sac_replay", "learner_and_actors"}

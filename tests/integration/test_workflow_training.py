@@ -10,10 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.cli import train
+from jurybox.training.environments.cage import CageRows
+from jurybox.training.environments.cage.tables import N_ACTIONS
+from jurybox.training.policies import Policy, choose, export, play, policies
 from jurybox.training.recipes.workflow_run import run
+from jurybox.training.runtime.plan import RunError
+from jurybox.training.search.rollouts import INPUTS
+from jurybox.training.search.rollouts import play as roll
 from jurybox.training.search.settings import WorkflowTraining
 
 SMALL = WorkflowTraining(
@@ -55,3 +63,47 @@ def test_the_command_says_where_its_report_is(tmp_path, policy) -> None:
 def test_what_cannot_be_is_a_usage_error(tmp_path, bad) -> None:
     done = CliRunner().invoke(train, ["workflow", "--out", str(tmp_path), *bad])
     assert done.exit_code == 2 and bad[0].removeprefix("--") in done.output and "Traceback" not in done.output
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("searched")
+    run(SMALL.changed(gate=0.01, min_judged=1), folder)
+    return folder
+
+
+def test_the_last_policy_and_the_evaluated_one_are_kept_with_the_workflow_that_they_are_told(searched) -> None:
+    best, *others = policies(searched)
+    assert best.best and best.numbers["return"] == json.loads((searched / "summary.json").read_text())["return_mean"]
+    assert [each.best for each in others] == [False] * len(others) and others
+    order = json.loads((searched / "summary.json").read_text())["workflow"]
+    assert best.description.environment_arguments["order"] == order
+    assert choose(searched, "latest").env_steps == 240
+
+
+@pytest.mark.parametrize(("order", "use_masks"), [(None, False), ((3, 1, 2, 0, 4), True)])
+def test_a_policy_acts_alone_as_it_does_in_the_search(searched, order, use_masks, monkeypatch) -> None:
+    """Five episodes from one seed each: the same returns from `jurybox policy` as from the search's own rollouts."""
+    policy = Policy(choose(searched))
+    learner = PPO(INPUTS, N_ACTIONS, SMALL.ppo, 0)
+    learner.network.load_state_dict(policy.served.module.state_dict())
+    played = play(policy, 5, changes={"order": order, "use_masks": use_masks, "episode_length": 30})
+    for seed, episode in enumerate(played):
+        env = CageRows(1, first=0, of=1, masks=use_masks, episode_length=30, autoreset_mode="Disabled")
+        begun = env.reset(seed=seed)
+        monkeypatch.setattr(env, "reset", lambda begun=begun: begun)  # which `roll` would draw anew
+        how = {"weight": 0.0, "use_masks": use_masks, "mask_orders": True, "greedy": True}
+        _, expected = roll(env, learner, order, steps=30, **how)
+        assert episode.total == pytest.approx(float(expected.returns[0])) and episode.length == 30
+
+
+@pytest.mark.slow
+def test_what_is_exported_never_chooses_what_is_masked(searched, tmp_path) -> None:
+    policy = Policy(choose(searched))
+    export(policy, tmp_path / "policy.pt2", searched)
+    exported = torch.export.load(tmp_path / "policy.pt2").module()
+    rows = torch.rand(20, INPUTS + N_ACTIONS).round()
+    actions = exported(rows)
+    assert (rows[torch.arange(20), INPUTS + actions] == 1).all()
+    with pytest.raises(RunError, match="no such network"), Policy(choose(searched)).environment({"red": "Nobody"}):
+        pass

@@ -52,7 +52,11 @@ SCORES = "policy-scores.json"  # in the run's folder: what evaluations said, by 
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
 # Where what a file of somebody else's may name is defined: networks, environments, and what those are told to make.
 _NETWORKS = ("jurybox.training.recipes.served_networks",)
-_ENVIRONMENTS = ("jurybox.training.environments", "jurybox.training.recipes.marl_seat")
+_ENVIRONMENTS = (
+    "jurybox.training.environments",
+    "jurybox.training.recipes.marl_seat",
+    "jurybox.training.search.defended",
+)
 _TOLD = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
 

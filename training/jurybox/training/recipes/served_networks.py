@@ -77,6 +77,25 @@ def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> Serve
     )
 
 
+class _Masked(ActorCritic):
+    def __init__(self, inputs: int, actions: int, hidden: Sequence[int]) -> None:
+        super().__init__(inputs, actions, hidden)
+        self._inputs = inputs
+
+    def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = self.actor(observation[:, : self._inputs])
+        return logits.masked_fill(observation[:, self._inputs :] < 0.5, -1e9)
+
+
+def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
+    """Float32 (observation + actions,), the last of them 1 for each action that may be chosen, to logits (actions,)."""
+    return ServedModel(
+        _Masked(observation, actions, hidden),
+        {"observation": TensorSpec("float32", (observation + actions,))},
+        {"logits": TensorSpec("float32", (actions,))},
+    )
+
+
 class _Quantiles(QuantileNetwork):
     def forward(self, seen: Tensor, taus: Tensor | None = None) -> Tensor:
         return super().forward(seen, self.spread if taus is None else taus).mean(1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,19 @@ import torch
 
 from jurybox.protocol.wire import build_version
 from jurybox.training import interrupts
-from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_atomically, write_state
-from jurybox.training.environments.cage.tables import UNIT_TYPES
+from jurybox.training.checkpoints import EVALUATION, Checkpoint, Checkpoints, write_atomically, write_state
+from jurybox.training.environments.cage.tables import N_ACTIONS, UNIT_TYPES
 from jurybox.training.recipes.launchers import Spread, spread_named
 from jurybox.training.recipes.progress import ConsoleProgress, Silence, Watcher
 from jurybox.training.recipes.recorded_run import failed_report, resumed, write_settings
 from jurybox.training.recipes.training import Run, Training
 from jurybox.training.recipes.workflow_served import served_policy
 from jurybox.training.run_folder import RunLog, Summary, Tracker
-from jurybox.training.runtime.plan import refuse_unused
+from jurybox.training.runtime.plan import POLICY_FILE, refuse_unused
 from jurybox.training.search import environments
 from jurybox.training.search.environments import Parts
 from jurybox.training.search.report import WorkflowRun, conclusion, render
+from jurybox.training.search.rollouts import INPUTS
 from jurybox.training.search.settings import WorkflowTraining, describe
 from jurybox.training.search.trainer import Priced, WorkflowTrainer
 
@@ -224,6 +226,46 @@ def _save(trainer: WorkflowTrainer, folder: Path, seconds: float) -> None:
     document = {"seconds": seconds, "environments": streams}
     with interrupts.held(), Checkpoints(folder / "checkpoints").writing(trainer.env_steps, document) as scratch:
         write_state(scratch / "search.state", trainer.state())
+        _write_policy(scratch, trainer, trainer.last or trainer.learner.network.state_dict())
+    if trainer.final is not None:
+        _keep_best(trainer, folder)
+
+
+def _keep_best(trainer: WorkflowTrainer, folder: Path) -> None:
+    """Save the policy of the final evaluation as ``checkpoints/best``."""
+    found, checkpoints = trainer.final, Checkpoints(folder / "checkpoints")
+    assert found is not None
+    numbers = {"return": found.returns, "error": found.error, "obedience": found.obedience}
+    with interrupts.held():
+        scratch = checkpoints.begin()
+        try:
+            _write_policy(scratch, trainer, trainer.learner.network.state_dict())
+            said = {"env_steps": trainer.env_steps, "numbers": numbers, "versions": {}}
+            write_atomically(scratch / EVALUATION, json.dumps(said, indent=1))
+            checkpoints.keep_best(scratch)
+        finally:
+            checkpoints.abandon(scratch)
+
+
+def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write weights, and the description for ``jurybox policy``; it is told the workflow that it has now."""
+    from jurybox.training.policies import Acts, Description
+
+    settings = trainer.settings
+    network = {"observation": INPUTS, "actions": N_ACTIONS, "hidden": list(settings.ppo.hidden)}
+    factory = "jurybox.training.recipes.served_networks:masked_policy"
+    acts = Acts(factory, network, "weights-policy.state", output="logits", choose="best")
+    kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks")
+    arguments = {name: getattr(settings, name) for name in kept}
+    arguments["order"] = None if trainer.order is None else describe(trainer.order)
+    said = Description(
+        *("workflow", {"policy": acts}, "jurybox.training.search.defended:Defended"),
+        arguments,
+        settings.model_dump(mode="json"),
+        settings.seed,
+    )
+    write_state(place / acts.weights, {"state": dict(weights), "version": trainer.learner_steps, "extra": {}})
+    write_atomically(place / POLICY_FILE, json.dumps(said.as_dict(), indent=1))
 
 
 def _restore(trainer: WorkflowTrainer, checkpoint: Checkpoint) -> float:

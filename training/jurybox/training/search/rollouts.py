@@ -199,6 +199,14 @@ class Alignment:
 _SEEN, _TOLD, _STIRRED = slice(0, 52), slice(52, 52 + ENCODED), slice(52 + ENCODED, 52 + ENCODED + t.N_HOSTS)
 INPUTS = _STIRRED.stop
 
+
+def network_input(
+    seen: npt.NDArray[np.float32], observations: npt.NDArray[Any], orders: Orders, doubts: Doubts
+) -> None:
+    """Write what the policy sees of n networks, (n, INPUTS)."""
+    seen[:, _SEEN], seen[:, _TOLD], seen[:, _STIRRED] = observations, orders.encoded, doubts.stirred
+
+
 Floats = npt.NDArray[np.float32]
 Part = VectorEnv[Any, Any, Any]
 
@@ -321,7 +329,7 @@ class _Masking:
 
     def fill(self, masks: Bools, step: int, env: Part, info: Mapping[str, Any], in_doubt: Bools) -> None:
         if self.possible:
-            masks[:] = _masks(env, info)
+            masks[:] = possible_actions(env, info)
         if self.orders is not None:
             masks &= order_masks(in_doubt, self.orders)
         if self.head_starts is not None:
@@ -413,7 +421,8 @@ def _empty(steps: int, n: int, masks: bool) -> Rollout:
     )
 
 
-def _masks(env: Part, info: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+def possible_actions(env: Part, info: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    """Masks without actions that are sure to fail, bool (n, 145)."""
     if "action_masks" in info:
         told: npt.NDArray[np.bool_] = info["action_masks"]
         return told

@@ -130,6 +130,7 @@ class WorkflowTrainer:
         self._proposal: Proposal | None = None
         self._began = 0  # episodes when this workflow's training began
         self._kept: tuple[float, dict[str, Any]] | None = None  # best policy of the final phase
+        self.last: dict[str, Any] | None = None  # at the end: the learner's own weights, before it got the best ones
         self.learner, self._policy = self._new_learner()
 
     @property
@@ -366,6 +367,7 @@ class WorkflowTrainer:
         settings = self.settings
         if self.best is None and self.search.trace:
             self.best = max(self.search.trace, key=lambda trial: trial.score).order
+        self.last = copy.deepcopy(self.learner.network.state_dict())
         if self._kept is not None:
             self.learner.network.load_state_dict(self._kept[1])
             self._policy = self._make_policy(self.learner)
