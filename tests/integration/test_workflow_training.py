@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,9 @@ def test_the_last_policy_and_the_evaluated_one_are_kept_with_the_workflow_that_t
 @pytest.mark.parametrize(("order", "use_masks"), [(None, False), ((3, 1, 2, 0, 4), True)])
 def test_a_policy_acts_alone_as_it_does_in_the_search(searched, order, use_masks, monkeypatch) -> None:
     """Five episodes from one seed each: the same returns from `jurybox policy` as from the search's own rollouts."""
-    policy = Policy(choose(searched))
+    found = choose(searched)
+    greedy = {name: replace(acts, choose="best") for name, acts in found.description.policies.items()}
+    policy = Policy(replace(found, description=replace(found.description, policies=greedy)))
     learner = PPO(INPUTS, N_ACTIONS, SMALL.ppo, 0)
     learner.network.load_state_dict(policy.served.module.state_dict())
     played = play(policy, 5, changes={"order": order, "use_masks": use_masks, "episode_length": 30})

@@ -67,7 +67,8 @@ def test_a_run_has_a_policy_for_each_group_and_asks_which(folder, command):
 def test_each_plays_its_own_place_by_what_it_learned(name, folder):
     # Eight steps an episode, each paid 1 for action 2: all of it is learned in so many steps.
     totals = [each.total for each in play(Policy(choose(folder, name=name)), 3)]
-    assert np.mean(totals) >= 7, totals
+    assert np.mean(totals) >= 6, totals
+    assert totals == [each.total for each in play(Policy(choose(folder, name=name)), 3)]
 
 
 def test_a_place_in_a_shared_group_is_chosen_and_others_may_act_at_random(folder, command):
@@ -97,7 +98,13 @@ def test_an_exported_policy_is_refused_a_place_among_learned_others_and_plays_am
     exported = torch.export.load(tmp_path / "a.pt2").module()
     policy_a = Policy(choose(folder, name="a"))
     seen = np.random.default_rng(0).normal(size=(5, *policy_a.observation.shape)).astype(np.float32)
-    assert (exported(torch.from_numpy(seen)).numpy() == policy_a(seen)).all()
+    rows = np.repeat(seen, 400, 0)
+    drawn, ours = (act.reshape(5, 400) for act in (exported(torch.from_numpy(rows)).numpy(), policy_a(rows)))
+    with torch.inference_mode():
+        chances = policy_a.served.module(torch.from_numpy(seen)).softmax(1).numpy()
+    for action in range(3):  # of 400 draws, six standard errors at most
+        for found in (drawn, ours):
+            assert np.abs((found == action + 5).mean(1) - chances[:, action]).max() < 0.16
     told = command("evaluate", tmp_path / "a.safetensors", "--trust", status=2)
     assert "the policies b+c, d" in told
     random = command("evaluate", tmp_path / "a.safetensors", "--trust", "--set", "others='random'", "--episodes", 2)

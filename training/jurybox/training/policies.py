@@ -61,7 +61,8 @@ _TOLD = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
 
 Array = npt.NDArray[Any]
-Choose = Literal["box", "tanh", "clip", "best"]
+Choose = Literal["box", "tanh", "clip", "best", "draw"]
+_NUMBERED = ("best", "draw")  # whose actions are numbers of choices
 
 
 class PolicyError(RunError):
@@ -80,7 +81,8 @@ class Acts:
         output: of the network, that the action comes from.
         choose: "box": the output is in [-1, 1] and is spread over `low` to `high`; "tanh": its hyperbolic tangent is;
             "clip": the output is the action, cut off at `low` and `high`; "best": the number of its largest element,
-            counted from `first`.
+            counted from `first`; "draw": a number that is drawn from its softmax, by torch's generator, for policies
+            that are worth what they are worth with their chances: among others who learn, say.
         low, high: of the environment's actions, flat. first: see above.
         seat: arguments of the environment's factory for this policy, where it has one for each: whose place it takes
             in a world of many. Such a factory is also given `partners`, what the description's policies do, by name.
@@ -141,7 +143,7 @@ class Description:
 class Acting(nn.Module):
     """From rows of observations to actions of the environment: normalisation, network and scaling in one module.
 
-    Actions are int64 (n,) for "best", else float32 (n, ...).
+    Actions are int64 (n,) for "best" and "draw", else float32 (n, ...).
     """
 
     def __init__(self, served: ServedModel, acts: Acts) -> None:
@@ -162,7 +164,9 @@ class Acting(nn.Module):
             found = found[self._output]
         elif isinstance(found, tuple):
             found = found[self._place]
-        if self._choose == "best":
+        if self._choose in _NUMBERED:
+            if self._choose == "draw":  # of Gumbel-distributed noise the largest sum is a draw from the softmax
+                found = found - torch.rand_like(found).clamp_min(1e-20).log().neg().clamp_min(1e-20).log()
             best: Tensor = found.argmax(-1) + self._first
             return best
         if self._choose == "clip":
@@ -418,7 +422,7 @@ def play(
     frame: Callable[[Any], None] | None = None,
     ended: Callable[[Episode], None] = lambda episode: None,
 ) -> list[Episode]:
-    """Play whole episodes without exploration; episode i begins from ``seed + i``.
+    """Play whole episodes as the policy is meant to act; episode i, and what is drawn in it, begins from ``seed + i``.
 
     Args:
         changes: of the environment's arguments.
@@ -428,8 +432,10 @@ def play(
         PolicyError: the environment has no pictures, though they are asked for.
     """
     played = []
-    with policy.environment(changes, render=frame is not None) as environment:
+    drawn = torch.random.fork_rng(devices=[])  # whoever calls this has numbers of his own
+    with drawn, policy.environment(changes, render=frame is not None) as environment:
         for number in range(episodes):
+            torch.manual_seed(seed + number)
             seen, _ = environment.reset(seed=seed + number)
             total, length, over = 0.0, 0, False
             while not over:
@@ -542,7 +548,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
     found, said, acts, spec = policy.found, policy.found.description, policy.found.acts, policy.observation
-    action = "int64 (n,)" if acts.choose == "best" else f"float32 (n, {len(acts.low)}), {_span(acts)}"
+    action = "int64 (n,)" if acts.choose in _NUMBERED else f"float32 (n, {len(acts.low)}), {_span(acts)}"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
     lines = [
         f"# A policy of `jurybox train {said.training}`",
@@ -583,7 +589,7 @@ def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, 
     export(policy, folder / "policy.pt2", run)
     spec, acts = policy.observation, policy.found.acts
     action = (
-        {"dtype": "int64", "shape": []} if acts.choose == "best" else {"dtype": "float32", "shape": [len(acts.low)]}
+        {"dtype": "int64", "shape": []} if acts.choose in _NUMBERED else {"dtype": "float32", "shape": [len(acts.low)]}
     )
     lines = [
         "[server]",

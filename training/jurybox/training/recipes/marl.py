@@ -357,7 +357,7 @@ def description(
             network,
             f"weights-{name}.state",
             output="logits" if network["algorithm"] == ON_POLICY else "values",
-            choose="best",
+            choose="draw" if network["algorithm"] == ON_POLICY else "best",  # as its evaluations do
             first=sight[name].first,
             seat={"agent": name.split("+")[0]},
         )

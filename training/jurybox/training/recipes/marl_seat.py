@@ -19,7 +19,7 @@ Chooses = Callable[[Array], Array]
 
 
 class Seat(gymnasium.Env[Array, int]):
-    """The place of one agent; the others act when their turns come, without exploration.
+    """The place of one agent; the others act when their turns come.
 
     A step is this agent's action, and whatever happens up to its next turn; its reward is what the agent was given
     meanwhile. The episode goes on until the world's is over, also while the agent is away.

@@ -254,7 +254,7 @@ def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, t
     settings = trainer.settings
     network = {"observation": INPUTS, "actions": N_ACTIONS, "hidden": list(settings.ppo.hidden)}
     factory = "jurybox.training.recipes.served_networks:masked_policy"
-    acts = Acts(factory, network, "weights-policy.state", output="logits", choose="best")
+    acts = Acts(factory, network, "weights-policy.state", output="logits", choose="draw")  # as it is evaluated
     kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks")
     arguments = {name: getattr(settings, name) for name in kept}
     arguments["order"] = None if trainer.order is None else describe(trainer.order)
