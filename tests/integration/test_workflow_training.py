@@ -45,6 +45,22 @@ def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
     assert summary["episodes"] == 24 and summary["env_steps"] == 240
 
 
+def test_metrics_tell_what_was_paid_and_how_much_of_it_for_the_order(searched) -> None:
+    with (searched / "metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    assert rows[0]["phase"] == 0 and rows[0]["alignment_reward"] == pytest.approx(0, abs=1e-5), "no order, no pay"
+    assert all(row["alignment_reward"] <= 1e-5 for row in rows), "a fix out of order costs, one in order pays nothing"
+    for row in rows:  # SMALL gives no head start, so that all episodes are in the return
+        assert row["total_reward"] == pytest.approx(row["return_mean"] + row["alignment_reward"], abs=1e-4)
+
+
+def test_the_attacker_goes_by_cyborgs_names_too() -> None:
+    assert WorkflowTraining(red="B_lineAgent") == WorkflowTraining(red="B_line")
+    assert WorkflowTraining(red="RedMeanderAgent").red == "Meander"
+    done = CliRunner().invoke(train, ["workflow", "--red-agent", "NobodyAgent"])
+    assert done.exit_code == 2 and "red" in done.output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["local", "served"])
@@ -69,7 +85,7 @@ def test_what_cannot_be_is_a_usage_error(tmp_path, bad) -> None:
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("searched")
-    run(SMALL.changed(gate=0.01, min_judged=1), folder)
+    run(SMALL.changed(gate=0.01, min_judged=1, head_start=0), folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from functools import partial
@@ -145,3 +146,33 @@ def test_a_run_whose_settings_have_names_of_an_earlier_release_is_refused_with_t
 def test_a_sorrel_configuration_with_names_of_an_earlier_release_is_refused_with_the_new_ones():
     with pytest.raises(SorrelError, match="buffer_capacity is now buffer_size; log_interval is now log_every"):
         Multiprocessing.of({"multiprocessing": {"enabled": True, "buffer_capacity": 8, "log_interval": 2}})
+
+
+def test_several_seeds_from_one_command_are_runs_of_their_own_and_compared(tmp_path):
+    out = tmp_path / "runs"
+    done = run("--out", str(out), "--seeds", "3,5", "--serial", "--steps", "20")
+    assert done.exit_code == 0, done.output
+    assert "2 seeds: mean return" in done.output
+    for seed in (3, 5):
+        assert json.loads((out / f"seed-{seed}" / "settings.json").read_text())["seed"] == seed
+        assert (out / f"seed-{seed}" / "report.html").exists()
+    more = run("--out", str(out), "--seeds", "3,5,7", "--serial", "--steps", "30", "--resume")
+    assert more.exit_code == 0, more.output
+    with (out / "seeds.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["seed"], row["env_steps"]) for row in rows] == [("3", "30"), ("5", "30"), ("7", "30")]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--seeds", "1,1"), "different whole numbers"),
+        (("--seeds", "1;2"), "different whole numbers"),
+        (("--seeds", "1,2", "--seed", "3"), "--seed and --seeds together"),
+        (("--seeds", "1,2", "--set", "seed = 3"), "--seed and --seeds together"),
+    ],
+)
+def test_seeds_that_say_nothing_are_refused_before_anything_begins(tmp_path, options, told):
+    done = run("--out", str(tmp_path / "runs"), *options)
+    assert done.exit_code == 2 and told in done.output.replace("\n", " "), done.output
+    assert not (tmp_path / "runs").exists()

@@ -46,6 +46,11 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
         None,
         typer.Option("--set", metavar="NAME=VALUE", help="Change one setting; VALUE as in TOML."),
     ),
+    "seeds": (
+        str | None,
+        None,
+        typer.Option("--seeds", metavar="0,1,2", help="A run for each of these, in DIR/seed-0, ...; DIR/seeds.csv."),
+    ),
     "serial": (bool, False, typer.Option("--serial", help="The same algorithm in one process.")),
     "resume": (bool, False, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")),
     "launcher": (str, "local", typer.Option("--launcher", help="Where processes run: local, or ray (an extra).")),
@@ -71,12 +76,14 @@ class Flag:
     Attributes:
         setting: its name, "part.NAME" for one of a part; the flag's name too, where `name` is empty. One that begins
             with "+" is no setting, but an option of this training alone (see `Run.more`).
+        also: another name of the flag.
     """
 
     setting: str
     kind: type
     help: str
     name: str = ""
+    also: str = ""
 
     @property
     def option(self) -> str:
@@ -112,6 +119,7 @@ TRAININGS = {
             *(SEED, STEPS, WORKERS, ENVS),
             Flag("environment.address", str, "The server; else JURYBOX_ADDRESS, or a private one.", "--server"),
             Flag("+server_http", bool, "A private server serves HTTP, too."),
+            Flag("+juror_replicas", int, "Engines of a private server, each with the juror."),
             Flag("environment.model", str, "The juror's name on the server.", "--model"),
             Flag("environment.photos", str, "A folder of photos to use instead of those that ship.", "--photos"),
             SECONDS,
@@ -178,7 +186,7 @@ TRAININGS = {
         (
             *(SEED, WORKERS, ENVS),
             Flag("total_episodes", int, "Episodes of training in all."),
-            Flag("red", str, "The attacker: B_line or Meander."),
+            Flag("red", str, "The attacker: B_line or Meander.", also="--red-agent"),
             Flag("env", str, "cage: our simulator; cyborg: the real one, where installed."),
             *SERVED,
             Flag("halves", bool, "Act for half of the networks while the other half steps."),
@@ -216,7 +224,8 @@ def command_of(command: Command) -> Callable[..., None]:
     for name, flag in own.items():
         option = f"{flag.option}/--no-{flag.option[2:]}" if flag.kind is bool else flag.option
         kind: Any = flag.kind | None
-        annotation = Annotated[kind, typer.Option(option, help=flag.help, show_default=False)]
+        names = [option, *filter(None, [flag.also])]
+        annotation = Annotated[kind, typer.Option(*names, help=flag.help, show_default=False)]
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -239,6 +248,7 @@ def demo_photo(
     damages: Annotated[int | None, typer.Option(min=2, help="Seeds of degradation in the evaluation.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Env workers.")] = None,
     juror: Annotated[str | None, typer.Option(help="Another juror: package.module:function.")] = None,
+    juror_replicas: Annotated[int, typer.Option(min=1, max=64, help="Engines, each with the juror.")] = 1,
 ) -> None:
     """Start a server, train a policy on real photos against its juror, and write a report; about three minutes."""
 
@@ -256,6 +266,7 @@ def demo_photo(
             damages=damages or photo_run.DAMAGES,
             workers=workers or photo_run.WORKERS,
             juror=juror or photo_run.JUROR,
+            replicas=juror_replicas,
         )
         return "\n".join((verdict.headline, *verdict.sentences, "", f"report: {out / 'report.html'}"))
 

@@ -29,6 +29,7 @@ from jurybox.training.recipes.training import Run, Training, check_server
 from jurybox.training.report.verdict import Verdict, judge
 from jurybox.training.run_folder import RunLog, Tracker
 from jurybox.training.runtime.local_server import LocalServer
+from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.serving import served_models
 
 _log = logging.getLogger(__name__)
@@ -139,7 +140,12 @@ def _work(settings: PhotoTraining, given: Run) -> str:
         given.refuse({"--network-address": "it goes with --launcher ray"})
         check_workers(settings)
     with (
-        juror_of(settings, given.folder, http=bool(given.more.get("server_http"))) as juror,
+        juror_of(
+            settings,
+            given.folder,
+            http=bool(given.more.get("server_http")),
+            replicas=given.more.get("juror_replicas"),
+        ) as juror,
         spread_named(given.launcher, given.ray_address) as spread,
     ):
         verdict = run(
@@ -158,13 +164,19 @@ def _work(settings: PhotoTraining, given: Run) -> str:
 
 
 @contextmanager
-def juror_of(settings: PhotoTraining, folder: Path, *, http: bool = False) -> Iterator[PhotoConfig]:
+def juror_of(
+    settings: PhotoTraining, folder: Path, *, http: bool = False, replicas: int | None = None
+) -> Iterator[PhotoConfig]:
     """The environment's settings with the place of the juror, which is there for the length of the block.
 
     That is a server's model of this name. Where the server has none, the juror is loaded there for this training; where
     no address is given and no server runs at the default one, a private server is started.
 
+    Args:
+        replicas: engines of a private server.
+
     Raises:
+        ConfigError: replicas are said, and the server is somebody else's.
         NoServer: nobody answers at the address that is given.
         Refused: the server does not hold the juror, and its configuration does not let it in.
     """
@@ -185,13 +197,18 @@ def juror_of(settings: PhotoTraining, folder: Path, *, http: bool = False) -> It
                 address, held = server.address, wanted.keys() & set(server.models())
         except Error:
             held = set()
+    if replicas is not None and address is not None:
+        raise ConfigError(
+            f"--juror-replicas is of a private server, and the juror is on the one at {address}: say `replicas` in its "
+            "configuration"
+        )
     there = replace(config, address=address)
     if wanted.keys() <= held:
         yield there
         return
     missing = {name: said for name, said in models.items() if name not in held}
     folder.mkdir(parents=True, exist_ok=True)
-    with served_models(missing, address, folder / "server.log", http=http) as served:
+    with served_models(missing, address, folder / "server.log", http=http, replicas=replicas or 1) as served:
         names = {name: served.names[name] for name in config.audit if name in missing}
         model = served.names.get(config.model, config.model)
         yield replace(there, address=served.address, model=model, audit_models=names)
@@ -243,6 +260,7 @@ def demo(
     damages: int = DAMAGES,
     workers: int = WORKERS,
     juror: str = JUROR,
+    replicas: int = 1,
 ) -> Verdict:
     """Run the demo.
 
@@ -252,7 +270,7 @@ def demo(
         steps, seconds: how long to train; the first of the two to be reached ends it.
         damages: seeds of degradation in the evaluation.
         workers: env workers.
-        juror: a factory, ``"package.module:function"``.
+        juror: a factory, ``"package.module:function"``. replicas: engines that have it.
 
     Raises:
         ServerNotStarted: with the end of the server's log.
@@ -265,7 +283,7 @@ def demo(
     models: dict[str, dict[str, str | int]] = {
         "photo": {"factory": juror, "max_batch": 16, "rows": rows, "lane_rows": 1, "deterministic": True}
     }
-    server = LocalServer(models, folder / "server.log")
+    server = LocalServer(models, folder / "server.log", server={"replicas": replicas})
     resources.callback(server.stop)
     watcher.say("starting a server on this machine's CPU")
     server.start()

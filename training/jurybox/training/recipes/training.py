@@ -7,7 +7,10 @@ are the same for all.
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
+import json
 import os
 import shlex
 import signal
@@ -115,6 +118,7 @@ def train(
     mlflow: bool = False,
     wandb: bool = False,
     debug_state: bool = False,
+    seeds: str | None = None,
     **options: Any,
 ) -> None:
     """Run the command of a training, and exit with its status.
@@ -125,11 +129,12 @@ def train(
         config: settings as TOML. changes: ``NAME=VALUE`` strings, which win over it. given: settings that options
             name, which win over both; None: not given.
         debug_state: say what the run in that folder shares at this moment, instead of training.
+        seeds: "0,1,2": a run for each, one after the other, in the folder's ``seed-0``, ...; ``seeds.csv`` compares.
         options: `Run`'s.
     """
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes.progress import require, trackers
+        from jurybox.training.recipes.progress import require
         from jurybox.training.runtime.settings import changes_of
 
         require(mlflow=mlflow, wandb=wandb)
@@ -141,12 +146,29 @@ def train(
             from jurybox.training.runtime.scoreboard import debug_state as state_of
 
             return state_of(folder)
+        if seeds is None:
+            return carried_out(found, settings, folder, console)
+        numbers = _seeds_of(seeds, given, changes)
+        check_folder(folder)
+        said = []
+        for number in numbers:
+            there = folder / f"seed-{number}"
+            console.print(f"seed {number}, in {there}", highlight=False)
+            # With --resume those that were not begun yet are begun.
+            resumes = {"resume": options.get("resume", False) and there.exists()}
+            said.append(carried_out(found, settings.changed(seed=number), there, console, **resumes))
+            interrupts.check()
+        return "\n\n".join([*said, _compared(folder, numbers)])
+
+    def carried_out(found: Training, settings: Settings, folder: Path, console: Console, **changed: Any) -> str:
+        from jurybox.training.recipes.progress import trackers
+
         run = Run(
             folder,
             console,
             shlex.join(["jurybox", *sys.argv[1:]]),
             trackers=lambda: trackers(found.name, folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
-            **options,
+            **{**options, **changed},
         )
         check_folder(folder)
         if run.serial:
@@ -154,6 +176,41 @@ def train(
         return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
 
     until_interrupted(work, out, told="stopping; --resume goes on from the newest checkpoint")
+
+
+def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> list[int]:
+    """The seeds of "0,1,2".
+
+    Raises:
+        ConfigError: it is no list of different seeds, or a seed is said besides.
+    """
+    from jurybox.training.runtime.plan import ConfigError
+
+    named = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() for number in named) or len({int(number) for number in named}) < len(named):
+        raise ConfigError(f"--seeds {text!r}: expected different whole numbers with commas between them, 0,1,2")
+    if given.get("seed") is not None or any(change.partition("=")[0].strip() == "seed" for change in changes):
+        raise ConfigError("--seed and --seeds together: say the seeds in one of the two")
+    return [int(number) for number in named]
+
+
+def _compared(folder: Path, seeds: Sequence[int]) -> str:
+    """Write seeds.csv, the numbers of every seed's summary.json; returns a sentence about their returns."""
+    from jurybox.training.checkpoints import write_atomically
+
+    found = [json.loads((folder / f"seed-{seed}" / "summary.json").read_text(encoding="utf-8")) for seed in seeds]
+    shared = [name for name, value in found[0].items() if name != "seed" and type(value) in (int, float)]
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["seed", *shared])
+    writer.writerows([seed, *(each.get(name) for name in shared)] for seed, each in zip(seeds, found, strict=True))
+    write_atomically(folder / "seeds.csv", text.getvalue())
+    returns = [each["return_mean"] for each in found if each.get("return_mean") is not None]
+    if not returns:
+        return f"{len(seeds)} seeds: {folder / 'seeds.csv'}"
+    mean, low, high = sum(returns) / len(returns), min(returns), max(returns)
+    told = f"mean return {mean:.4g}, from {low:.4g} to {high:.4g}"
+    return f"{len(seeds)} seeds: {told} ({folder / 'seeds.csv'})"
 
 
 def check_folder(folder: Path) -> None:

@@ -85,6 +85,8 @@ METRICS = (
     "episodes",
     "return_mean",
     "return_std",
+    "total_reward",
+    "alignment_reward",
     "obedience",
     "judged",
     "compliance",

@@ -71,6 +71,7 @@ def served_models(
     *,
     http: bool = False,
     devices: list[str] | None = None,
+    replicas: int = 1,
 ) -> Iterator[ServedModels]:
     """Serve models; use it in a ``with``.
 
@@ -80,6 +81,7 @@ def served_models(
         log: of a private server.
         http: whether a private server serves HTTP, too, on a free port of this host.
         devices: of a private server, as in its configuration; None: the first GPU, without one the CPU.
+        replicas: engines of a private server, on each device.
 
     Raises:
         ServerGone: nobody answers there. Refused: the server's configuration does not let the models in; the message
@@ -91,7 +93,7 @@ def served_models(
             actions = server.model(served.names["policy"]).infer(observations)
     """
     if server is None:
-        with _private(models, log, http, devices) as served:
+        with _private(models, log, http, devices, replicas) as served:
             yield served
         return
     check_address(server, models)
@@ -114,9 +116,9 @@ def check_address(server: str, models: Models) -> None:
 
 
 @contextmanager
-def _private(models: Models, log: Path, http: bool, devices: list[str] | None) -> Iterator[ServedModels]:
+def _private(models: Models, log: Path, http: bool, devices: list[str] | None, replicas: int) -> Iterator[ServedModels]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    running = LocalServer(models, log, http=http, server={"devices": devices or _devices()})
+    running = LocalServer(models, log, http=http, server={"devices": devices or _devices(), "replicas": replicas})
     try:
         running.start()
         running.wait()

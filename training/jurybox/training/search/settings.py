@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, permutations
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.environments.cage import RedName
@@ -63,12 +63,15 @@ def _signs(orders: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return np.stack([np.sign(places[:, b] - places[:, a]) for a, b in _PAIRS], axis=1).astype(np.float64)
 
 
+_CYBORGS = {"B_lineAgent": "B_line", "RedMeanderAgent": "Meander"}  # CybORG's names of the same attackers
+
+
 class WorkflowTraining(ServedSettings):
     """A search over workflows; a TOML file and the command line hold the same names.
 
     Attributes:
         env: "cage", our simulator, or "cyborg", the real CybORG in worker processes.
-        red: the attacker.
+        red: the attacker, by our name or CybORG's (B_lineAgent, RedMeanderAgent).
         quirk: of the original; see `Networks`.
         envs: networks; an update follows one episode of each.
         episode_length: steps.
@@ -119,7 +122,7 @@ class WorkflowTraining(ServedSettings):
     may_change = ("total_episodes", "workers", "policy", "server", "server_http")
 
     env: Literal["cage", "cyborg"] = "cage"
-    red: RedName = "B_line"
+    red: Annotated[RedName, BeforeValidator(lambda name: _CYBORGS.get(name, name))] = "B_line"
     quirk: bool = False
     envs: int = Field(100, ge=1)
     episode_length: int = Field(100, ge=1)

@@ -187,6 +187,7 @@ class WorkflowTrainer:
             "episodes": float(self.episodes),
             "return_mean": float(shown.returns.mean()),
             "return_std": float(shown.returns.std()),
+            **_paid(rollout.rewards, played.returns),
             "obedience": judged.obedience,
             "judged": float(judged.judged.mean()),
             "compliance": judged.compliance,
@@ -395,6 +396,12 @@ class WorkflowTrainer:
 def joined(runs: Sequence[Episodes]) -> Episodes:
     """All episodes of several runs."""
     return Episodes(*(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(Episodes)))
+
+
+def _paid(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.float64]) -> dict[str, float]:
+    """What the learner was paid in an episode on average, and how much of it was for keeping to the workflow."""
+    total = float(rewards.sum(0, dtype=np.float64).mean())
+    return {"total_reward": total, "alignment_reward": total - float(returns.mean())}
 
 
 def _error(values: npt.NDArray[np.float64]) -> float:
