@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tests.serving import RunningServer, segments, serving
+from tests.serving import RunningServer, segments, serving, wait_until
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -325,6 +325,7 @@ def test_the_start_page_leads_to_a_policy_that_has_learned_and_answers(tmp_path)
         serve = "jurybox policy serve runs/cart --http 127.0.0.1:0 --grpc 127.0.0.1:0 --address"
         server = subprocess.Popen([*serve.split(), env["JURYBOX_ADDRESS"]], cwd=tmp_path, env=env)
         try:
+            wait_until(lambda: Path(sockets, "engine").exists() or server.poll() is not None, 120)
             assert float(run(f"{sys.executable} ask.py").split()[-1]) > -30
         finally:
             server.terminate()

@@ -14,7 +14,7 @@ PLACES = [ROOT / place for place in ("server/jurybox/server", "protos/jurybox", 
 
 def promises():
     """Every wall, with where it stands, and the files and tests that it names."""
-    table = PAGE.partition("## Walls")[2].partition("\n## ")[0]
+    table = PAGE.partition("## Protections")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
     return [(wall.strip(), *(re.findall(r"`([^`]*)`", cell) for cell in rest)) for wall, *rest in rows[2:]]
 

@@ -11,6 +11,8 @@ from jurybox.training.environments.photo.edits import TOOLS, Image
 from jurybox.training.environments.photo.environment import Action, PhotoEdit
 from jurybox.training.environments.photo.observation import Observation
 
+__all__ = ["evaluate"]
+
 Policy = Callable[[Observation], Action]
 
 
