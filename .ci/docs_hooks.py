@@ -66,11 +66,13 @@ def command_lines() -> list[str]:
     from typer.core import TyperGroup
     from typer.main import get_command
 
-    from jurybox.server.commands.app import app
+    from jurybox.server.commands.app import PluginCommand, app
 
     lines: list[str] = []
 
     def describe(command: Any, words: list[str]) -> None:
+        if isinstance(command, PluginCommand):  # another package's, imported when it is used
+            command = command.load()
         context = command.context_class(command, info_name=" ".join(words))
         usage = " ".join([*words, *command.collect_usage_pieces(context)])
         lines.extend([f"{'#' * min(len(words) + 1, 4)} {' '.join(words)}", "", plain(command.help)])
