@@ -61,6 +61,7 @@ class Checkpoint:
 
     @property
     def env_steps(self) -> int:
+        """Environment steps of the run when it was made."""
         return int(self.document["env_steps"])
 
     def state_path(self, name: str) -> Path | None:

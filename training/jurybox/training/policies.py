@@ -159,6 +159,7 @@ class Acting(nn.Module):
     high: Tensor
 
     def forward(self, observation: Tensor) -> Tensor:
+        """Actions of raw observations, n rows each."""
         found: Any = self.network(observation)
         if isinstance(found, Mapping):
             found = found[self._output]
@@ -194,6 +195,7 @@ class Found:
 
     @property
     def acts(self) -> Acts:
+        """How it acts: network, weights, and how an action is chosen."""
         return self.description.policies[self.name]
 
 

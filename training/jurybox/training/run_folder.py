@@ -131,6 +131,7 @@ class RunLog:
         return read_metrics(self.folder / "metrics.csv")
 
     def close(self) -> None:
+        """Close metrics.csv and the TensorBoard files."""
         self._file.close()
         self._board.close()
 

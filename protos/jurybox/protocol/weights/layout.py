@@ -68,6 +68,7 @@ class TensorPlace:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.stored.itemsize
 
     def __str__(self) -> str:

@@ -1,4 +1,7 @@
-"""DQN (Mnih et al., 2015) and IQN (Dabney et al., 2018), with double Q-learning and n-step returns."""
+"""DQN (Mnih et al., Nature 518, 2015) and IQN (Dabney et al., 2018, arXiv:1806.06923).
+
+Both with double Q-learning (van Hasselt et al., 2016, arXiv:1509.06461) and n-step returns.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +69,12 @@ class QNetwork(ValueNetwork):
         self.layers = perceptron(inputs, hidden, actions)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        """Action values, float32 (n, actions)."""
         values: torch.Tensor = self.layers(as_floats(seen, self.scale))
         return values
 
     def values(self, seen: torch.Tensor) -> torch.Tensor:
+        """The same, under the name that all value networks have."""
         out: torch.Tensor = self(seen)
         return out
 
@@ -164,6 +169,7 @@ class DQN(ValueLearner):
     """Double DQN with the Huber loss."""
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
         values = self.network(batch["observation"]).gather(1, batch["action"].long()[:, None])[:, 0]
         with torch.no_grad():
             best = self.network(batch["next_observation"]).argmax(1, keepdim=True)
@@ -214,6 +220,7 @@ class QuantileNetwork(ValueNetwork):
         return values
 
     def values(self, seen: torch.Tensor) -> torch.Tensor:
+        """Action values, (n, actions): means over evenly spread quantiles."""
         mean: torch.Tensor = self(seen, self.spread).mean(1)
         return mean
 
@@ -222,6 +229,7 @@ class IQN(ValueLearner):
     """Quantile regression on sampled quantiles, which the learner's generator draws."""
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
         n = len(batch["reward"])
         taus = torch.rand(n, QUANTILES, device=self.device, generator=self.generator)
         chosen = batch["action"].long()[:, None, None].expand(n, QUANTILES, 1)

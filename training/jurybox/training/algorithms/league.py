@@ -106,6 +106,7 @@ class WinMatrix:
                 self._games[opponent, target] = self._games[opponent, source].copy()
 
     def forget(self, name: str) -> None:
+        """Remove a player and its results."""
         self._games = {pair: counts for pair, counts in self._games.items() if name not in pair}
 
     def table(self, players: Sequence[str]) -> npt.NDArray[np.float64]:
@@ -118,9 +119,11 @@ class WinMatrix:
         return out
 
     def state_dict(self) -> dict[str, Any]:
+        """The whole state, as JSON values."""
         return {"decay": self.decay, "games": [[*pair, *counts.tolist()] for pair, counts in self._games.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
         self.decay = float(state["decay"])
         self._games = {(a, b): np.array(counts, np.float64) for a, b, *counts in state["games"]}
 
@@ -194,6 +197,7 @@ class League:
 
     @property
     def players(self) -> tuple[str, ...]:
+        """Names of everybody: the learner, the anchors, the pool."""
         return (LEARNER, *self.anchors, *self.pool)
 
     def row(self) -> dict[str, list[float]]:
@@ -213,6 +217,7 @@ class League:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> League:
+        """A league in the state that `state_dict` gave."""
         settings = dict(state["settings"])
         league = cls(LeagueSettings(**{**settings, "anchors": tuple(settings["anchors"])}))
         league.pool = list(state["pool"])

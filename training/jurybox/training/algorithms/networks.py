@@ -78,6 +78,7 @@ class Features(nn.Module):
         return rows[:, : 4 * self.numbers].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Features, float32 (n, size), of rows."""
         found: list[Tensor] = []
         if self.numbers:
             numbers = self.raw_numbers(rows)
@@ -130,10 +131,12 @@ class QValues(ValueNetwork):
         self.layers = perceptron(features.size, hidden, actions)
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Action values, (n, actions)."""
         values: Tensor = self.layers(self.features(rows))
         return values
 
     def values(self, seen: Tensor) -> Tensor:
+        """The same, under the name that `QNetwork` has for it."""
         return self.forward(seen)
 
 
@@ -146,10 +149,12 @@ class DeterministicActor(nn.Module):
         self.layers = perceptron(features.size, hidden, actions)
 
     def before_tanh(self, rows: Tensor) -> Tensor:
+        """What enters the last tanh, (n, actions)."""
         out: Tensor = self.layers(self.features(rows))
         return out
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Actions (n, actions) in [-1, 1]."""
         return torch.tanh(self.before_tanh(rows))
 
 
@@ -164,6 +169,7 @@ class SquashedGaussianActor(nn.Module):
         self.log_std = nn.Linear(hidden[-1], actions)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the deviation, (n, actions) each."""
         found = self.trunk(self.features(rows))
         return self.mean(found), self.log_std(found).clamp(*_LOG_STD)
 
@@ -184,6 +190,7 @@ class SeeingCritic(nn.Module):
         self.twins = TwinCritic(features.size, actions, hidden)
 
     def forward(self, rows: Tensor, action: Tensor) -> Tensor:
+        """Values (2, n) of rows and actions (n, actions)."""
         values: Tensor = self.twins(self.features(rows), action)
         return values
 
@@ -200,10 +207,12 @@ class SeeingActorCritic(ActorCritic):
         self.features = features
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (n, actions) and values (n,)."""
         found = self.features(observation)
         return self.actor(found), self.critic(found).squeeze(-1)
 
     def value(self, observation: Tensor) -> Tensor:
+        """Values (n,) alone."""
         found: Tensor = self.critic(self.features(observation)).squeeze(-1)
         return found
 
@@ -219,11 +228,13 @@ class GaussianActorCritic(SeeingActorCritic):
         self.log_std = nn.Parameter(torch.zeros(actions))
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Mean and logarithm of the deviation, (n, actions) each, and value (n,)."""
         mean, value = super().forward(observation)
         # A sum, not a view of the parameter: that would want a gradient in inference mode, too.
         return mean, self.log_std + torch.zeros_like(mean), value
 
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of actions that were taken: logarithms of their densities, entropies, values; (n,) each."""
         mean, log_std, value = self(observation)
         return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + _HALF_LOG_2_PI_E).sum(-1), value
 

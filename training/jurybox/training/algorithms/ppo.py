@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al., 2017): the networks for discrete actions, and the learner."""
+"""Proximal policy optimisation (Schulman et al., 2017, arXiv:1707.06347): discrete actions' networks, the learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Soft actor-critic (Haarnoja et al., 2018) with twin critics and a temperature that keeps the entropy at a target."""
+"""Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), with twin critics and a temperature that is learned.
+
+The temperature keeps the policy's entropy at a target.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TD3 (Fujimoto et al., 2018) with n-step targets and importance weights: its networks, its normaliser, the learner."""
+"""TD3 (Fujimoto et al., 2018, arXiv:1802.09477): networks, normaliser, and the learner, with n-step targets."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ class SpreadVecEnv(SubprocVecEnv):
         return self._workers.restarts
 
     def close(self) -> None:
+        """End the actors."""
         if not self.closed:
             self.closed = True
             self._workers.close()

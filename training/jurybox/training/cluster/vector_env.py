@@ -161,6 +161,7 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
         return self._joined([each[0] for each in self._last]), joined([each[1] for each in self._last], self._rows)
 
     def step(self, actions: Any) -> Step:
+        """As `gymnasium.vector.VectorEnv.step`."""
         self.step_async(actions)
         return self.step_wait()
 

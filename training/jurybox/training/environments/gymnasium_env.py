@@ -348,10 +348,12 @@ class RowsEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.action_space = spaces.Box(np.array(does.low, np.float32), np.array(does.high, np.float32))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """As `gymnasium.Env.reset`; the observation is a row."""
         observation, info = self.env.reset(seed=seed, options=options)
         return self._rows.row(observation), info
 
     def step(self, action: Any) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
+        """As `gymnasium.Env.step`; the observation is a row."""
         given = action if self._actions.does.discrete else self._actions.clipped(action)
         observation, reward, terminated, truncated, info = self.env.step(given)
         return self._rows.row(observation), reward, terminated, truncated, info

@@ -98,6 +98,7 @@ class Field:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of what is handed out."""
         return np.dtype(self.dtype)
 
     @property
@@ -112,6 +113,7 @@ class Field:
 
     @property
     def codec(self) -> Codec:
+        """How the native ring keeps it."""
         if self.stored is None or self.stored == self.dtype:
             return Codec.RAW
         if self.stored == "bits":
@@ -147,6 +149,7 @@ class Field:
         return self.row_bytes
 
     def as_json(self) -> dict[str, Any]:
+        """As JSON values, for files and other processes."""
         return {
             "shape": list(self.shape),
             "dtype": self.dtype,
@@ -157,6 +160,7 @@ class Field:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Field:
+        """The field of what `as_json` gave."""
         return cls(tuple(data["shape"]), data["dtype"], data["stored"], data["scale"], data["nonzero"])
 
 
@@ -275,6 +279,7 @@ class Windows:
 
     @property
     def any(self) -> bool:
+        """Whether anything is set: else a draw is of single rows."""
         return bool(self.n_step or self.next or self.stack or self.length)
 
     @property

@@ -344,6 +344,7 @@ class Replay:
 
     @property
     def counters(self) -> Counters:
+        """What happened to rows since the replay was made."""
         return Counters.of(self.parts)
 
     def repair(self) -> None:

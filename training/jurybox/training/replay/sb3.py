@@ -99,6 +99,7 @@ class SharedReplayBuffer(ReplayBuffer):
 
     @property
     def full(self) -> bool:
+        """Whether the next row takes the place of another."""
         return len(self.replay) == self.replay.capacity
 
     @full.setter
@@ -107,6 +108,7 @@ class SharedReplayBuffer(ReplayBuffer):
 
     @property
     def pos(self) -> int:
+        """Where the next transition goes, as the base class counts."""
         return int(self.replay.parts[0].ring.reserved) // self.n_envs % self.buffer_size
 
     @pos.setter

@@ -180,6 +180,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         return tuple(self._pool.call(("call", name, args, kwargs), range(self.num_envs)))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
+        """As `gymnasium.vector.VectorEnv.get_attr`: the attribute of every environment."""
         return tuple(self._pool.call(("get", name), range(self.num_envs)))
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -190,9 +191,11 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._pool.call(("set", name, each), range(self.num_envs))
 
     def render(self) -> tuple[Any, ...]:
+        """As `gymnasium.vector.VectorEnv.render`: what every environment shows."""
         return self.call("render")
 
     def close_extras(self, **kwargs: Any) -> None:
+        """End the workers and free the shared memory."""
         self._pool.close()
         self._segment.close()
 

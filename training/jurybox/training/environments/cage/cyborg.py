@@ -67,6 +67,7 @@ class CyborgEnv(gymnasium.Env[Observations, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
+        """As `gymnasium.Env.reset`."""
         super().reset(seed=seed)
         if seed is not None:
             _seed_globals(seed)
@@ -75,6 +76,7 @@ class CyborgEnv(gymnasium.Env[Observations, Any]):
         return _bits(observation), {"true_state": self.read_truth()}
 
     def step(self, action: SupportsInt) -> tuple[Observations, SupportsFloat, bool, bool, dict[str, Any]]:
+        """As `gymnasium.Env.step`."""
         observation, reward, _, _ = self._wrapped.step(int(action))
         self._elapsed += 1
         if t.KIND[int(action)] in t.FIX_KINDS or self._red_moved():

@@ -226,12 +226,14 @@ class CageEnv(gymnasium.Env[Observations, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
+        """As `gymnasium.Env.reset`; info has the truth, "true_state"."""
         super().reset(seed=seed)
         self._vector.networks.random = self.np_random
         observations, info = self._vector.reset()
         return observations[0], {"true_state": info["true_state"][0]}
 
     def step(self, action: SupportsInt) -> tuple[Observations, SupportsFloat, bool, bool, dict[str, Any]]:
+        """As `gymnasium.Env.step`."""
         observations, rewards, _, truncated, info = self._vector.step(np.array([int(action)]))
         return observations[0], float(rewards[0]), False, bool(truncated[0]), {"true_state": info["true_state"][0]}
 

@@ -80,9 +80,11 @@ class RandomPlayer:
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
+        """Begin a game; draws depend on the seed."""
         self._rng = np.random.default_rng(seed)
 
     def act(self, observation: Observation) -> Action:
+        """A random action, float32 (action_size,) in [-1, 1]."""
         return self._rng.uniform(-1.0, 1.0, self._size).astype(np.float32)
 
 

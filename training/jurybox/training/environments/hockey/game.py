@@ -118,10 +118,12 @@ class HockeyGame:
 
     @property
     def observation_size(self) -> int:
+        """Numbers of an observation."""
         return 18 if self.rink.keep else 16
 
     @property
     def action_size(self) -> int:
+        """Numbers of an action."""
         return 4 if self.rink.keep else 3
 
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
@@ -190,6 +192,7 @@ class HockeyGame:
         return Turn(self._observations(), rewards, terminated, truncated, infos)
 
     def close(self) -> None:
+        """End the game; there is nothing to free."""
         self.over = True
 
     def _observations(self) -> Observation:

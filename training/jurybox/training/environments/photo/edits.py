@@ -75,6 +75,7 @@ class Edits:
         return Edits.from_vector(self.vector() + np.asarray(deltas, dtype=np.float64))
 
     def as_dict(self) -> dict[str, float]:
+        """The settings by name."""
         return asdict(self)
 
 

@@ -178,6 +178,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         return self._edits
 
     def close(self) -> None:
+        """Close the scorers."""
         for scorer in (self.scorer, *self.auditors.values()):
             scorer.close()
 

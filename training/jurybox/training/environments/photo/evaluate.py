@@ -39,10 +39,12 @@ class Outcome:
 
     @property
     def before(self) -> float:
+        """The damaged photo's score."""
         return self.scores[0]
 
     @property
     def after(self) -> float:
+        """The edited photo's score."""
         return self.scores[-1]
 
 
@@ -64,6 +66,7 @@ class Evaluation:
 
     @property
     def improvement(self) -> float:
+        """Mean score of the edited photos minus that of the damaged ones."""
         return self.after - self.before
 
     @property

@@ -99,6 +99,7 @@ class PhotoLibrary:
     beyond_limit: int = 0
 
     def of(self, split: Split) -> tuple[Photo, ...]:
+        """The photos of a split."""
         return self.training if split == "training" else self.held_out
 
     @classmethod

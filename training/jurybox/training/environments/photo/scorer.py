@@ -68,11 +68,13 @@ class ServerScorer:
 
     @property
     def buffer(self) -> Image:
+        """Where to write the next picture, uint8 (side, side, 3): a row of the server's memory."""
         if self._buffer is None:
             self._buffer = self._take_row()
         return self._buffer
 
     def score(self) -> float:
+        """The score of the picture in the buffer."""
         from jurybox.client import Refused, ServerGone
 
         if self._rows is None:
@@ -87,6 +89,7 @@ class ServerScorer:
         return float(self._rows.outputs["score"][0])
 
     def close(self) -> None:
+        """Give the row and the connection back."""
         self._give_row_back()
         self._lane = None
         self._held.close()
@@ -177,9 +180,11 @@ class LocalScorer:
 
     @property
     def buffer(self) -> Image:
+        """Where to write the next picture, uint8 (side, side, 3)."""
         return self._buffer
 
     def score(self) -> float:
+        """The score of the picture in the buffer."""
         with self._inference_mode():
             given = self._module(image=self._batch)
         if not isinstance(given, Mapping):
