@@ -1,8 +1,10 @@
 """Robots that ask one policy server: rate of 1 and 8 clients, and what a websocket adds to an observation.
 
-``python -m benchmarks.robots [--seconds N] [--rounds N]``. Observations are two images of 224 x 224 x 3 and a state, as
-openpi's client sends them. Jurybox and a server built as openpi's own take turns; every figure is the best round's:
-on a busy machine the others measure the neighbours. Results land in benchmarks/robots/results.
+``python -m benchmarks.robots [--openpi CHECKOUT] [--seconds N] [--rounds N]``: two to three minutes. Observations are
+two images of 224 x 224 x 3 and a state, as openpi's client sends them. Jurybox and openpi's own server (of a checkout;
+without one a server built as theirs) take turns, so that a ratio of one round compares what was measured side by side;
+beside the wall clock stands the CPU time per answer, which neighbours on the machine do not change. Results land in
+benchmarks/robots/results.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from websockets.sync.client import ClientConnection, connect
 
-from benchmarks.robots.policies import DIMENSION, HORIZON, SIDE
+from benchmarks.robots.policies import DIMENSION, HORIZON, SIDE, made
 from jurybox.client import connect as connect_jurybox
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 
 LARGE, SMALL = (64, 100, 20), (16, 1, 1)  # width, layers, steps of denoising
+CROWD = 8
+TIMES, ADDED = 5.0, 2.0  # the marks: a crowd's rate to one client's, and ms that the port adds
 RESULTS = Path(__file__).parent / "results" / "robots.md"
 
 
@@ -38,8 +44,8 @@ def observation() -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterator[tuple[str, dict[str, str]]]:
-    """A server with both policies: its address, and where robots reach each."""
+def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterator[tuple[str, dict[str, str], int]]:
+    """A server with both policies: its address, where robots reach each, and its process."""
     with tempfile.TemporaryDirectory() as folder:
         lines = ["[server]", f'address = "ipc://{folder}/engine"', 'http = ""', 'grpc = ""', 'devices = ["cpu"]']
         for name, (width, layers, steps) in {"large": large, "small": small}.items():
@@ -58,22 +64,47 @@ def jurybox(large: tuple[int, int, int], small: tuple[int, int, int]) -> Iterato
                 while any(where.endswith(":0") for where in robots.values()):
                     time.sleep(0.05)
                     robots = client.status()["server"]["robots"]
-            yield address, robots
+            yield address, robots, server.pid
         finally:
             server.terminate()
             server.wait(30)
 
 
 @contextlib.contextmanager
-def upstream(size: tuple[int, int, int]) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.robots.upstream", *map(str, size)]
+def upstream(size: tuple[int, int, int], openpi: str) -> Iterator[tuple[str, int]]:
+    """The peer: where robots reach it, and its process."""
+    command = [sys.executable, "-m", "benchmarks.robots.upstream", *map(str, size), *([openpi] if openpi else [])]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        yield f"127.0.0.1:{int(server.stdout.readline())}"
+        yield f"127.0.0.1:{int(server.stdout.readline())}", server.pid
     finally:
         server.terminate()
         server.wait(30)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(int(child)) for child in children)
+
+
+def forwards(size: tuple[int, int, int]) -> tuple[float, float]:
+    """CPU ms of the policy's forward with one row and with CROWD, the best of many: what batching allows at most."""
+    torch.set_num_threads(1)
+    policy, best = made(*size), []
+    for rows in (1, CROWD):
+        images = torch.zeros(rows, SIDE, SIDE, 3, dtype=torch.uint8)
+        taken = []
+        with torch.inference_mode():
+            for _ in range(20):
+                began = time.process_time()
+                policy(images, images, torch.zeros(rows, DIMENSION))
+                taken.append(time.process_time() - began)
+        best.append(1e3 * min(taken))
+    return best[0], best[1]
 
 
 def ask(connection: ClientConnection, request: bytes) -> None:
@@ -89,8 +120,17 @@ def opened(where: str) -> Iterator[ClientConnection]:
         yield connection
 
 
-def asked(where: str, clients: int, seconds: float) -> tuple[float, float]:
-    """Answers a second of so many clients together, and the median latency in ms."""
+class Measured(NamedTuple):
+    """Answers a second of all clients together, the median latency in ms, and CPU ms for each answer."""
+
+    rate: float
+    ms: float
+    server_cpu: float
+    client_cpu: float
+
+
+def asked(where: str, clients: int, seconds: float, pid: int) -> Measured:
+    """Ask with so many clients in closed loop."""
     request = packb(observation())
     times: list[list[float]] = [[] for _ in range(clients)]
     ready, over = threading.Barrier(clients + 1), threading.Event()
@@ -109,12 +149,16 @@ def asked(where: str, clients: int, seconds: float) -> tuple[float, float]:
     for thread in threads:
         thread.start()
     ready.wait(60)
+    before = cpu_seconds(pid), time.process_time()
     time.sleep(seconds)
+    after = cpu_seconds(pid), time.process_time()
     over.set()
     for thread in threads:
         thread.join(60)
     together = [value for mine in times for value in mine]
-    return sum(len(mine) / sum(mine) for mine in times if mine), 1e3 * statistics.median(together)
+    server, client = (1e3 * (later - sooner) / len(together) for sooner, later in zip(before, after, strict=True))
+    rate = sum(len(mine) / sum(mine) for mine in times if mine)
+    return Measured(rate, 1e3 * statistics.median(together), server, client)
 
 
 def inside(address: str, seconds: float) -> float:
@@ -134,51 +178,100 @@ def inside(address: str, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--openpi", default="", help="a checkout of github.com/Physical-Intelligence/openpi")
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     given = parser.parse_args()
-    rates: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    small: dict[str, list[float]] = {"shared memory": [], "websocket": [], "upstream": []}
-    with jurybox(LARGE, SMALL) as (address, robots), upstream(LARGE) as peer, upstream(SMALL) as small_peer:
+    one, crowd = forwards(LARGE)
+    rates: dict[tuple[str, int], list[Measured]] = {}
+    way: dict[str, list[float]] = {}
+    with (
+        jurybox(LARGE, SMALL) as (address, robots, pid),
+        upstream(LARGE, given.openpi) as (peer, peer_pid),
+        upstream(SMALL, given.openpi) as (small_peer, small_pid),
+    ):
         for _ in range(given.rounds):
-            for name, where in (("jurybox", robots["large"]), ("upstream", peer)):
-                for clients in (1, 8):
-                    rates.setdefault((name, clients), []).append(asked(where, clients, given.seconds))
-            small["shared memory"].append(inside(address, given.seconds / 2))
-            small["websocket"].append(asked(robots["small"], 1, given.seconds / 2)[1])
-            small["upstream"].append(asked(small_peer, 1, given.seconds / 2)[1])
-    best = {key: (max(rate for rate, _ in rounds), min(ms for _, ms in rounds)) for key, rounds in rates.items()}
-    lines = [
-        "# Robots that ask one policy server",
-        "",
-        f"{date.today()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the end; "
-        f"`python -m benchmarks.robots --seconds {given.seconds:g} --rounds {given.rounds}`, the best round. An "
-        "observation "
-        "is two images of 224 x 224 x 3 and a state; the policy is 20 steps "
-        "of 100 small layers, on one thread: on a CPU its forward costs its calls, whatever the batch.",
-        "",
-        "| server | clients | answers/s | median ms | 8 clients to 1 |",
-        "|---|---|---|---|---|",
-    ]
-    for (name, clients), (rate, ms) in best.items():
-        ratio = f"{best[name, 8][0] / best[name, 1][0]:.1f}" if clients == 8 else ""
-        lines.append(f"| {name} | {clients} | {rate:.1f} | {ms:.1f} | {ratio} |")
-    way = {name: min(times) for name, times in small.items()}
-    lines += [
-        "",
-        "Eight clients in closed loop make two groups of four: while one is computed the other comes back. So they get",
-        "what batches of four give; one of eight would leave the clients' core idle meanwhile.",
-        "",
-        "What the way costs, with a policy that computes next to nothing (ms, median of one client):",
-        "",
-        "| way | ms | added |",
-        "|---|---|---|",
-        *(f"| {name} | {ms:.2f} | {ms - way['shared memory']:.2f} |" for name, ms in way.items()),
-    ]
-    text = "\n".join(lines) + "\n"
+            for name, where, process in (("jurybox", robots["large"], pid), ("openpi", peer, peer_pid)):
+                for clients in (1, CROWD):
+                    measured = asked(where, clients, given.seconds, process)
+                    rates.setdefault((name, clients), []).append(measured)
+            way.setdefault("shared memory", []).append(inside(address, given.seconds / 2))
+            way.setdefault("jurybox, websocket", []).append(asked(robots["small"], 1, given.seconds / 2, pid).ms)
+            way.setdefault("openpi, websocket", []).append(asked(small_peer, 1, given.seconds / 2, small_pid).ms)
+        with connect_jurybox(address) as client:
+            batch = next(model for model in client.status()["models"] if model["name"] == "large")["histograms"]
+    text = report(given, rates, way, (one, crowd), batch["batch_rows"])
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(text)
     print(text)
+
+
+def report(
+    given: argparse.Namespace,
+    rates: dict[tuple[str, int], list[Measured]],
+    way: dict[str, list[float]],
+    forward: tuple[float, float],
+    batch_rows: list[int],
+) -> str:
+    """The tables, every row of every round."""
+    theirs = "openpi's own server" if given.openpi else "a server built as openpi's own"
+    lines = [
+        "# Robots that ask one policy server",
+        "",
+        f"{date.today()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the end; `python -m "
+        f"benchmarks.robots{' --openpi CHECKOUT' if given.openpi else ''} --seconds {given.seconds:g} --rounds "
+        f"{given.rounds}`, beside {theirs}. An observation is two images of 224 x 224 x 3 and a state; the policy is "
+        f"{LARGE[2]} steps of {LARGE[1]} small layers, on one thread: on a CPU its forward costs its calls, nearly "
+        f"whatever the batch. One row takes {forward[0]:.1f} ms of CPU, {CROWD} rows {forward[1]:.1f} ms: {CROWD} "
+        f"clients could get {CROWD * forward[0] / forward[1]:.1f} times the answers of one, did all else cost nothing.",
+        "",
+        "| round | server | clients | answers/s | median ms | server's CPU ms an answer | clients' |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for number in range(given.rounds):
+        for (name, clients), measured in rates.items():
+            rate, ms, server, client = measured[number]
+            lines.append(f"| {number + 1} | {name} | {clients} | {rate:.1f} | {ms:.1f} | {server:.2f} | {client:.2f} |")
+
+    def ratios(name: str) -> list[float]:
+        return [many.rate / single.rate for single, many in zip(rates[name, 1], rates[name, CROWD], strict=True)]
+
+    between = [
+        mine.rate / other.rate for mine, other in zip(rates["jurybox", CROWD], rates["openpi", CROWD], strict=True)
+    ]
+    best = [max(measured.rate for measured in rates["jurybox", clients]) for clients in (1, CROWD)]
+    times, added = statistics.median(ratios("jurybox")), min(way["jurybox, websocket"]) - min(way["shared memory"])
+    lines += [
+        "",
+        f"Batches by rows (1, 2 to 3, 4 to 7, 8): {', '.join(map(str, batch_rows[1:5]))}.",
+        "",
+        "What the way costs, with a policy that computes next to nothing (ms, the median of one client, by round):",
+        "",
+        "| way | ms | best, added |",
+        "|---|---|---|",
+    ]
+    for name, rounds in way.items():
+        shown = ", ".join(f"{ms:.2f}" for ms in rounds)
+        lines.append(f"| {name} | {shown} | {min(rounds) - min(way['shared memory']):.2f} |")
+    lines += [
+        "",
+        "| mark | wanted | by round | median, or best |",
+        "|---|---|---|---|",
+        f"| {CROWD} clients to 1, jurybox | at least {TIMES:g} | {_shown(ratios('jurybox'))} | {times:.1f} "
+        f"(best rates: {best[1] / best[0]:.1f}){_met(times >= TIMES)} |",
+        f"| {CROWD} clients to 1, openpi | | {_shown(ratios('openpi'))} | {statistics.median(ratios('openpi')):.1f} |",
+        f"| {CROWD} clients, jurybox to openpi | | {_shown(between)} | {statistics.median(between):.1f} |",
+        f"| ms that the port adds | at most {ADDED:g} | | {added:.2f}{_met(added <= ADDED)} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(values: list[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in values)
+
+
+def _met(met: bool) -> str:
+    return "" if met else ", NOT met"
 
 
 if __name__ == "__main__":
