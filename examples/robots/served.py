@@ -77,7 +77,7 @@ def main(demonstrations, steps, episodes):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--demonstrations", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--demonstrations", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--episodes", type=int, default=100)
     main(**vars(parser.parse_args()))

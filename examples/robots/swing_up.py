@@ -1,34 +1,24 @@
-"""The task: swing a pendulum up and hold it there, seen by a camera. Gymnasium's Pendulum-v1, and a scripted expert.
+"""The task: swing a pendulum up and hold it there. Gymnasium's Pendulum-v1, and a scripted expert.
 
-The motor is too weak to lift the pendulum at once: it has to be swung back and forth. The policy sees a picture of 32 x
-32 pixels and how fast the joint turns; where the pendulum is, it must read from the picture.
+The motor is too weak to lift the pendulum at once: it has to be swung back and forth, and caught.
 """
 
 import gymnasium as gym
 import numpy as np
 
-SIDE, STEPS = 32, 200
-_ROWS, _COLUMNS = np.mgrid[:SIDE, :SIDE].astype(np.float32) - (SIDE - 1) / 2
+STEPS = 200
 
 
 class SwingUp(gym.ObservationWrapper):
-    """Pendulum-v1 with observations of {"image": uint8 (32, 32, 3), "state": float32 (1,)}; actions in [-1, 1]."""
+    """Pendulum-v1 with observations of {"state": float32 (3,)} (cosine, sine, speed) and actions in [-1, 1]."""
 
     def __init__(self):
         super().__init__(gym.make("Pendulum-v1"))
-        self.observation_space = gym.spaces.Dict(
-            image=gym.spaces.Box(0, 255, (SIDE, SIDE, 3), np.uint8),
-            state=gym.spaces.Box(-1.0, 1.0, (1,), np.float32),
-        )
+        self.observation_space = gym.spaces.Dict(state=gym.spaces.Box(-1.0, 1.0, (3,), np.float32))
         self.held = 0  # steps, the last ones, for which it has been up
 
     def observation(self, observation):
-        cosine, sine, speed = observation
-        along = np.clip(-_ROWS * cosine - _COLUMNS * sine, 0, 12)  # of the rod, whose end is 12 pixels from the joint
-        away = np.hypot(_ROWS + along * cosine, _COLUMNS + along * sine)
-        rod = 255 * np.clip(1.6 - away, 0, 1)
-        image = np.stack([rod, rod, 255 - rod], axis=-1).astype(np.uint8)
-        return {"image": image, "state": np.array([speed / 8], np.float32)}
+        return {"state": np.float32(observation / [1, 1, 8])}
 
     def reset(self, *, seed=None, options=None):
         self.held = 0
@@ -51,7 +41,7 @@ class SwingUp(gym.ObservationWrapper):
 
 
 def expert(env):
-    """The action of someone who knows the angle: pump energy until it is enough, then balance."""
+    """The action of someone who pumps energy until it is enough, and then balances."""
     angle, speed = env.angle, env.unwrapped.state[1]
     energy = speed**2 / 6 + 5 * np.cos(angle)  # 5 where it stands upright and still
     if abs(angle) < 0.5 and abs(speed) < 3:

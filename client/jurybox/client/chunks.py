@@ -32,6 +32,9 @@ DELAY = "inference_delay"  # int32: so many of them will have been executed when
 # answered. A server's robots port adds it to its metrics, and takes it away before the model.
 REPORT = "chunk_report"  # {"delay": s of the last answer, "starved": steps, and for each of DROPPED how many}
 DROPPED = ("late", "stale", "failed")
+# What a request brings with `send_deadline`: seconds within which the answer is of use. A server's robots port gives a
+# request up that was not answered by then, and does not compute it where it can help it.
+ANSWER_WITHIN = "answer_within"
 _REMEMBERED = 64  # answers whose delays are kept
 
 
@@ -151,6 +154,8 @@ class AsyncChunkPolicy:
             server's robots port.
         report: whether requests bring what became of the last ones, as REPORT: a server's robots port counts it in its
             metrics.
+        send_deadline: whether requests bring `deadline` as ANSWER_WITHIN. Of a model with state the episode is lost
+            where the deadline passes: nobody knows whether its step was computed.
         clock: gives seconds.
 
     Attributes:
@@ -168,6 +173,7 @@ class AsyncChunkPolicy:
         deadline: float = 10.0,
         reset_key: str | None = None,
         report: bool = False,
+        send_deadline: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if ensemble is not None and real_time is not None:
@@ -180,7 +186,7 @@ class AsyncChunkPolicy:
         self._ensemble = None if ensemble is None else TemporalEnsemble(ensemble)
         self._real_time = real_time
         self._every, self._deadline, self._reset_key, self._clock = every, deadline, reset_key, clock
-        self._report = report
+        self._report, self._send_deadline = report, send_deadline
         self._told: dict[str, int] = {}  # counts that a server has been told
         self._delay: float | None = None  # of the last answer, where it has not been told yet
         self.stats = ChunkStats()
@@ -284,6 +290,8 @@ class AsyncChunkPolicy:
             request |= self._planned(self._real_time)
         if self._reset_key is not None and not self._begun:
             request[self._reset_key] = True
+        if self._send_deadline:
+            request[ANSWER_WITHIN] = self._deadline
         told = None
         if self._report:
             told = {name: getattr(self.stats, name) for name in ("starved", *DROPPED)}

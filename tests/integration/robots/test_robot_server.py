@@ -116,6 +116,8 @@ WRONG = {
     "a state beyond float32": (observation(state=(1e300, 0, 0)), "cannot"),
     "a row that the model refuses": (observation(state=(-1.0, 0, 0)), "the arm is broken"),
     "an endpoint unknown": (observation() | {"endpoint": "train"}, "endpoint"),
+    "no time at all": (observation() | {"answer_within": 0}, "answer_within is 0: expected seconds"),
+    "a time of text": (observation() | {"answer_within": "soon"}, "answer_within is soon: expected seconds"),
     "no map": ([1, 2], "a map"),
     "no msgpack": (b"\xc1", "0xc1"),
     "dtype object": (
@@ -462,6 +464,19 @@ def test_an_episode_whose_answer_came_too_late_never_goes_on_from_a_step_nobody_
 
             wait_until(first, 60, "the first step of another episode")
             assert other(step)[0].tolist() == [2, 2]
+
+
+def test_an_observation_that_is_of_no_use_any_more_is_given_up_and_not_computed(where):
+    with robot(where["counter"]) as slow, robot(where["counter"], VLLM) as ask:
+        assert slow({"state": np.array([1.0])})["actions"][0, 1] == 1
+        assert ask({"state": np.array([1.0]), "answer_within": 30.0})[0, 1] == 1
+        slow.connection.send(packb({"state": np.array([1000.0])}))  # the engine is busy for a second and a half
+        late = ask({"state": np.array([1.0]), "answer_within": 0.2})
+        if isinstance(late, dict):  # it came after the slow one, as it nearly always does
+            assert "within 0.2" in late["message"]
+            assert "lost" in ask({"state": np.array([1.0])})["message"]
+        assert ask({"state": np.array([5.0]), "reset": True})[0].tolist() == [5, 1]
+        assert unpackb(slow.connection.recv(60))["actions"][0].tolist() == [1001, 2]
 
 
 def test_of_observations_that_are_computed_together_one_that_fails_fails_alone(where):

@@ -11,7 +11,15 @@ import pytest
 from tests.serving import wait_until
 
 from jurybox.client import Refused, Timeout
-from jurybox.client.chunks import DELAY, PREFIX, PREFIX_LENGTH, REPORT, AsyncChunkPolicy, TemporalEnsemble
+from jurybox.client.chunks import (
+    ANSWER_WITHIN,
+    DELAY,
+    PREFIX,
+    PREFIX_LENGTH,
+    REPORT,
+    AsyncChunkPolicy,
+    TemporalEnsemble,
+)
 
 
 def chunk(step, tag=0.0, horizon=6):
@@ -145,6 +153,12 @@ def test_with_report_a_request_brings_what_became_of_those_before_it(asked):
         policy.act({})
         assert asked.requests.get(timeout=60)[0][REPORT] == nothing | {"delay": 0.0}
         asked.answers.put(chunk(4))
+
+
+def test_the_deadline_goes_with_the_request_where_it_is_asked_for(asked):
+    with AsyncChunkPolicy(asked, send_deadline=True, deadline=0.25) as policy:
+        policy.act({"at": 0})
+        assert asked.answer(policy, chunk(0)) == {"at": 0, ANSWER_WITHIN: 0.25}
 
 
 def test_chunks_are_averaged_where_an_ensemble_is_asked_for(asked):

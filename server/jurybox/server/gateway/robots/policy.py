@@ -86,13 +86,15 @@ class RobotPolicy:
             async with self._freed:
                 self._freed.notify_all()
 
-    async def ask(self, observation: Mapping[str, Any], place: int, *, begins: bool) -> Any:
-        """Infer for one observation; returns outputs by name, without a batch axis.
+    async def ask(
+        self, observation: Mapping[str, Any], place: int, *, begins: bool, within: float | None = None
+    ) -> Any:
+        """Infer for one observation, `within` seconds where it says so; gives outputs by name, without a batch axis.
 
         Raises:
             SpecMismatch, RowFailed, SessionLost, Timeout, Busy, ModelFailed, ModelNotFound, Refused, ServerGone.
         """
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + (self._timeout if within is None else min(within, self._timeout))
         model = self._model or await self._leased()
         spec = model.spec
         row = row_of(observation, spec)
@@ -201,9 +203,9 @@ class Episode:
             self._begins = True
         self._session = session
 
-    async def infer(self, observation: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    async def infer(self, observation: Mapping[str, Any], within: float | None = None) -> dict[str, NDArray[Any]]:
         """As RobotPolicy.ask."""
-        outputs: dict[str, Any] = await self._policy.ask(observation, self._place, begins=self._begins)
+        outputs: dict[str, Any] = await self._policy.ask(observation, self._place, begins=self._begins, within=within)
         self._begins = False
         return outputs
 

@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from jurybox.client import SessionLost, SpecMismatch
-from jurybox.client.chunks import REPORT
+from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, CannotListen, bound_name, listen
 from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
@@ -31,6 +31,7 @@ from jurybox.server.security.access import Access, Token
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path that asks for its variant
 _TIMEOUT = 5.0  # seconds that a connection waits for a place
+_MOST_WITHIN = 86_400.0  # seconds in which a robot may want its answer
 _PING = 20.0  # seconds between two pings, and until a connection without pong is over
 _MOST_IN_LOOP = 1 << 20  # bytes of a frame that is read in the event loop; larger ones in a thread
 _INTERNAL_ERROR, _TRY_AGAIN_LATER = (
@@ -170,7 +171,8 @@ class RobotServer:
         try:
             request = await _read(frame)
             told = ChunkReport(request.pop(REPORT)) if REPORT in request else None
-            reply, observed = await dialect.answered(episode, request)
+            within = _seconds(request.pop(ANSWER_WITHIN)) if ANSWER_WITHIN in request else None
+            reply, observed = await dialect.answered(episode, request, within)
         except Error as error:
             self.counters.failed(error)
             await connection.send(dialect.error(said(error)))
@@ -192,6 +194,14 @@ async def _read(frame: str | bytes) -> dict[str, Any]:
     return found
 
 
+def _seconds(within: Any) -> float:
+    if type(within) not in (int, float) or not 0 < within <= _MOST_WITHIN:
+        raise Malformed(
+            f"{ANSWER_WITHIN} is {plain(within, 80)}: expected seconds, above 0 and at most {_MOST_WITHIN:.0f}"
+        )
+    return float(within)
+
+
 def _as_bearer(authorization: str) -> str:
     scheme, _, given = authorization.partition(" ")
     return f"Bearer {given}" if scheme.lower() == "api-key" else authorization
@@ -210,7 +220,7 @@ class Openpi:
     def __init__(self) -> None:
         self.total_ms: float | None = None  # of the answer before
 
-    async def answered(self, episode: Episode, request: dict[str, Any]) -> tuple[bytes, bool]:
+    async def answered(self, episode: Episode, request: dict[str, Any], within: float | None) -> tuple[bytes, bool]:
         """The frame that answers a request, and whether that is an observation. Raises Error."""
         endpoint, session, reset = request.pop("endpoint", "infer"), request.pop("session_id", ""), request.get("reset")
         if endpoint not in ("infer", "reset"):
@@ -224,7 +234,7 @@ class Openpi:
         if endpoint == "reset":
             return packb({"status": "reset successful"}), False
         asked = time.monotonic()
-        outputs = await episode.infer(request)
+        outputs = await episode.infer(request, within)
         return self.reply(outputs, 1e3 * (time.monotonic() - asked)), True
 
     def reply(self, outputs: Mapping[str, Any], infer_ms: float) -> bytes:
