@@ -1,5 +1,6 @@
 """Rows in device memory, between real processes, on a device that is files: protocol, order, lifetime, refusals."""
 
+import base64
 import os
 import signal
 import subprocess
@@ -41,7 +42,8 @@ def server(folder, tmp_path_factory):
         "learnt": {"factory": "tests.models:affine", "rows": 64, "publish": "double_buffer"},
         "same": {"factory": "tests.models:affine", "rows": 64, "deterministic": True},
     }
-    with serving(tmp_path_factory.mktemp("server"), models, factories=["tests.models:*"]) as running:
+    open_to = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "cuda_shared_memory": True}
+    with serving(tmp_path_factory.mktemp("server"), models, factories=["tests.models:*"], **open_to) as running:
         yield running
 
 
@@ -198,8 +200,8 @@ def test_memory_in_flight_is_let_go_of_only_when_its_batch_is_done(server, clien
     done.start()
     time.sleep(0.3)
     began = time.monotonic()
-    lane, lease = rows._rows.leased
-    client._open_link().bind(BindRequest(lane=lane, lease=lease, first=rows._request.first, end=True), 20.0)
+    lane, lease = rows._rows._rows.leased
+    client._open_link().bind(BindRequest(lane=lane, lease=lease, first=rows._rows._rows.first, end=True), 20.0)
     assert time.monotonic() - began > 0.2  # the batch was waited for
     assert mapped(server, folder) == 0
     done.join()
@@ -384,3 +386,90 @@ def test_a_learner_without_device_memory_takes_over_and_nobody_reads_the_other_o
         for _ in range(3):
             publisher.publish(weights(publisher.version + 1))
             wait_until(lambda: adopted(model, publisher.version), 20, "its version")
+
+
+# ---- Triton's calls
+
+
+@pytest.fixture(params=["grpc", "http"])
+def triton(request, server):
+    import tritonclient.grpc
+    import tritonclient.http
+
+    module = {"grpc": tritonclient.grpc, "http": tritonclient.http}[request.param]
+    client = module.InferenceServerClient(server.listening(request.param))
+    yield module, client
+    client.unregister_cuda_shared_memory()
+    client.close()
+
+
+def shared(triton, name, size):
+    """Memory of this process, registered: its address, and the memory as an array."""
+    _, client = triton
+    device = driver()
+    memory = device.allocate(size)
+    client.register_cuda_shared_memory(name, base64.b64encode(device.export(memory)).decode(), 0, size)
+    return memory, device.array(memory, (size // 4,), np.dtype(np.float32))
+
+
+def place(module, region, *, rows=4, at=0, into=512, shape=None):
+    given = module.InferInput("observation", shape or [rows, 4], "FP32")
+    given.set_shared_memory(region, rows * 16, at)
+    wanted = module.InferRequestedOutput("action")
+    wanted.set_shared_memory(region, rows * 16, into)
+    return [given], [wanted]
+
+
+def test_tritons_cuda_calls_are_served(triton, server, folder):
+    module, client = triton
+    _, array = shared(triton, "mine", 1024)
+    before = mapped(server, folder)
+    assert "mine" in str(client.get_cuda_shared_memory_status())
+    for round in range(3):
+        array[:16] = (ROWS + round).ravel()
+        inputs, outputs = place(module, "mine")
+        result = client.infer("affine", inputs, outputs=outputs)
+        np.testing.assert_array_equal(array[128:144], (2 * (ROWS + round) + 1).ravel())
+        assert "shared_memory_region" in str(result.get_response())
+    array[32:40] = 5
+    inputs, outputs = place(module, "mine", rows=2, at=128, into=768)  # elsewhere in it, with other rows
+    client.infer("affine", inputs, outputs=outputs)
+    np.testing.assert_array_equal(array[192:200], np.full(8, 11))
+    assert mapped(server, folder) == before + 2
+    client.unregister_cuda_shared_memory("mine")
+    assert mapped(server, folder) == before  # let go of before the call returned: the client may free it
+    with pytest.raises(Exception, match="mine"):
+        inputs, outputs = place(module, "mine")
+        client.infer("affine", inputs, outputs=outputs)
+
+
+def test_what_triton_clients_ask_of_device_memory_and_cannot_have_is_told(triton):
+    module, client = triton
+    shared(triton, "mine", 1024)
+    for asked, says in (
+        ({"at": 1000}, "bytes 1000 to 1064 of region 'mine' were asked for, it has 1024"),
+        ({"into": 1008}, "bytes 1008 to 1072"),
+        ({"shape": [4, 5]}, r"expected FP32 and \['rows', 4\]"),
+        ({"rows": 2, "shape": [4, 4]}, "has 64 bytes, 32 were given"),
+    ):
+        inputs, outputs = place(module, "mine", **asked)
+        with pytest.raises(Exception, match=says):
+            client.infer("affine", inputs, outputs=outputs)
+    inputs, outputs = place(module, "mine")
+    with pytest.raises(Exception, match="no output was asked for"):
+        client.infer("affine", inputs)
+    with pytest.raises(Exception, match="lies in no CUDA region"):
+        client.infer("affine", inputs, outputs=[module.InferRequestedOutput("action")])
+    with pytest.raises(Exception, match="takes no device memory"):
+        client.infer("same", inputs, outputs=outputs)
+    with pytest.raises(Exception, match="registered already"):
+        shared(triton, "mine", 1024)
+    foreign = base64.b64encode(bytes(HANDLE)).decode()
+    client.register_cuda_shared_memory("foreign", foreign, 0, 1024)
+    inputs, outputs = place(module, "foreign")
+    with pytest.raises(Exception, match="the driver knows no such handle"):
+        client.infer("affine", inputs, outputs=outputs)
+    with pytest.raises(Exception, match="expected a handle of 64 bytes"):
+        client.register_cuda_shared_memory("short", base64.b64encode(b"short").decode(), 0, 64)
+    inputs, outputs = place(module, "mine")
+    client.infer("affine", inputs, outputs=outputs)  # all of that hurt nobody

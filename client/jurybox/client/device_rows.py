@@ -17,6 +17,70 @@ if TYPE_CHECKING:
 _ALIGNED = 256  # bytes; what the driver aligns to
 
 
+class BoundRows:
+    """Rows of a lane of their own, each tensor of which lies in memory that somebody exported.
+
+    Args:
+        model: whose lane this is; closed with these rows.
+        rows: how many.
+        inputs, outputs: of every input, and of the outputs that are wanted, the handle and the first row's byte.
+        event: handle of an event after which the inputs are there; empty: they are when a request is sent.
+        bind: tells the engines, and returns when they have done it; (request, seconds).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rows: int,
+        inputs: Mapping[str, tuple[bytes, int]],
+        outputs: Mapping[str, tuple[bytes, int]],
+        event: bytes,
+        bind: Callable[[BindRequest, float], None],
+        timeout: float,
+    ) -> None:
+        self._model, self._bind = model, bind
+        self._rows = model.rows(rows)
+        lane, lease = self._rows.leased
+        self._end = BindRequest(lane=lane, lease=lease, first=self._rows.first, end=True)
+        request = BindRequest(
+            lane=lane,
+            lease=lease,
+            first=self._rows.first,
+            rows=rows,
+            inputs=[RegionPlace(tensor=name, handle=at[0], offset=at[1]) for name, at in inputs.items()],
+            outputs=[RegionPlace(tensor=name, handle=at[0], offset=at[1]) for name, at in outputs.items()],
+            event=event,
+        )
+        try:
+            bind(request, timeout)
+        except BaseException:
+            self.end(timeout)
+            raise
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that computed the outputs."""
+        return self._rows.version
+
+    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
+        """As `Rows.infer`."""
+        self._rows.infer(rows, timeout=timeout, version=version)
+
+    def end(self, timeout: float) -> bool:
+        """Have the engines let go of the memory, and give the rows back; returns whether all of them have."""
+        try:
+            self._bind(self._end, timeout)
+        except Error:
+            return False  # the server is gone, or busy
+        finally:
+            self._rows.close()
+            self._model.close()
+        return True
+
+
 class DeviceRows:
     """As `Rows`, on the device: write to `inputs`, `infer`, read `outputs`. Use it in a ``with``.
 
@@ -28,44 +92,33 @@ class DeviceRows:
         version: of the weights that computed the outputs; 0 before the first `infer`.
     """
 
-    def __init__(self, model: Model, rows: int, driver: Driver, bind: Callable[[BindRequest], None]) -> None:
-        self._model, self._driver, self._bind = model, driver, bind
-        self._rows = model.rows(rows)
+    def __init__(
+        self, model: Model, rows: int, driver: Driver, bind: Callable[[BindRequest, float], None], timeout: float
+    ) -> None:
+        self._driver, self._timeout = driver, timeout
         self._pointer = self._event = 0
-        self._bound = False
-        self._closed = False
+        self._rows: BoundRows | None = None
         spec = model.spec
+        inputs, at = _places(spec.inputs, rows, 0)
+        outputs, size = _places(spec.outputs, rows, at)
         try:
-            inputs, at = _places(spec.inputs, rows, 0)
-            outputs, size = _places(spec.outputs, rows, at)
-            self._pointer = driver.allocate(size)
-            self._event = driver.event()
-            handle = driver.export(self._pointer)
-            lane, lease = self._rows.leased
-            self._request = BindRequest(
-                lane=lane,
-                lease=lease,
-                first=self._rows.first,
-                rows=rows,
-                inputs=[RegionPlace(tensor=name, handle=handle, offset=offset) for name, offset in inputs.items()],
-                outputs=[RegionPlace(tensor=name, handle=handle, offset=offset) for name, offset in outputs.items()],
-                event=driver.export_event(self._event),
-            )
-            self._bound = True
-            bind(self._request)
-            self.inputs = self._arrays(spec.inputs, inputs, rows)
-            self.outputs = self._arrays(spec.outputs, outputs, rows)
+            self._pointer, self._event = driver.allocate(size), driver.event()
+            handle, event = driver.export(self._pointer), driver.export_event(self._event)
+            given, wanted = ({name: (handle, at) for name, at in offsets.items()} for offsets in (inputs, outputs))
+            self._rows = BoundRows(model, rows, given, wanted, event, bind, timeout)
         except BaseException:
-            self.close()
+            self._free()  # an engine that could not open all of it has let go of the rest
             raise
+        self.inputs = self._arrays(spec.inputs, inputs, rows)
+        self.outputs = self._arrays(spec.outputs, outputs, rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._open())
 
     @property
     def version(self) -> int:
         """Of the weights that computed the outputs."""
-        return self._rows.version
+        return self._open().version
 
     def infer(
         self, rows: int | None = None, *, stream: int = 0, timeout: float | None = None, version: int = 0
@@ -81,10 +134,9 @@ class DeviceRows:
         Raises:
             As `Rows.infer`.
         """
-        if self._closed:
-            raise Refused("these rows were closed")
+        bound = self._open()
         self._driver.record(self._event, stream)
-        self._rows.infer(rows, timeout=timeout, version=version)
+        bound.infer(rows, timeout=timeout, version=version)
 
     def close(self) -> None:
         """Have the engines let go of the memory, and free it.
@@ -92,26 +144,23 @@ class DeviceRows:
         Where they do not say in time that they have, it stays allocated until this process ends: an engine may still
         write to it.
         """
-        if self._closed:
-            return
-        self._closed = True
+        bound, self._rows = self._rows, None
         self.inputs, self.outputs = {}, {}
-        free = not self._bound
-        if self._bound:
-            try:
-                self._bind(
-                    BindRequest(lane=self._request.lane, lease=self._request.lease, first=self._request.first, end=True)
-                )
-                free = True
-            except Error:
-                pass  # the server is gone, or busy
-        self._rows.close()
-        self._model.close()
-        if free:
-            if self._event:
-                self._driver.destroy_event(self._event)
-            if self._pointer:
-                self._driver.free(self._pointer)
+        if bound is not None and bound.end(self._timeout):
+            self._free()
+
+    def _open(self) -> BoundRows:
+        if self._rows is None:
+            raise Refused("these rows were closed")
+        return self._rows
+
+    def _free(self) -> None:
+        event, self._event = self._event, 0
+        pointer, self._pointer = self._pointer, 0
+        if event:
+            self._driver.destroy_event(event)
+        if pointer:
+            self._driver.free(pointer)
 
     def __enter__(self) -> DeviceRows:
         return self

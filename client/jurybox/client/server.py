@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jurybox.client.lane import Lane
@@ -19,7 +19,7 @@ from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from jurybox.client.device_rows import DeviceRows
+    from jurybox.client.device_rows import BoundRows, DeviceRows
     from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
@@ -146,7 +146,34 @@ class Server:
         memory = driver(device)
         model = self.model(name, rows=rows, timeout=wait)
         try:
-            return DeviceRows(model, rows, memory, lambda request: link.bind(request, wait))
+            return DeviceRows(model, rows, memory, link.bind, wait)
+        except BaseException:
+            model.close()
+            raise
+
+    def bound_rows(
+        self,
+        name: str,
+        rows: int,
+        inputs: Mapping[str, tuple[bytes, int]],
+        outputs: Mapping[str, tuple[bytes, int]],
+        *,
+        event: bytes = b"",
+        timeout: float | None = None,
+    ) -> BoundRows:
+        """As `device_rows`, in memory that somebody else exported: for those who pass on what they were given.
+
+        Args:
+            inputs, outputs: of every input, and of the outputs that are wanted, the handle (64 bytes, CUDA's) and the
+                byte at which its first row begins.
+            event: handle of an event that the inputs are there after; empty: they are when a request is sent.
+        """
+        from jurybox.client.device_rows import BoundRows
+
+        wait = self.timeout if timeout is None else seconds(timeout)
+        model = self.model(name, rows=rows, timeout=wait)
+        try:
+            return BoundRows(model, rows, inputs, outputs, event, self._open_link().bind, wait)
         except BaseException:
             model.close()
             raise

@@ -100,8 +100,8 @@ def test_a_region_that_was_shrunk_is_an_error_and_ends_nothing(kind, region):
     assert client.is_server_ready()
 
 
-def test_cuda_shared_memory_is_refused_in_words(kind):
+def test_cuda_shared_memory_is_off_unless_a_setting_says_otherwise(kind):
     _, client = kind
     assert not plain(client.get_cuda_shared_memory_status())
-    with pytest.raises(InferenceServerException, match="CUDA shared memory is not served here"):
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is off here.*cuda_shared_memory = true"):
         client.register_cuda_shared_memory("x", b"aGFuZGxl", 0, 64)

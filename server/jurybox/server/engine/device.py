@@ -427,7 +427,7 @@ class _StagingBuffer:
         at = 0
         for place, first, n in zip(places, tickets["first"].tolist(), tickets["rows"].tolist(), strict=True):
             if place is not None:
-                for key in self._served.spec.outputs:
+                for key in place.outputs:
                     place.part(place.outputs, key, first, n).copy_(results[key][at : at + n], non_blocking=True)
                     self._keep(results[key])
             at += n

@@ -43,6 +43,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         orders["address"],
         source,
         shared_memory=access.shared_memory_prefix if local else "",
+        cuda_shared_memory=access.cuda_shared_memory and local,
         idle=orders.get("sequence_idle", IDLE),
         panels=orders.get("panels", {}),
     )

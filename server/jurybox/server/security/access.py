@@ -124,6 +124,7 @@ class SecuritySettings(BaseModel):
     curve_clients: str | None = None
     max_message_mib: int = Field(default=64, ge=1, le=1024)
     shared_memory_prefix: Annotated[str, AfterValidator(_check_prefix)] = ""
+    cuda_shared_memory: bool = False
 
     @model_validator(mode="after")
     def _goes_together(self) -> SecuritySettings:
@@ -283,6 +284,7 @@ class Access:
     tls_key: str | None = None
     max_message: int = 64 << 20
     shared_memory_prefix: str = ""
+    cuda_shared_memory: bool = False
 
     def __repr__(self) -> str:
         return f"Access(token={'set' if self.secret else 'none'}, tls_cert={self.tls_cert!r})"
@@ -296,6 +298,7 @@ class Access:
             settings.tls_key,
             settings.max_message,
             settings.shared_memory_prefix,
+            settings.cuda_shared_memory,
         )
 
     @classmethod

@@ -113,7 +113,8 @@ class Bindings:
 def _places(kind: str, places: Collection[RegionPlace], specs: Mapping[str, TensorSpec]) -> list[list[Any]]:
     """Each tensor's place: name, dtype, shape of a row, handle, offset. Raises Refused where they do not fit."""
     given = {place.tensor: place for place in places}
-    if given.keys() != specs.keys() or len(given) != len(places):
+    unwanted = kind == "output" and given and given.keys() <= specs.keys()
+    if (given.keys() != specs.keys() and not unwanted) or len(given) != len(places):
         named = ", ".join(repr(plain(place.tensor, 100)) for place in places) or "none"
         raise Refused(f"{kind}s {named} were bound, expected each of {', '.join(map(repr, specs))} once")
     if wrong := [name for name, place in given.items() if len(place.handle) != HANDLE]:
@@ -121,4 +122,5 @@ def _places(kind: str, places: Collection[RegionPlace], specs: Mapping[str, Tens
     return [
         [name, spec.dtype, list(spec.shape), bytes(given[name].handle).hex(), given[name].offset]
         for name, spec in specs.items()
+        if name in given
     ]

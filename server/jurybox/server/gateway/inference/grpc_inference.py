@@ -272,14 +272,22 @@ class InferenceServicer:
     async def CudaSharedMemoryStatus(
         self, request: pb.CudaSharedMemoryStatusRequest, context: Context
     ) -> pb.CudaSharedMemoryStatusResponse:
-        return pb.CudaSharedMemoryStatusResponse()  # there are none
+        answer = pb.CudaSharedMemoryStatusResponse()
+        for region in self._oip.cuda_regions.status(request.name):
+            told = answer.regions[region.name]
+            told.name, told.device_id, told.byte_size = region.name, region.device, region.size
+        return answer
 
-    async def CudaSharedMemoryRegister(self, request: pb.CudaSharedMemoryRegisterRequest, context: Context) -> NoReturn:
-        raise unsupported("CUDA shared memory")
+    async def CudaSharedMemoryRegister(
+        self, request: pb.CudaSharedMemoryRegisterRequest, context: Context
+    ) -> pb.CudaSharedMemoryRegisterResponse:
+        self._oip.cuda_regions.register(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return pb.CudaSharedMemoryRegisterResponse()
 
     async def CudaSharedMemoryUnregister(
         self, request: pb.CudaSharedMemoryUnregisterRequest, context: Context
     ) -> pb.CudaSharedMemoryUnregisterResponse:
+        await self._oip.cuda_regions.unregister(request.name)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     async def TraceSetting(self, request: pb.TraceSettingRequest, context: Context) -> NoReturn:

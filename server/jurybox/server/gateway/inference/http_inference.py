@@ -7,6 +7,7 @@ bytes of JSON come first, then the binary tensors one after another in the order
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import zlib
@@ -333,14 +334,33 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
         return AnyText({})
 
     @paths.get("/v2/cudasharedmemory/status")
-    async def cuda_status() -> list[dict[str, Any]]:
-        """Always empty: CUDA regions are not supported."""
-        return []
+    @paths.get("/v2/cudasharedmemory/region/{name}/status")
+    async def cuda_status(name: str = "") -> list[dict[str, Any]]:
+        """The registered regions of device memory."""
+        found = oip.cuda_regions.status(name)
+        return [{"name": region.name, "device_id": region.device, "byte_size": region.size} for region in found]
 
-    @paths.post("/v2/cudasharedmemory/{what:path}")
-    async def cuda(what: str) -> Response:
-        """Not served."""
-        raise Refused("CUDA shared memory is not served here: use system shared memory", Code.UNSUPPORTED)
+    @paths.post("/v2/cudasharedmemory/region/{name}/register")
+    async def cuda_register(request: Request, name: str) -> Response:
+        """Register device memory of the client: {"raw_handle": {"b64": "..."}, "device_id": 0, "byte_size": 1024}."""
+        given = await _json(request, most)
+        handle, device, size = given.pop("raw_handle", None), given.pop("device_id", 0), given.pop("byte_size", None)
+        text = handle.get("b64") if isinstance(handle, dict) else None
+        if given or type(text) is not str or type(device) is not int or type(size) is not int:
+            raise malformed('expected {"raw_handle": {"b64": "..."}, "device_id": number, "byte_size": bytes}')
+        try:
+            raw = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise malformed(f"raw_handle is no base64: {error}") from error
+        oip.cuda_regions.register(name, raw, device, size)
+        return AnyText({})
+
+    @paths.post("/v2/cudasharedmemory/unregister")
+    @paths.post("/v2/cudasharedmemory/region/{name}/unregister")
+    async def cuda_unregister(name: str = "") -> Response:
+        """Unregister a region, or all, once no engine has it open."""
+        await oip.cuda_regions.unregister(name)
+        return AnyText({})
 
     @paths.api_route("/v2/trace/setting", methods=["GET", "POST"], include_in_schema=False)
     @paths.api_route("/v2/logging", methods=["GET", "POST"], include_in_schema=False)

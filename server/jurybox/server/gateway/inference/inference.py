@@ -17,6 +17,7 @@ from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
+from jurybox.server.gateway.inference.cuda_memory import CudaRegions
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held, Lanes
 from jurybox.server.gateway.inference.models import Repository
 from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, Turn
@@ -24,6 +25,7 @@ from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
 from jurybox.server.gateway.inference.tensors import (
     GET,
     NOTHING,
+    REGION,
     SET,
     Asked,
     Parameters,
@@ -147,7 +149,9 @@ class Inference:
         told: Callable[[str, bool], None],
         idle: float = IDLE,
         panels: Panels | None = None,
+        cuda_regions: CudaRegions | None = None,
     ) -> None:
+        self._cuda = cuda_regions
         self.sequences = Sequences(idle)
         self._panels = panels or {}
         self._lanes = lanes
@@ -166,6 +170,8 @@ class Inference:
         if asked.over:
             self.sequences.over(request.model, asked.over)
             return InferResponse(request.model, "", request.id, [])
+        if self._cuda and any(tensor.parameters.get(REGION) in self._cuda for tensor in request.inputs):
+            return await self._infer_on_device(self._cuda, request, asked)
         if asked.steps is None:
             return await self._infer(request, asked, None)
         with self.sequences.turn(request.model, asked.steps) as turn:  # before anything is waited for
@@ -176,6 +182,49 @@ class Inference:
                     raise
                 lost = {"session_lost": ",".join(map(str, error.sessions))}
                 return InferResponse(request.model, "", request.id, [], lost)
+
+    async def _infer_on_device(self, cuda: CudaRegions, request: InferRequest, asked: Asked) -> InferResponse:
+        """Run a request whose tensors lie in device memory, all of them."""
+        spec = (await self._lanes.hold(request.model)).spec
+        seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
+        version = weights_version(request.version)
+        inputs, outputs = {}, {}
+        tensors: list[Input | Wanted] = [*request.inputs, *request.outputs]
+        for tensor in tensors:
+            place, _ = of_tensor(tensor.name, tensor.parameters) if tensor.parameters else (None, None)
+            if place is None or place.region not in cuda:
+                raise Refused(
+                    f"tensor {tensor.name!r} lies in no CUDA region, others of this request do: expected all inputs "
+                    "and the outputs that are wanted there",
+                    Code.UNSUPPORTED,
+                )
+            if isinstance(tensor, Input):
+                inputs[tensor.name] = tensor.datatype, tensor.shape, place
+            elif tensor.name in spec.outputs and tensor.name not in outputs:
+                outputs[tensor.name] = place
+            else:
+                raise SpecMismatch(
+                    f"output {tensor.name!r} is not the model's, or came twice: {', '.join(spec.outputs)}"
+                )
+        if not outputs:
+            raise SpecMismatch("no output was asked for: name each that is wanted, with its CUDA region")
+        rows, used = await cuda.infer(spec, inputs, outputs, seconds, version)
+        self._told(request.model, True)
+        made = [
+            Output(
+                name,
+                datatype_of(spec.outputs[name]),
+                (rows, *spec.outputs[name].shape),
+                None,
+                {
+                    REGION: place.region,
+                    "shared_memory_byte_size": place.size,
+                    **({"shared_memory_offset": place.offset} if place.offset else {}),
+                },
+            )
+            for name, place in outputs.items()
+        ]
+        return InferResponse(request.model, str(used), request.id, made, dict(_FINAL) if asked.final else {})
 
     async def _infer(self, request: InferRequest, asked: Asked, turn: Turn | None) -> InferResponse:
         version = weights_version(request.version)
@@ -480,6 +529,7 @@ class OpenInference:
     Args:
         address: the server's.
         shared_memory: what the names of clients' shared memory begin with; empty: they may name none.
+        cuda_shared_memory: whether clients may register device memory.
         idle: seconds without a request after which a sequence is over.
         panels: members of each by name, as the status document has them.
     """
@@ -490,6 +540,7 @@ class OpenInference:
         source: StatusSource,
         *,
         shared_memory: str,
+        cuda_shared_memory: bool = False,
         idle: float = IDLE,
         panels: Panels | None = None,
     ) -> None:
@@ -498,12 +549,13 @@ class OpenInference:
         self._lanes = Lanes(address)
         self.self_test = SelfTest(source, self._lanes)
         self.regions = Regions(shared_memory)
-        self.inference = Inference(self._lanes, self.regions, self.self_test.told, idle, panels)
+        self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self._lanes)
+        self.inference = Inference(self._lanes, self.regions, self.self_test.told, idle, panels, self.cuda_regions)
         self.repository = Repository(self._lanes)
 
     def metadata(self) -> dict[str, Any]:
         """Name, version and supported extensions."""
-        return models.server_metadata(shared_memory=self.regions.allowed)
+        return models.server_metadata(shared_memory=self.regions.allowed, cuda=self.cuda_regions.allowed)
 
     async def live(self) -> bool:
         """Whether the supervisor answers."""

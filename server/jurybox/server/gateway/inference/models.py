@@ -32,9 +32,10 @@ _STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "qua
 _STATES["sleeping"] = "UNAVAILABLE"  # the reason begins with SLEEPS
 
 
-def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
+def server_metadata(*, shared_memory: bool, cuda: bool = False) -> dict[str, Any]:
     """Name, build, and which extensions of the protocol are served."""
     extensions = [*EXTENSIONS, *(["system_shared_memory"] if shared_memory else [])]
+    extensions += ["cuda_shared_memory"] if cuda else []
     return {"name": NAME, "version": build_version(), "extensions": extensions}
 
 

@@ -229,7 +229,7 @@ _MOST_MICROSECONDS = 86_400_000_000  # a day
 _NEWEST = 2**63 - 1  # no weights version is larger
 _MOST_NAMED = 128  # characters of a sequence's name, as in Triton
 _FINAL = "triton_enable_empty_final_response"
-_REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _EXTENTS = "extents"
 _CLIENT = re.compile(r"[0-9a-f]{32}")
 _KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, session_state, row_errors, extents"
@@ -373,9 +373,9 @@ def of_tensor(name: str, parameters: Parameters) -> tuple[Place | None, str | No
     for key in parameters:
         if key == "classification":
             raise _refused(f"output {name!r}: classification is not done here: take the scores and sort them")
-        if key not in (_REGION, _SIZE, _OFFSET, _EXTENTS):
+        if key not in (REGION, _SIZE, _OFFSET, _EXTENTS):
             raise _refused(
-                f"tensor {name!r}: parameter {plain(key, 60)!r} is not known here; there are: {_REGION}, {_SIZE}, "
+                f"tensor {name!r}: parameter {plain(key, 60)!r} is not known here; there are: {REGION}, {_SIZE}, "
                 f"{_OFFSET}, {_EXTENTS}"
             )
     extents = parameters.get(_EXTENTS)
@@ -383,9 +383,9 @@ def of_tensor(name: str, parameters: Parameters) -> tuple[Place | None, str | No
         raise malformed(f"tensor {name!r}: {_EXTENTS}={shown(extents)}: expected text")
     if not parameters.keys() - {_EXTENTS}:
         return None, extents
-    region = parameters.get(_REGION)
+    region = parameters.get(REGION)
     if not isinstance(region, str) or not region or _SIZE not in parameters:
-        raise malformed(f"tensor {name!r}: shared memory needs {_REGION} (a name) and {_SIZE}")
+        raise malformed(f"tensor {name!r}: shared memory needs {REGION} (a name) and {_SIZE}")
     place = Place(region, _whole(_SIZE, parameters[_SIZE], 2**62), _whole(_OFFSET, parameters.get(_OFFSET, 0), 2**62))
     return place, extents
 

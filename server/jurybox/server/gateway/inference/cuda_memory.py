@@ -1,0 +1,203 @@
+"""The CUDA-shared-memory extension: tensors in device memory that a client exported and registered.
+
+The gateway never touches a device. It binds rows of lanes of its own to places in the regions (client/device_rows.py),
+and the engines open them: so what a handle is worth shows at the first request that names it.
+
+A binding is one way in which a request's tensors lie: clients use the same places again and again, and only the first
+request of each way waits for engines to open anything. The least recently used of them make room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jurybox.client import Server
+from jurybox.client.device_rows import BoundRows
+from jurybox.protocol.device_memory import HANDLE
+from jurybox.protocol.errors import Code, Error, Refused
+from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.gateway.inference.tensors import Place, datatype_of, malformed
+
+_MOST_REGIONS = 256
+_MOST_BINDINGS = 64  # each holds rows of an arena
+_UNBIND = 30.0  # seconds that engines get to let go
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRegion:
+    """A registered region."""
+
+    name: str
+    handle: bytes
+    device: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Way:
+    """A binding, and whose turn it is to ask with it."""
+
+    rows: BoundRows
+    regions: frozenset[str]
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class CudaRegions:
+    """The registered regions and what is bound to them.
+
+    Args:
+        allowed: whether regions can be registered.
+        lanes: the gateway's connection.
+    """
+
+    def __init__(self, *, allowed: bool, lanes: Lanes) -> None:
+        self.allowed = allowed
+        self._lanes = lanes
+        self._regions: dict[str, CudaRegion] = {}
+        self._ways: OrderedDict[Any, _Way] = OrderedDict()
+        self._making = asyncio.Lock()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._regions
+
+    def register(self, name: str, handle: bytes, device: int, size: int) -> None:
+        """Register a region. Raises Refused: it is off, the name is taken, this is no handle."""
+        if not self.allowed:
+            raise Refused(
+                "CUDA shared memory is off here. To take it from clients, set server.cuda_shared_memory = true, on a "
+                "server whose HTTP and gRPC listen on loopback alone"
+            )
+        if not name or name in self._regions:
+            what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
+            raise Refused(what, Code.MALFORMED)
+        if len(handle) != HANDLE or size < 1 or device < 0:
+            raise Refused(
+                f"region {name!r}: expected a handle of {HANDLE} bytes and a size, {len(handle)} and {size} came",
+                Code.MALFORMED,
+            )
+        if len(self._regions) >= _MOST_REGIONS:
+            raise Refused(f"{_MOST_REGIONS} regions are registered: unregister those not needed", Code.BUSY)
+        self._regions[name] = CudaRegion(name, handle, device, size)
+
+    async def unregister(self, name: str = "") -> None:
+        """Unregister a region, or all without a name, once no engine has it open. An unknown name is ignored.
+
+        Raises:
+            Timeout: an engine is in a batch with it for long; the region is still there.
+        """
+        for region in [name] if name in self._regions else [] if name else list(self._regions):
+            async with self._making:
+                for key, way in list(self._ways.items()):
+                    if region in way.regions:
+                        await self._end(key, way)
+            self._regions.pop(region, None)
+
+    def status(self, name: str = "") -> list[CudaRegion]:
+        """The status of a region, or of all without a name. Raises Refused (code MODEL_NOT_FOUND) if unknown."""
+        return [self._named(name)] if name else list(self._regions.values())
+
+    async def infer(
+        self,
+        spec: ModelSpec,
+        inputs: Mapping[str, tuple[str, Sequence[int], Place]],
+        outputs: Mapping[str, Place],
+        seconds: float,
+        version: int,
+    ) -> tuple[int, int]:
+        """Answer a request all of whose tensors lie in regions; gives the number of rows and the weights version.
+
+        Args:
+            inputs: of each its datatype, shape and place.
+            outputs: where those that are wanted go.
+        """
+        rows = self._checked(spec, inputs)
+        for name, place in outputs.items():
+            self._check(name, spec.outputs[name], rows, place)
+        places = tuple((name, place) for name, (_, _, place) in sorted(inputs.items()))
+        key = spec.name, rows, places, tuple(sorted(outputs.items(), key=lambda item: item[0]))
+        async with asyncio.timeout(seconds):
+            way = await self._way(key, spec.name, rows, dict(places), outputs, seconds)
+            async with way.turn:
+                if self._ways.get(key) is not way:
+                    raise Refused("a region of this request was unregistered meanwhile", Code.BUSY)
+                try:
+                    await asyncio.to_thread(way.rows.infer, rows, timeout=seconds, version=version)
+                except Error as error:
+                    if error.code in (Code.STALE_LEASE, Code.SERVER_GONE):
+                        self._ways.pop(key, None)
+                    raise
+                return rows, way.rows.version
+
+    async def _way(
+        self, key: Any, model: str, rows: int, inputs: dict[str, Place], outputs: Mapping[str, Place], seconds: float
+    ) -> _Way:
+        async with self._making:
+            if (way := self._ways.get(key)) is None:
+                while len(self._ways) >= _MOST_BINDINGS:
+                    oldest = next(iter(self._ways))
+                    await self._end(oldest, self._ways[oldest])
+                make = functools.partial(self._bound, model, rows, inputs, outputs, seconds)
+                regions = frozenset(place.region for place in (*inputs.values(), *outputs.values()))
+                way = self._ways[key] = _Way(await self._lanes.call(make), regions)
+            self._ways.move_to_end(key)
+            return way
+
+    def _bound(
+        self,
+        model: str,
+        rows: int,
+        inputs: dict[str, Place],
+        outputs: Mapping[str, Place],
+        seconds: float,
+        server: Server,
+    ) -> BoundRows:
+        def where(places: Mapping[str, Place]) -> dict[str, tuple[bytes, int]]:
+            return {name: (self._named(place.region).handle, place.offset) for name, place in places.items()}
+
+        return server.bound_rows(model, rows, where(inputs), where(outputs), timeout=seconds)
+
+    async def _end(self, key: Any, way: _Way) -> None:
+        """End a binding once its request is answered."""
+        async with way.turn:
+            self._ways.pop(key, None)
+            await asyncio.to_thread(way.rows.end, _UNBIND)
+
+    def _checked(self, spec: ModelSpec, inputs: Mapping[str, tuple[str, Sequence[int], Place]]) -> int:
+        """The number of rows of inputs that fit the spec."""
+        if inputs.keys() != spec.inputs.keys():
+            raise malformed(f"inputs {', '.join(inputs) or 'none'} came, expected {', '.join(spec.inputs)}")
+        counts = set()
+        for name, (datatype, shape, place) in inputs.items():
+            tensor = spec.inputs[name]
+            if datatype != datatype_of(tensor) or tuple(shape[1:]) != tensor.shape or not shape or int(shape[0]) < 1:
+                raise malformed(
+                    f"input {name!r} is {datatype}{list(shape)}, expected {datatype_of(tensor)} and "
+                    f"{['rows', *tensor.shape]}"
+                )
+            counts.add(int(shape[0]))
+            self._check(name, tensor, int(shape[0]), place)
+        if len(counts) != 1:
+            raise malformed(f"inputs have {sorted(counts)} rows, expected the same number in each")
+        return counts.pop()
+
+    def _check(self, name: str, tensor: TensorSpec, rows: int, place: Place) -> None:
+        region = self._named(place.region)
+        if place.offset + place.size > region.size:
+            raise malformed(
+                f"tensor {name!r}: bytes {place.offset} to {place.offset + place.size} of region {region.name!r} were "
+                f"asked for, it has {region.size}"
+            )
+        if place.size < rows * tensor.row_bytes:
+            raise malformed(f"tensor {name!r} has {rows * tensor.row_bytes} bytes, {place.size} were given")
+
+    def _named(self, name: str) -> CudaRegion:
+        if name not in self._regions:
+            there = ", ".join(sorted(self._regions)[:20]) or "none"
+            raise Refused(f"no CUDA region {name!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND)
+        return self._regions[name]
