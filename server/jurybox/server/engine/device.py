@@ -437,7 +437,9 @@ class _StagingBuffer:
         """Queue the forward of the rows copied in."""
         if self.graphs is not None:
             return self.graphs.run(rows)
-        return self._served.forward({key: tensor[:rows] for key, tensor in self._inputs.items()})
+        shape = self._served.shaped(rows)  # rows beyond the batch hold whatever was there
+        results = self._served.forward({key: tensor[:shape] for key, tensor in self._inputs.items()})
+        return results if shape == rows else {key: value[:rows] for key, value in results.items()}
 
     def copy_out(self, results: Mapping[str, torch.Tensor], rows: int) -> None:
         """Queue the copies of the outputs to the host. Raises ModelFailed where they are not what the spec promises."""

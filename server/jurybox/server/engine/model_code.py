@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from jurybox.protocol.errors import Error, plain, said
 from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
 from jurybox.server.models import ServedModel
 from jurybox.server.settings.config import ModelSettings
 
@@ -51,6 +52,8 @@ def load(name: str, settings: ModelSettings, device: torch.device, factories: Co
     Raises:
         LoadError: the factory or file is missing, raises, or gives something else than a ServedModel.
     """
+    if settings.aot:
+        return _from_package(name, settings, device)
     model = _from_factory(name, settings, factories) if settings.factory else _from_exported(name, settings)
     if settings.weights:
         _load_weights(name, model.module, Path(settings.weights))
@@ -62,7 +65,7 @@ def load(name: str, settings: ModelSettings, device: torch.device, factories: Co
     if settings.channels_last:
         # torch's stubs know only the overloads of .to() without memory_format
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.module = torch.compile(module, dynamic=True) if settings.compile else module  # type: ignore[assignment]
+    model.module = Compiled(module) if settings.compile else module
     return Loaded(model, digits, layout)
 
 
@@ -218,6 +221,21 @@ def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
     return ServedModel(module, inputs, outputs)
 
 
+def _from_package(name: str, settings: ModelSettings, device: torch.device) -> Loaded:
+    """A package of AOTInductor: a library for this machine, which is code as a factory is."""
+    path = Path(str(settings.exported))
+    where = f"models.{name}.exported = {str(path)!r}"
+    constants = _weights_of(name, Path(settings.weights)) if settings.weights else {}
+    inputs, outputs = _given(settings.inputs), _given(settings.outputs)
+    try:
+        module = CompiledAhead(path, list(inputs), device, constants)
+        digits = digest(module) if constants else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except (AheadError, OSError) as error:
+        raise LoadError(f"{where}: {plain(error)}") from error
+    layout = WeightsLayout.of(module.state_dict()) if settings.publish else None
+    return Loaded(ServedModel(module, inputs, outputs), digits, layout)
+
+
 # All parts of a program that are tensors, names and numbers; those before torch 2.8 lie in no folder.
 _PLAIN = re.compile(
     r"[^/]+/(data/(weights|constants)/((weight|tensor)_\d+|model_(weights|constants)_config\.json|model\.pt)|"
@@ -308,12 +326,18 @@ def _probe_outputs(where: str, module: torch.nn.Module, inputs: Mapping[str, Ten
 
 
 def _load_weights(name: str, module: torch.nn.Module, path: Path) -> None:
-    where = f"models.{name}.weights = {str(path)!r}"
-    try:
-        state = load_file(path)
-    except Exception as error:
-        raise LoadError(f"{where}: not a readable safetensors file: {plain(error)}") from error
+    state = _weights_of(name, path)
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise LoadError(f"{where} does not fit the module: {plain(error)}") from error
+        raise LoadError(f"models.{name}.weights = {str(path)!r} does not fit the module: {plain(error)}") from error
+
+
+def _weights_of(name: str, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file."""
+    try:
+        state: dict[str, torch.Tensor] = load_file(path)
+    except Exception as error:
+        where = f"models.{name}.weights = {str(path)!r}"
+        raise LoadError(f"{where}: not a readable safetensors file: {plain(error)}") from error
+    return state

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from jurybox.protocol.device_memory import FAKE
 from jurybox.protocol.errors import said
 from jurybox.protocol.spec import plain_specs
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device import DeviceServed
 from jurybox.server.engine.device_regions import DeviceRegions
@@ -215,7 +217,23 @@ class ModelLoader:
             compute = getattr(torch, settings.dtype) if settings.dtype else None
             served = self._served(half, arena, compute)
             undo.callback(served.close)
+            began = time.monotonic()
+            if isinstance(half.model.module, Compiled):
+                if any(tensor.variable for tensor in spec.inputs.values()):
+                    raise LoadError(
+                        f"models.{half.name}.compile: inputs of variable size have no end of shapes to compile, "
+                        "expected rows of fixed shape"
+                    )
+                if not served.shapes:
+                    served.shapes, served.agreeing = tuple(_ladder(settings.max_batch)), False
             served.warm_up(half.model.example)
+            if isinstance(half.model.module, Compiled):
+                half.model.module.seal()
+            warmed = {
+                "seconds": time.monotonic() - began,
+                "shapes": list(served.shapes),
+                "graphs": getattr(half.model.module, "graphs", 0),
+            }
             channel = WeightsChannel.attach(weights) if weights else None
             if channel is not None:
                 undo.callback(channel.close)
@@ -226,7 +244,7 @@ class ModelLoader:
                     settings.group,
                     member,
                     compute,
-                    lambda: self._ready(model, load, arena, channel),
+                    lambda: self._ready(model, load, arena, channel, warmed),
                     half.model.example,
                 )
                 undo.pop_all()
@@ -255,7 +273,7 @@ class ModelLoader:
                 clean.close()
                 self._failed(model, load, error)
                 return
-            self._ready(model, load, arena, channel)
+            self._ready(model, load, arena, channel, warmed)
             self._jobs.put((model, 0, lambda: self._groups.leave(model)))
 
         self._later(install)
@@ -296,7 +314,9 @@ class ModelLoader:
             self._halves.pop(model, None)
             self._groups.leave(model)
 
-    def _ready(self, model: int, load: int, arena: Arena, channel: WeightsChannel | None) -> None:
+    def _ready(
+        self, model: int, load: int, arena: Arena, channel: WeightsChannel | None, warmed: dict[str, Any]
+    ) -> None:
         """In the loop's thread: a model is in service."""
         if self._wanted.get(model) != load:  # one of a group, unloaded meanwhile; `_left` takes it out of the group
             if model not in self._wanted:
@@ -306,7 +326,7 @@ class ModelLoader:
             if earlier is not None:
                 earlier.close()
         self._attached[model] = (arena, channel)
-        self._tell("ready", model=model, load=load, arena=self._engine.arena(model))
+        self._tell("ready", model=model, load=load, arena=self._engine.arena(model), warm_up=warmed)
 
     def _abandon(self, model: int, load: int, reason: str) -> None:
         self._halves.pop(model, None)

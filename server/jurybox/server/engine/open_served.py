@@ -177,7 +177,7 @@ class OpenServed(Served):
                 self._checked(results, rows)
                 if self._states is not None:
                     self._states.checked(results, rows)
-        if self.shapes:
+        if self.shapes and self.agreeing:
             # With sizes that differ there are more shapes than can be compared: all batches are padded to the largest.
             self.shapes = self.shapes[-1:] if self._variable else self._agreeing(example)
 

@@ -70,6 +70,9 @@ class Served:
         compute: the dtype that floating-point inputs are cast to before forward; None leaves them.
         columns: of the arena, for the reasons of rows that fail.
         shapes: numbers of rows that forward is called with, each batch being padded to the next; empty: any.
+
+    Attributes:
+        agreeing: whether warm-up leaves those of the shapes alone that give a row the same bytes.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Served:
         self.weights_updater: WeightsSource | None = None
         self.columns = columns
         self.shapes = tuple(shapes)
+        self.agreeing = True
         self._compute = compute
         self._by_name = takes_names(self.module, [*self.spec.inputs, *self.spec.state])
         self._row_errors: Mapping[int, str] = {}
@@ -235,7 +239,7 @@ class Served:
                 results = self.forward({key: value.to(self.device) for key, value in staged.items()})
                 for item in self._outputs:
                     item.checked(results, rows)
-        if self.shapes:
+        if self.shapes and self.agreeing:
             self.shapes = self._agreeing(example)
 
     def _agreeing(self, example: Callable[[int], Mapping[str, Any]] | None) -> tuple[int, ...]:

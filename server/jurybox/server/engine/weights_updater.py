@@ -124,6 +124,8 @@ class WeightsUpdater:
         self._targets = dict(module.state_dict(keep_vars=True).items())
         self._copies: deque[Copy] = deque()  # the oldest first
         self._make_copies()
+        # A module whose constants are elsewhere is told that they have changed, where they are pointed to anew.
+        self._changed = getattr(module, "weights_changed", None) if forwards is None else None
         self._forwards = forwards
         self._later = later
         self._adopted = adopted
@@ -242,4 +244,6 @@ class WeightsUpdater:
                 self._targets[name].data = tensor
         if self._forwards is not None:
             copy.used = self._forwards.mark()
+        elif self._changed is not None:
+            self._changed()
         self._used = copy.version

@@ -241,6 +241,7 @@ class ModelSettings(_Strict):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     channels_last: bool = False
     compile: bool = False
+    aot: bool = False
     cuda_graphs: bool = True
     deterministic: bool = False
     audit: bool = False
@@ -256,6 +257,8 @@ class ModelSettings(_Strict):
             raise ValueError("args are what a factory is called with, an exported model takes none")
         if self.factory is not None and (self.inputs or self.outputs):
             raise ValueError("inputs and outputs are for exported models, a factory says its own")
+        if self.aot:
+            self._require_fit_for_package()
         if self.min_batch > self.max_batch:
             raise ValueError(f"min_batch = {self.min_batch}, expected at most max_batch = {self.max_batch}")
         if self.min_batch > 1 and self.max_wait_us == 0:
@@ -273,6 +276,15 @@ class ModelSettings(_Strict):
         if self.rows and self.lane_rows > self.rows:
             raise ValueError(f"lane_rows = {self.lane_rows}, expected at most rows = {self.rows}")
         return self
+
+    def _require_fit_for_package(self) -> None:
+        """Refuse what a package of AOTInductor cannot have: it says neither shapes nor names, and is compiled."""
+        if self.exported is None or not self.inputs or not self.outputs:
+            raise ValueError("aot is for exported = a package of AOTInductor, expected inputs and outputs with it")
+        if self.compile or self.dtype or self.channels_last:
+            raise ValueError("aot is for what has been compiled, expected no compile, dtype, channels_last with it")
+        if self.publish is not None and self.weights is None:
+            raise ValueError("a package does not say what its weights are like, expected weights with aot and publish")
 
     def _only_alone(self) -> str:
         """A setting that cannot be combined with a group, if there is one."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.control_pb2 import ModelMessage, TensorSpecMessage
@@ -65,6 +66,7 @@ class HeldModel:
         deaths: engine -> its deaths in a row that are charged to this model.
         quarantined: why it is served no longer, until it is loaded again; empty: it is not.
         until: when it is let go unless its client asks to keep it, seconds of the monotonic clock; None: never.
+        warm_up: of the last engine that was ready with it: seconds, shapes (numbers of rows), graphs compiled.
         remote: whether it was loaded with settings that came from a network.
     """
 
@@ -88,6 +90,7 @@ class HeldModel:
     reasons: dict[int, str] = field(default_factory=dict)
     deaths: dict[int, int] = field(default_factory=dict)
     quarantined: str = ""
+    warm_up: dict[str, Any] = field(default_factory=dict)
     sleeping: bool = False
     turning: set[int] = field(default_factory=set)
     until: float | None = None
@@ -128,8 +131,9 @@ class HeldModel:
         self.loads[engine] = load
         self.reasons.pop(engine, None)
 
-    def ready(self, engine: int, arena: int) -> None:
+    def ready(self, engine: int, arena: int, warm_up: dict[str, Any] | None = None) -> None:
         """An engine serves it, in an arena of that number."""
+        self.warm_up = warm_up or {}
         self.engines[engine], self.arenas[engine] = "ready", arena
         self.settings, self.served = self.asked, True
 

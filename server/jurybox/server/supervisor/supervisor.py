@@ -423,8 +423,10 @@ class Supervisor:
             return
         role = self._engines.engines[index].role
         if message["kind"] == "ready":
-            held.ready(index, message["arena"])
-            self._log.info("model ready", model=held.name, role=role)
+            warm_up = message["warm_up"]
+            held.ready(index, message["arena"], warm_up)
+            compiled = {"compiled": warm_up["graphs"]} if warm_up["graphs"] else {}
+            self._log.info("model ready", model=held.name, role=role, warm_up=round(warm_up["seconds"], 3), **compiled)
             return
         reason = plain(message["reason"]) or "no reason was given"
         held.failed(index, reason)
