@@ -47,7 +47,7 @@ GPU_ENV_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
 GPU_PYTHON ?= 3.12
 GPU_WHEELS := build/gpu-wheels
 
-gpu:  ## tests/gpu and the GPU measurements with the torch and CUDA that are there, no network; PART=1, PART=2 or both; gpu-out/
+gpu:  ## tests/gpu and the GPU measurements with the torch and CUDA that are there, no network; PART=1, 2, 3 or all; gpu-out/
 	$(GPU_ENV_PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 gpu-wheels:  ## what a bare machine for `make gpu` lacks, to carry along: wheels for its Python (GPU_PYTHON) in build/gpu-wheels

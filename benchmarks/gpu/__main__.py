@@ -3,8 +3,8 @@
 Needs the standard library alone; whatever torch, CUDA and compiler are there do the rest. Each step is a process with a
 time bound of its own; one that fails or hangs is noted, what it left is ended, and the next begins.
 
-    python -m benchmarks.gpu                              all of it, in under 20 minutes
-    python -m benchmarks.gpu --part 1                     the first half, in under 10
+    python -m benchmarks.gpu                              all of it, in under 30 minutes
+    python -m benchmarks.gpu --part 1                     the first part, in under 10
     python -m benchmarks.gpu --device cpu --quick         a rehearsal without a GPU
     python -m benchmarks.gpu --merge A/results.json B/results.json    one report of parts that ran elsewhere
 """
@@ -59,6 +59,10 @@ STEPS = (
     Step("gym", 2, 90),
     Step("hockey", 2, 90),
     Step("photo", 2, 90),
+    Step("payload", 3, 70),
+    Step("device_weights", 3, 120),
+    Step("asleep", 3, 100),
+    Step("compiled", 3, 200),
 )
 PARTS = tuple(sorted({step.part for step in STEPS}))
 _SECONDS = 560.0  # of a part, preparation and report included

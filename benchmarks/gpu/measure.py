@@ -68,6 +68,7 @@ MEASUREMENTS: dict[str, str] = {
     **dict.fromkeys(("floor", "loop", "overlap", "replay"), "benchmarks.gpu.bare"),
     **dict.fromkeys(("vector", "image", "publication", "torn", "jurors", "memory", "killed"), "benchmarks.gpu.served"),
     **dict.fromkeys(("photo", "hockey", "gym"), "benchmarks.gpu.trainings"),
+    **dict.fromkeys(("payload", "device_weights", "asleep", "compiled"), "benchmarks.gpu.sharing"),
 }
 
 
