@@ -37,7 +37,7 @@ def reports(tmp_path_factory):
     lanes = tuple(Lane(f"learner-agent_{n}+agent_{n + 1}", 0.5, [(0.0, 1.0, ""), (2.0, 3.0, "")]) for n in range(4))
     same = [charts.Curve(name, [0, 9000], [0, 50], "learned") for name in ("weak", "strong", "random")]
     drawn = [charts.timeline(Timeline(lanes), "lanes"), charts.curves(same, "curves", "env steps", "% of games won")]
-    texts = {"photo": (report(), 4), "run": (page.render("Report", "Report", [page.Section("Charts", drawn)]), 2)}
+    texts = {"photo": (report(), 6), "run": (page.render("Report", "Report", [page.Section("Charts", drawn)]), 2)}
     for name, (text, _) in texts.items():
         (folder / f"{name}.html").write_text(text)
     return {name: (folder / f"{name}.html", drawings) for name, (_, drawings) in texts.items()}

@@ -88,10 +88,9 @@ def test_what_an_environment_audits_is_logged_and_drawn_and_not_rewarded(tmp_pat
     for world, audit in (("Audited", ("other",)), ("Mixed", ())):
         env = f"tests.unit.gym_training.gym_worlds:{world}"
         settings = GymTraining(env=env, steps=640, n_steps=64, log_every=100, audit=audit)
-        train(settings, tmp_path / world, serial=True)
+        returns[world] = train(settings, tmp_path / world, serial=True).evaluation
         rows = read_metrics(tmp_path / world / "metrics.csv")
         assert {row["audit_other"] for row in rows if "audit_other" in row} == ({0.25} if audit else set())
-        returns[world] = [row["return_mean"] for row in rows if "return_mean" in row]
         drawn = _audits(settings, [{"env_steps": float(step), "audit_other": 0.25} for step in (1, 2)])
         assert (drawn is not None and drawn.heading == "The audit") == bool(audit)
     assert returns["Audited"] == returns["Mixed"]
