@@ -230,9 +230,12 @@ def _straightening(evaluation: PhotoEvaluation) -> str:
 
 def _by_damage(evaluation: PhotoEvaluation) -> Section | None:
     rows = []
-    for kind in DAMAGES:
-        chosen = np.array([kind in damages_of(case.degradation) for case in evaluation.cases])
-        if not chosen.any():
+    found = [damages_of(case.degradation) for case in evaluation.cases]
+    chosen_by = {kind: np.array([kind in kinds for kinds in found]) for kind in DAMAGES}
+    # These two are what every juror of the panel sees; where there is neither, little is to be won by mending.
+    chosen_by["neither exposure nor haze"] = ~(chosen_by["exposure"] | chosen_by["haze"])
+    for kind, chosen in chosen_by.items():
+        if not chosen.any() or not any(found):
             continue
         score = (evaluation.scores("learned") - evaluation.scores("no edits"))[chosen]
         changes = [_change(evaluation, name)[chosen] for name in MEASURES]
