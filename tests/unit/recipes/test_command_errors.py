@@ -128,7 +128,7 @@ def test_a_server_that_never_adopts_weights_is_given_up(monkeypatch):
 
 
 def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(tmp_path, monkeypatch):
-    def gone(*arguments):
+    def gone(*arguments, **more):
         raise ServerGone("the server went away")
 
     with monkeypatch.context() as patched, pytest.raises(ServerGone):
@@ -139,6 +139,12 @@ def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(t
     assert photo_run.evaluate_policy is evaluate_policy
     photo_run.run(PHOTO, tmp_path, Silence(), command="", resume=True, serial=True)
     assert "held-out photos" in (tmp_path / "report.html").read_text()
+
+
+def test_a_learned_distance_that_is_not_there_is_told_before_the_training(tmp_path):
+    with pytest.raises(ConfigError, match="perceptual: expected 'package.module:function'"):
+        photo_run.run(PHOTO.changed(perceptual="no_such:thing"), tmp_path, Silence(), command="", serial=True)
+    assert not (tmp_path / "metrics.csv").exists()
 
 
 def test_a_server_without_a_status_document_costs_the_report_its_section_only(monkeypatch):

@@ -13,12 +13,14 @@ import torch
 
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import CheckpointError
+from jurybox.training.environments.cage.tables import UNIT_TYPES
 from jurybox.training.recipes import workflow_run
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import RunLogError
 from jurybox.training.search import environments
-from jurybox.training.search.settings import WorkflowTraining
-from jurybox.training.search.trainer import DONE, FINAL, MIXED, REFERENCE, SEARCH, WorkflowTrainer
+from jurybox.training.search.report import conclusion
+from jurybox.training.search.settings import ORDERS, WorkflowTraining
+from jurybox.training.search.trainer import DONE, FINAL, MIXED, REFERENCE, SEARCH, Evaluated, WorkflowTrainer
 
 SETTINGS = WorkflowTraining(
     envs=8,
@@ -187,6 +189,20 @@ def test_a_run_leaves_what_every_training_leaves(whole) -> None:
     assert len(rows(folder, "workflows.csv")) == summary["workflows_tried"]
     page = (folder / "report.html").read_text()
     assert summary["workflow"].replace(">", "&gt;") in page and "the 120 orders" in page and "jurybox train" in page
+    assert "One policy, told what comes first" in page and "user first" in page
+    assert [each["first"] for each in summary["prices"]] == [None, *UNIT_TYPES]
+
+
+@pytest.mark.parametrize(
+    ("judged", "obeyed", "told"), [(99, 99, "Not judged: 99"), (100, 95, "Found: "), (100, 5, "Not found: ")]
+)
+def test_the_report_says_what_was_judged_and_keeps_the_first_rules_figure(judged, obeyed, told) -> None:
+    it = trainer(min_judged=100)
+    it.best = ORDERS[7]
+    it.final = Evaluated(-20.0, 0.1, 2.0, 0.99, 30.0, judged, obeyed, -40.0, 0.5, 400)
+    said = conclusion(it)
+    assert said[0].startswith(told)
+    assert any("99.0% of 30.0 fixes an episode" in sentence and "can pad" in sentence for sentence in said)
 
 
 class Heard(Silence):

@@ -219,7 +219,7 @@ def _straightening(evaluation: PhotoEvaluation) -> str:
     if tilted.sum() < 2:
         return ""
     tilts, turned = pairs[tilted].T
-    follows = float(np.corrcoef(-tilts, turned)[0, 1]) if turned.std() > 0 else 0.0
+    follows = float(np.corrcoef(-tilts, turned)[0, 1]) if min(turned.std(), tilts.std()) > 0 else 0.0
     straight = float(np.abs(pairs[~tilted, 1]).mean()) if not tilted.all() else 0.0
     return (
         f"{int(tilted.sum())} pictures were tilted, by {np.abs(tilts).mean():.1f}° on average; they are left tilted by "

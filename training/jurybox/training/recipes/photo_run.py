@@ -67,7 +67,12 @@ def run(
     Raises:
         RunLogError: the folder holds another run, and `resume` is not set.
         CheckpointError: there is nothing to resume, or it was trained with other settings.
+        ConfigError: the learned distance of the audit is not there.
     """
+    try:
+        perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
+    except ValueError as error:
+        raise ConfigError(f"perceptual: {error}") from error
     checkpoint = resumed(folder, settings, watcher.say) if resume else None
     took = dict(before or {})
     asked, settings = settings, settings if juror is None else settings.changed(environment=juror)
@@ -80,7 +85,6 @@ def run(
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
         try:
-            perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
             evaluation = evaluate_policy(
                 settings.config, policy_of(model), settings.damages, watcher, perceptual=perceptual
             )
