@@ -35,7 +35,7 @@ LAYOUT: dict[str, list[str]] = {
                "robot_client_jitter_seconds", "robot_client_chunks_dropped", "robot_client_starved_steps",
                "robot_sessions", "robot_connections_opened", "robot_connections_refused"],
 }  # fmt: skip
-NOT_SHOWN = {"build_info", "start_time_seconds"}
+NOT_SHOWN = {"build_info", "start_time_seconds", "model_audit"}
 
 # Rules to alert by: name, PromQL over metrics of the table, for how long, what is the matter.
 ALERTS = [
