@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -110,18 +109,6 @@ class RowsHere:
     def close(self) -> None:
         """Forget them; who still holds one of the arrays keeps it."""
         self.columns = self.columns.nothing()
-
-
-LONGEST = 1e8  # seconds, three years: no wait is longer, and none overflows
-
-
-def seconds(timeout: float) -> float:
-    """A time-out as it is used: 0 for what is over already, some years for ever. Raises ValueError for nan."""
-    if 0.0 <= timeout <= LONGEST:
-        return timeout
-    if math.isnan(timeout):
-        raise ValueError(f"timeout={timeout!r}: expected seconds")
-    return 0.0 if timeout < 0.0 else LONGEST
 
 
 class ControlLink:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import seconds
 from jurybox.client.pieces import Pieces
 from jurybox.client.row_codec import Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.ticket import Reply, Ticket
+from jurybox.client.transports.transport import seconds
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, Timeout
 from jurybox.protocol.spec import BYTES, ModelSpec

@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jurybox.client.lane import Lane
-from jurybox.client.link import POLL, Link, Transfer, seconds
 from jurybox.client.model import Model
+from jurybox.client.transports.transport import seconds
 from jurybox.protocol.address import NOT_LINUX, default_address
-from jurybox.protocol.control_pb2 import ModelMessage
 from jurybox.protocol.errors import ModelFailed, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
 
+# ZeroMQ and protobuf come with the first connection: their import costs as much as the rest of the client's.
 if TYPE_CHECKING:
     from jurybox.client.device_rows import BoundRows, DeviceRows
+    from jurybox.client.link import Link, Transfer
     from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
+    from jurybox.protocol.control_pb2 import ModelMessage
     from jurybox.protocol.weights.publisher import Publisher
     from jurybox.protocol.weights.reader import WeightsReader
 
@@ -351,6 +353,8 @@ class Server:
 
     def _settled(self, name: str, timeout: float) -> ModelMessage:
         """A model once all engines have done what was ordered."""
+        from jurybox.client.link import POLL
+
         deadline = time.monotonic() + seconds(timeout)
         while not (message := self.describe(name)).settled:
             if time.monotonic() > deadline:

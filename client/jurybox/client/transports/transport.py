@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     import asyncio
 
 UNSENT = -1  # in place of an engine's number
+
+
+def seconds(timeout: float) -> float:
+    """A time-out as it is used: 0 for what is over already, some years for ever. Raises ValueError for nan."""
+    if 0.0 <= timeout <= LONGEST:
+        return timeout
+    if math.isnan(timeout):
+        raise ValueError(f"timeout={timeout!r}: expected seconds")
+    return 0.0 if timeout < 0.0 else LONGEST
 
 
 class InFlight:
@@ -84,6 +94,7 @@ NOT_ANSWERED = -2
 NOT_FIT = -3
 
 LOOK_AFTER = 0.1  # seconds of silence after which the scoreboard is asked what became of the engine
+LONGEST = 1e8  # seconds, three years: no wait is longer, and none overflows
 _HEAD = len(PREFIX) + PACK_REPLY.size
 
 
