@@ -3,7 +3,7 @@
     .venv/bin/python .ci/release.py [--version 0.2.0] [--skip-build]
 
 Looked at: the version is of the form that PyPI wants and newer than the last tag; the changelog has a section for it,
-with a date; the tag does not name another commit; nothing is uncommitted; the lock has the versions of constraints.txt;
+with a date; the tag does not name another commit; nothing is uncommitted; the lock has the versions of constraints.txt, and all that is asked for;
 the source distribution holds what git holds, no more and no less; and the wheels, built twice, are the same bytes.
 """
 
@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -87,6 +88,19 @@ def check_lock(lock: str, constraints: str) -> list[str]:
     return wrong
 
 
+def asked_for(project: dict[str, Any]) -> set[str]:
+    """The names of what a development environment asks for, of pyproject.toml's [project]."""
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for extra in ("server", "training", "dev") for line in extras[extra])]
+    return {_plain(re.split(r"[^\w.-]", line)[0]) for line in lines} - {_plain(project["name"])}
+
+
+def check_locked(lock: str, asked: set[str]) -> list[str]:
+    """Whatever is asked for is in the lock; torch alone is not, which comes from one index or another."""
+    there = {name for name, _ in _pins(lock)}
+    return [f"the lock has no {name}: make lock" for name in sorted(asked - there - {"torch"})]
+
+
 def check_sdist(names: set[str], tracked: set[str]) -> list[str]:
     """It holds what git holds."""
     missing, more = tracked - names - NOT_IN_SDIST, names - tracked - ONLY_IN_SDIST
@@ -119,12 +133,17 @@ def sdist_names(path: Path) -> set[str]:
 
 def _pins(text: str) -> list[tuple[str, str]]:
     found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, re.MULTILINE)
-    return [(re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in found]
+    return [(_plain(name), version) for name, version in found]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["version"]
     parser.add_argument("--version", help="that is to be released; pyproject.toml must say the same")
     parser.add_argument("--skip-build", action="store_true", help="build nothing")
     parser.add_argument("--python", help="build for this one alone")
@@ -138,6 +157,7 @@ def main() -> int:
     )
     wrong += [f"not committed: {line.split(maxsplit=1)[1]}" for line in git("status", "--porcelain").splitlines()]
     wrong += check_lock(LOCK.read_text(), (ROOT / "constraints.txt").read_text())
+    wrong += check_locked(LOCK.read_text(), asked_for(project))
     if not given.skip_build:
         wrong += check_wheels(given.python)
     for line in wrong:

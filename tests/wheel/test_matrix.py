@@ -51,8 +51,8 @@ PYTHONS = {
     "3.13t": ("3.13t", [], {"numpy": "2."}),
     "3.14t": ("3.14t", [], {"numpy": "2."}),
 }
-# There are wheels of gRPC for no free-threaded Python, and of other packages not of each version: pyzmq 27.3 has one
-# for 3.14t, 27.1 for 3.13t.
+# There are wheels of gRPC for no free-threaded Python, and of others not of each version: pyzmq 27.3 has one for 3.14t,
+# 27.1 for 3.13t.
 FREE_THREADED = {"3.13t", "3.14t"}
 WHEELS_ALONE = ("--only-binary", ":all:")
 

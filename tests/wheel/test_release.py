@@ -64,12 +64,10 @@ def test_the_lock_has_the_versions_of_the_constraints_and_hashes() -> None:
     assert "no hash" in release.check_lock("some-package==1.0\n", constraints)[0]
 
 
-def test_every_package_asked_for_by_name_is_pinned() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [
-        *project["dependencies"],
-        *(line for extra in ("server", "training", "dev") for line in project["optional-dependencies"][extra]),
-    ]
-    names = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in asked} - {"jurybox"}
+def test_every_package_asked_for_by_name_is_pinned_and_locked() -> None:
+    names = release.asked_for(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
     pinned = {name for name, _ in release._pins((ROOT / "constraints.txt").read_text())}
-    assert names <= pinned
+    assert len(names) > 60 and names <= pinned
+    lock = release.LOCK.read_text()
+    assert release.check_locked(lock, names) == []
+    assert release.check_locked(lock, {*names, "some-package"}) == ["the lock has no some-package: make lock"]
