@@ -3,8 +3,9 @@
     .venv/bin/python .ci/release.py [--version 0.2.0] [--skip-build]
 
 Looked at: the version is of the form that PyPI wants and newer than the last tag; the changelog has a section for it,
-with a date; the tag does not name another commit; nothing is uncommitted; the lock has the versions of constraints.txt, and all that is asked for;
-the source distribution holds what git holds, no more and no less; and the wheels, built twice, are the same bytes.
+with a date; the tag does not name another commit; nothing is uncommitted; the lock has all that is asked for, in the
+versions of constraints.txt; the source distribution holds what git holds, no more and no less; and the wheels, built
+twice, are the same bytes.
 """
 
 from __future__ import annotations
