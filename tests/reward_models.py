@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -56,3 +57,18 @@ def brightness():
 def brightness_and_prompt():
     """The same, plus the length of the prompt in bytes."""
     return ServedModel(Brightness(), {"image": IMAGE, "prompt": TEXT}, OUTPUTS)
+
+
+class Judged(nn.Module):
+    """As GenEval: the brightness, whether it is above a third, and above a half; the metadata's count is added."""
+
+    def forward(self, image, metadata):
+        mean = torch.stack([one.float().mean() / 255 for one in image])
+        told = [json.loads(row) if row.startswith(b"{") else {"include": [{"count": 0}]} for row in metadata]
+        counts = torch.tensor([float(one["include"][0]["count"]) for one in told])
+        return {"graded": mean + counts, "right": (mean > 1 / 3).float(), "strict": (mean > 1 / 2).float()}
+
+
+def judged():
+    numbers = {name: TensorSpec("float32") for name in ("graded", "right", "strict")}
+    return ServedModel(Judged(), {"image": IMAGE, "metadata": TEXT}, numbers)

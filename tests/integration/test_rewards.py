@@ -90,6 +90,59 @@ def test_pictures_come_with_their_prompts_as_tensors_and_as_pillow_has_them(wher
     assert reward(completions=mixed, prompts=[""] * 4)[1:] == [None, None, None]  # too large, black, of floats
 
 
+def test_a_column_of_lists_with_one_picture_each_is_a_column_of_pictures(where):
+    """As TRL's datasets have `images`; a prompt with two of them has no score, and is not scored by its first."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (51, 51, 51))
+    reward = trl_reward("brightness_and_prompt", **where)
+    prompts = [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "ab"}]}]] * 3
+    given = reward(completions=["x"] * 3, prompts=prompts, images=[[image], [image, image], (image,)])
+    assert given[1] is None and np.allclose([given[0], given[2]], [2.2, 2.2], atol=1e-3)
+
+
+def test_trls_own_trainer_calls_the_hooks_and_leaves_out_what_has_no_score(where):
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
+    torch = pytest.importorskip("torch")
+    hooks = [trl_reward("text_length", **where), trl_reward("text_length", asynchronous=True, name="again", **where)]
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    one = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", is_main_process=False), reward_funcs=hooks, environments=None,
+        reward_processing_classes=[None, None], reward_func_names=[hook.__name__ for hook in hooks], async_loop=loop,
+        state=SimpleNamespace(global_step=1), args=SimpleNamespace(report_to=[]), _log_completion_extra=None,
+        _log_metric=None,
+    )  # fmt: skip
+    given = ([{"prompt": "p", "label": 1}] * 3, ["p"] * 3, ["abc", "bad", "größer"], [[1]] * 3)
+    found = trainer.GRPOTrainer._calculate_rewards(one, *given)
+    loop.call_soon_threadsafe(loop.stop)
+    assert torch.equal(found.nan_to_num(-1), torch.tensor([[3.0, 3.0], [-1.0, -1.0], [8.0, 8.0]]))
+
+
+def test_verls_own_reward_manager_awaits_the_hook(where, tmp_path):
+    managers = pytest.importorskip("verl.experimental.reward_loop.reward_manager.naive", reason="verl is not installed")
+    torch = pytest.importorskip("torch")
+    manager = managers.NaiveRewardManager.__new__(managers.NaiveRewardManager)
+    ids = torch.tensor([ord(letter) for letter in "abcd"])
+    item = SimpleNamespace(
+        batch={"responses": ids, "attention_mask": torch.ones(4, dtype=torch.int64)},
+        non_tensor_batch={"data_source": "x", "reward_model": {"ground_truth": "y"}, "extra_info": {"index": 3}},
+    )
+
+    class Data:
+        def __getitem__(self, key):
+            return self if isinstance(key, slice) else item
+
+    async def one(hook):
+        manager.tokenizer = SimpleNamespace(decode=lambda given, **_: "".join(map(chr, given)))
+        manager.compute_score, manager.is_async_reward_score = hook, inspect.iscoroutinefunction(hook)
+        manager.reward_router_address, manager.reward_model_tokenizer = "x", None
+        manager.loop = asyncio.get_running_loop()
+        return await manager.run_single(Data())
+
+    for asynchronous in (True, False):
+        hook = verl_score("text_length", asynchronous=asynchronous, **where)
+        assert asyncio.run(one(hook))["reward_score"] == 4.0
+
+
 def test_verl_scores_of_one_step_go_out_together(where):
     compute_score = verl_score("text_length", **{**where, "output": "batch"})
     assert inspect.iscoroutinefunction(compute_score)

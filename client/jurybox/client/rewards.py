@@ -451,6 +451,8 @@ def _fitted(name: str, spec: TensorSpec, value: Any) -> Any:
         if len(row) > spec.capacity:
             raise SpecMismatch(f"{name} has {len(row)} bytes, the model takes at most {spec.capacity}")
         return row
+    if isinstance(value, (list, tuple)) and len(value) == 1 and hasattr(value[0], "getbands"):
+        value = value[0]  # the one picture of a prompt, as a column of TRL's has it
     if hasattr(value, "convert") and hasattr(value, "getbands"):  # a picture of Pillow's
         value = value.convert("RGB")
     elif hasattr(value, "detach"):  # a tensor of torch's

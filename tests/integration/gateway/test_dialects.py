@@ -19,7 +19,7 @@ from tests.serving import serving
 
 MODELS = {
     name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 512, "lane_rows": 64}
-    for name in ("text_length", "brightness", "brightness_and_prompt")
+    for name in ("text_length", "brightness", "brightness_and_prompt", "judged")
 }
 DIALECTS = {
     "flow_grpo": {"model": "brightness", "output": "score", "port": 0},
@@ -32,6 +32,8 @@ DIALECTS = {
     "together": {"speaks": "slime", "model": "text_length", "output": "batch", "inputs": {"text": "response"}},
     "unirl": {"model": "brightness_and_prompt", "output": "score", "reward": "pretty"},
     "flow_factory": {"model": "brightness_and_prompt", "output": "score"},
+    "geneval": {"speaks": "flow_grpo", "model": "geneval"},
+    "gen_eval": {"speaks": "verl_omni", "model": "geneval"},
     "nobody": {"speaks": "openrlhf", "model": "brightness"},
 }
 
@@ -42,6 +44,10 @@ long = {weight = 10, model = "text_length", output = "score"}
 [panels.both.members]
 bright = {weight = 0.5, model = "brightness", output = "score"}
 prompted = {weight = 2, model = "brightness_and_prompt", output = "score"}
+[panels.geneval.members]
+scores = {weight = 1, model = "judged", output = "graded"}
+rewards = {weight = 0, model = "judged", output = "right"}
+strict_rewards = {weight = 0, model = "judged", output = "strict"}
 """
 
 
@@ -87,6 +93,42 @@ def test_flow_grpo_prompts_come_as_arrays_of_text(http):
     for protocol in (4, 5):
         status, answer = pickled(http, "/unified", body, protocol)
         np.testing.assert_allclose(answer["outputs"], [1.2, 8.4], atol=1e-3)
+
+
+def judged(count, tag):
+    return {"tag": tag, "prompt": "a", "include": [{"class": "cat", "count": count, "color": "red"}]}
+
+
+@pytest.mark.parametrize("only_strict", [True, False])
+def test_genevals_five_judgements_come_of_a_panel(http, only_strict):
+    """A sample's value stands under its own tag, -10 under the others, which both clients leave out."""
+    images, told = [picture(102), picture(153)], [judged(1, "counting"), judged(2, "colors")]
+    flow_grpo = {"images": images, "meta_datas": told, "only_strict": only_strict}
+    deepgen = {"images": images, "prompts": ["a", "b"], "metadata": {"meta_datas": told, "only_strict": only_strict}}
+    for path, body in (("/geneval", flow_grpo), ("/gen_eval", deepgen)):
+        status, answer = pickled(http, path, body)
+        assert status == 200, answer
+        assert {type(value) for value in answer.values()} == {list, dict}
+        np.testing.assert_allclose(answer["scores"], [1.4, 2.6], atol=1e-3)
+        right = [0.0, 0.0] if only_strict else [1.0, 1.0]
+        assert (answer["rewards"], answer["strict_rewards"]) == (right, [0.0, 1.0])
+        assert len(answer["group_rewards"]) == len(answer["group_strict_rewards"]) == 6
+        assert answer["group_strict_rewards"]["colors"] == [-10.0, 1.0]
+        assert answer["group_rewards"]["counting"] == [right[0], -10.0]
+        assert answer["group_rewards"]["position"] == [-10.0, -10.0]
+
+
+def test_geneval_is_never_answered_by_a_score_that_did_not_see_the_metadata(http):
+    told = [judged(1, "counting")]
+    for path, body, why in (
+        ("/flow_grpo", {"meta_datas": told}, "a panel with the members rewards and strict_rewards"),
+        ("/verl_omni", {"metadata": {"meta_datas": told}, "prompts": ["a"]}, "a panel with the members"),
+        ("/geneval", {"meta_datas": [judged(1, "shapes")]}, "expected a 'tag'"),
+        ("/geneval", {"meta_datas": told * 2}, "expected 1 values"),
+        ("/geneval", {"meta_datas": [{**told[0], "include": b"x"}]}, "expected plain values"),
+    ):
+        status, answer = pickled(http, path, {"images": [picture(51)], **body})
+        assert 400 <= status < 500 and list(answer) == ["error"] and why in answer["error"]
 
 
 def test_a_weights_version_comes_with_the_scores(http):
@@ -250,7 +292,7 @@ def b64(data: bytes) -> str:
 
 
 def test_unirl_gets_a_result_or_an_error_for_each_sample(http):
-    assert http.get("/unirl/health").json()["rewards"] == {"pretty": ["score", "weights_version"]}
+    assert http.get("/unirl/health").json()["rewards"] == {"pretty": ["score"]}
     assert http.get("/unirl/rewards").json() == {"rewards": ["pretty"]}
 
     def sample(data, text="ab", **more):
@@ -263,7 +305,7 @@ def test_unirl_gets_a_result_or_an_error_for_each_sample(http):
     assert answer.status_code == 200
     results, errors = answer.json()["results"], answer.json()["errors"]
     for i in (0, 3):
-        assert next(iter(results[i]["pretty"])) == "score" and errors[i] == {}
+        assert list(results[i]["pretty"]) == ["score"] and errors[i] == {}
         assert abs(results[i]["pretty"]["score"] - 2.2) < 1e-3
     assert results[1] == results[2] == {}
     assert "black" in errors[1]["pretty"] and "JPEG" in errors[2]["pretty"]
@@ -372,18 +414,39 @@ def test_a_dialect_has_a_port_of_its_own_with_the_gateways_walls(server):
         assert np.allclose(pulled(own, key, base="")["scores"]["fine"], [2.2], atol=1e-3)
 
 
+# What its client sent for one picture of 1 x 2 pixels and two rewards, byte for byte but for the picture.
+UNIRL = (
+    b'{"requests": [{"history": [{"text": "ab", "image_b64": "%s"}], "required_rewards": ["bright", "prompted"], '
+    b'"metadata": {"index": 1}}]}'
+)
+
+
+def test_unirl_asks_for_several_rewards_at_once_and_makes_one_number_of_each(http):
+    """The mean of what stands under a reward's name is the reward, where it is set so: only the score may."""
+    assert set(http.get("/panelled/health").json()["rewards"]) == {"both", "bright", "prompted"}
+    answer = http.post("/panelled/score", content=UNIRL % b64(picture(51)).encode(), headers={"Content-Type": "x/y"})
+    (told,) = answer.json()["results"]
+    assert answer.json()["errors"] == [{}] and "x-jurybox-weights-version" in answer.headers
+    assert np.allclose([told["bright"]["score"], told["prompted"]["score"]], [0.2, 2.2], atol=1e-3)
+    assert [list(one) for one in told.values()] == [["score"]] * 3
+    (told,) = http.post("/panelled/score", content=UNIRL % b64(picture(0)).encode()).json()["errors"]
+    assert set(told) == {"bright", "prompted"}
+
+
 def test_a_panel_gives_scores_by_name_and_no_total_where_a_member_has_none(http):
     image = [b64(picture(51)), b64(picture(0))]  # of the second one the brightness fails
 
-    def sample(one):
-        return {"history": [{"text": "ab", "image_b64": one}], "required_rewards": ["both"]}
+    def sample(one, *names):
+        return {"history": [{"text": "ab", "image_b64": one}], "required_rewards": list(names) or ["both"]}
 
-    answer = http.post("/panelled/score", json={"requests": [sample(one) for one in image]}).json()
-    told = answer["results"][0]["both"]
-    assert next(iter(told)) == "score" and set(told) == {"score", "bright", "prompted", "weights_version"}
+    requests_ = [sample(image[0]), sample(image[1]), sample(image[0], "bright")]
+    answer = http.post("/panelled/score", json={"requests": requests_}).json()
+    told = {name: one["score"] for name, one in answer["results"][0].items()}
+    assert set(told) == {"both", "bright", "prompted"}
     assert np.allclose([told["bright"], told["prompted"]], [0.2, 2.2], atol=1e-3)
-    assert np.isclose(told["score"], 0.5 * told["bright"] + 2 * told["prompted"])
+    assert np.isclose(told["both"], 0.5 * told["bright"] + 2 * told["prompted"])
     assert answer["results"][1] == {} and "bright: a black picture" in answer["errors"][1]["both"]
+    assert answer["errors"][2] == {} and answer["results"][2]["bright"]["score"] == told["bright"]
 
 
 def test_a_panel_is_asked_by_the_open_inference_protocol_too(server):

@@ -439,3 +439,36 @@ def test_a_robots_port_that_others_reach_needs_a_token_and_tls(tmp_path):
     with pytest.raises(ConfigError, match=re.escape(needs)):
         require_servable(settings, insecure=False)
     require_servable(settings, insecure=True)
+
+
+SHARED = """
+[models.photo]
+factory = "a:b"
+max_batch = 8
+rows = {rows}
+lane_rows = 32
+[panels.taste]
+members = {{photo = 1, again = {{weight = 2, model = "photo"}}}}
+[dialects.slime]
+model = "photo"
+[dialects.unirl]
+model = "taste"
+[robots.arm]
+model = "photo"
+listen = "127.0.0.1:8002"
+clients = 5
+"""
+
+
+def test_a_model_with_too_few_rows_for_everybodys_lane_is_told_with_the_number_to_set(write):
+    """Three lanes of 32, the robots' 5, the gateway's two batches of 8."""
+    message = wrong(write(SHARED.format(rows=116)))
+    assert "models.photo.rows = 116, expected at least 117" in message
+    assert "dialects.slime, dialects.unirl, dialects.unirl, robots.arm keep a lane" in message
+    assert load_settings(write(SHARED.format(rows=117)), (), {}).models["photo"].resolve_rows(1) == 117
+
+
+def test_rows_that_nobody_set_are_enough_for_everybodys_lane(write):
+    text = PHOTO + "".join(f'[dialects.d{n}]\nspeaks = "slime"\nmodel = "photo"\n' for n in range(100))
+    settings = load_settings(write(text), (), {}).models["photo"]
+    assert settings.resolve_rows(1 << 30) == 200 and settings.resolve_lane_rows(1 << 30) == 1

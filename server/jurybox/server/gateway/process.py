@@ -24,6 +24,7 @@ from jurybox.server.settings.endpoints import is_loopback, split_host
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from jurybox.server.gateway.dialects.intake import Intake
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.robots.server import RobotServer
 
@@ -35,6 +36,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     """Serve until the control pipe says stop, or ends; returns the exit status."""
     source = ClientSource(orders["address"])
     ports: dict[str, FastAPI] = {}
+    intakes: Sequence[Intake] = ()
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
@@ -53,7 +55,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             # Imported here: it brings Pillow.
             from jurybox.server.gateway.dialects.router import applications
 
-            router, ports = applications(orders["dialects"], orders["address"], log)
+            router, ports, intakes = applications(orders["dialects"], orders["address"], log)
             routers.append(router)
         robots = _robot_servers(orders, access)
         app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
@@ -80,11 +82,14 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         bound["dialects"] = {name: server.bound for name, server in dialects.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
+    leasing = [asyncio.create_task(intake.lease()) for intake in intakes]
     try:
         async with signs_of_life(control_pipe):
             serving = [server for server in (http, *dialects.values()) if server is not None]
             served = await _until(stop, serving, app.state.watching.close)
     finally:
+        for task in leasing:
+            task.cancel()
         if rpc is not None:
             await rpc.stop()
         await asyncio.gather(*(robot.stop() for robot in robots.values()))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from pydantic import (
     Field,
     JsonValue,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -217,6 +219,26 @@ class TensorSettings(_Strict):
         return self
 
 
+@dataclass(slots=True)
+class _Holders:
+    """Who of a server's own keeps a lane of a model: dialects, also as members of panels, and robots."""
+
+    dialects: list[str] = field(default_factory=list)
+    robots: dict[str, int] = field(default_factory=dict)  # clients at most, by name
+
+    def needed(self, rows: int, model: ModelSettings) -> int:
+        """Rows that their lanes take of an arena of `rows` rows, and the gateway's own."""
+        lanes = len(self.dialects) * model.lane_rows_of(rows)
+        lanes += sum(min(clients, max(1, rows // 2)) for clients in self.robots.values())
+        return lanes + min(2 * model.max_batch, max(1, rows // 2)) if lanes else 0
+
+    def enough(self, rows: int, model: ModelSettings) -> int:
+        """The number of rows, `rows` or more, of which all have their lanes."""
+        while (needed := self.needed(rows, model)) > rows:
+            rows = needed
+        return rows
+
+
 class ModelSettings(_Strict):
     """[models.NAME]: where a model comes from and how it is batched; documented in docs/operations.md."""
 
@@ -247,6 +269,7 @@ class ModelSettings(_Strict):
     audit: bool = False
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
+    _holders: _Holders = PrivateAttr(default_factory=_Holders)
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelSettings:
@@ -300,11 +323,15 @@ class ModelSettings(_Strict):
     def resolve_rows(self, row_bytes: int) -> int:
         """The number of rows of the arena, for rows of `row_bytes` bytes (ModelSpec.row_bytes)."""
         fitting = min(_AUTO_ARENA_BYTES // row_bytes, _AUTO_ROWS)
-        return self.rows or max(fitting, 2 * self.max_batch, self.lane_rows)
+        return self.rows or self._holders.enough(max(fitting, 2 * self.max_batch, self.lane_rows), self)
 
     def resolve_lane_rows(self, row_bytes: int) -> int:
         """The default number of rows of a lane: small enough for more than a hundred clients."""
-        return self.lane_rows or max(1, min(self.resolve_rows(row_bytes) // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
+        return self.lane_rows_of(self.resolve_rows(row_bytes))
+
+    def lane_rows_of(self, rows: int) -> int:
+        """The same, of an arena of so many rows."""
+        return self.lane_rows or max(1, min(rows // _AUTO_CLIENTS, _AUTO_LANE_ROWS))
 
 
 class EngineSettings(NamedTuple):
@@ -535,7 +562,30 @@ class Settings(_Strict):
             raise ValueError(
                 f"{twice[0]!r} is listened on twice, by robots or dialects among others: expected a port for each"
             )
+        self._find_room()
         return self
+
+    def _find_room(self) -> None:
+        """Tell each model who keeps a lane of it; raises ValueError where not all of them would find rows."""
+        for model in self.models.values():
+            model._holders = _Holders()
+        for name, dialect in self.dialects.items():
+            panel = self.panels.get(dialect.model)
+            members = panel.members if panel else {}
+            asked = [one.plain(member)["model"] for member, one in members.items()] if panel else [dialect.model]
+            for each in asked:
+                self.models[each]._holders.dialects.append(name)
+        for name, robot in self.robots.items():
+            self.models[robot.model]._holders.robots[name] = robot.clients
+        for name, model in self.models.items():
+            held = model._holders
+            if model.rows and (enough := held.enough(model.rows, model)) > model.rows:
+                told = [f"dialects.{one}" for one in held.dialects] + [f"robots.{one}" for one in held.robots]
+                raise ValueError(
+                    f"models.{name}.rows = {model.rows}, expected at least {enough}: {', '.join(told)} keep a lane of "
+                    f"it each ({model.lane_rows_of(model.rows)} rows, a robot's as many as it has clients), and the "
+                    f"gateway one for its other callers (two batches of {model.max_batch}, or half of the rows)"
+                )
 
     def open_transports(self) -> list[str]:
         """The transports through which anybody could come in from elsewhere, each with what it lacks."""

@@ -13,7 +13,7 @@ from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, liste
 
 MEDIA = "application/json"
 _NOT_SERVED = ("video", "condition_images", "condition_videos")
-_METRICS = ["score", "weights_version"]
+_METRIC = "score"
 
 
 async def openrlhf(intake: Intake, body: bytes) -> Response:
@@ -92,39 +92,48 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
 def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
     """The responses of /health and /rewards."""
     return {
-        "/health": {"status": "ok", "rewards": {intake.reward: [_METRICS[0], *intake.rewards[1:], _METRICS[1]]}},
-        "/rewards": {"rewards": [intake.reward]},
+        "/health": {"status": "ok", "rewards": {name: [_METRIC] for name in intake.rewards}},
+        "/rewards": {"rewards": intake.rewards},
     }
 
 
 async def unirl(intake: Intake, body: bytes) -> Response:
-    """UniRL's reward service: JSON with pictures in base64; each sample of a request has its own result or error.
+    """UniRL's reward service: JSON with pictures in base64; each sample of a request has its own results and errors.
 
-        {"requests": [{"history": [{"text": str, "image_b64": base64, ...}, ...], "required_rewards": [name], ...}]}
-            -> {"results": [{name: {"score": float, "weights_version": int}}, ...], "errors": [{name: str}, ...]}
+        {"requests": [{"history": [{"text": str, "image_b64": base64, ...}, ...],
+                       "required_rewards": [name, ...], "metadata": {...} | null}]}
+            -> {"results": [{name: {"score": float}, ...}, ...], "errors": [{name: str}, ...]}
 
-    The client takes a reward's first number. It repeats what is not 2xx three times, and stops at a sample with an
-    error. The last turn is scored; a file name on the server's host ("video_path") is never opened.
+    A panel's members are rewards, too. The client makes one number of all that stands beside a score (the first, the
+    mean or the greatest), so nothing does. It repeats what is not 2xx three times, and stops at a sample with an error.
+    The last turn is scored; a file name on the server's host ("video_path") is never opened.
     """
     given = await intake.off_loop(read, body)
-    turns = [_last_turn(intake, request) for request in listed(given, "requests")]
+    requests = listed(given, "requests")
+    turns = [_last_turn(intake, request) for request in requests]
     seen = [turn.get("image_b64") is not None for turn in turns]
     if any(seen) and not all(seen):
         raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
     texts = [turn.get("text") or "" for turn in turns]
+    metadata = [json.dumps(request.get("metadata")) for request in requests]
     pictures = [turn["image_b64"] for turn in turns] if any(seen) else None
-    found = await intake.rows({"text": texts, "prompt": texts}, len(turns), pictures=pictures)
-    if late := next((score for score in found if isinstance(score, Passing)), ""):
+    columns = {"text": texts, "prompt": texts, "metadata": metadata}
+    found = await intake.rows(columns, len(turns), pictures=pictures)
+    scores = {name: found.parts.get(name, found) for name in intake.rewards}
+    wanted = [(i, name) for i, request in enumerate(requests) for name in request["required_rewards"]]
+    if late := next((why for i, name in wanted if isinstance(why := scores[name][i], Passing)), ""):
         raise Refused(late, Code.NOT_READY)  # worth another try
-    name = intake.reward
-    results: list[dict[str, Any]] = []
-    errors: list[dict[str, str]] = []
-    for i, score in enumerate(found):
-        failed = isinstance(score, str)
-        parts = {member: part[i] for member, part in found.parts.items()}
-        results.append({} if failed else {name: {"score": score, **parts, "weights_version": found.version}})
-        errors.append({name: plain(score, 500)} if failed else {})
-    return Response(json.dumps({"results": results, "errors": errors}, allow_nan=False), media_type=MEDIA)
+    results: list[dict[str, Any]] = [{} for _ in turns]
+    errors: list[dict[str, str]] = [{} for _ in turns]
+    for name, column in scores.items():
+        for i, score in enumerate(column):
+            if not isinstance(score, str):
+                results[i][name] = {_METRIC: score}
+    for i, name in wanted:
+        if isinstance(why := scores[name][i], str):
+            errors[i][name] = plain(why, 500)
+    answer = json.dumps({"results": results, "errors": errors}, allow_nan=False)
+    return Response(answer, 200, {VERSION_HEADER: str(found.version)}, MEDIA)
 
 
 def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
@@ -132,9 +141,9 @@ def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:
     if type(history) is not list or not history or type(history[-1]) is not dict:
         raise ProtocolMismatch("expected requests with a history of at least one turn", Code.MALFORMED)
     required = request.get("required_rewards")
-    if required != [intake.reward]:
-        told = plain(json.dumps(required), 200)
-        raise ProtocolMismatch(f"rewards {told} are required, expected [{intake.reward!r}]", Code.MALFORMED)
+    if type(required) is not list or not required or any(name not in intake.rewards for name in required):
+        told, there = plain(json.dumps(required), 200), ", ".join(intake.rewards)
+        raise ProtocolMismatch(f"rewards {told} are required, expected names of these: {there}", Code.MALFORMED)
     turn: dict[str, Any] = history[-1]
     if turn.get("video_b64") is not None or turn.get("video_path") is not None:
         raise ProtocolMismatch("video is not scored here, expected image_b64 or text", Code.MALFORMED)

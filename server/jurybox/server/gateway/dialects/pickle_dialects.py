@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import Response
 
-from jurybox.protocol.errors import Code, Refused, SpecMismatch
+from jurybox.protocol.errors import Code, Refused, SpecMismatch, said
 from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Scores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
 
 MEDIA = "application/octet-stream"
+_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")  # GenEval's tasks
+_JUDGED = ("rewards", "strict_rewards")
+_NOT_THIS_TAG = -10.0
 
 
 async def flow_grpo(intake: Intake, body: bytes) -> Response:
@@ -18,16 +22,66 @@ async def flow_grpo(intake: Intake, body: bytes) -> Response:
 
         {"images": [bytes, ...]}                        -> {"outputs": [float, ...]}
         {"images": [bytes, ...], "prompts": [str, ...]} -> {"outputs": [float, ...]}
+        {"images": [bytes, ...], "meta_datas": [{...}, ...], "only_strict": bool} -> as `geneval`
 
     The client looks at no status but 500, which it repeats for a day and a half, and at 503 with Retry-After, which it
     obeys. So what cannot be scored is answered with a 4xx whose body has no "outputs": its training stops, and says so.
     """
     given = await read(intake, body)
     if "meta_datas" in given:
-        raise Refused("GenEval's requests ('meta_datas') are not served: its judgements are more than one score")
+        return await geneval(intake, given, given)
     scores = await scored(intake, given)
     # Lists, not arrays: the client adds them up with +=.
     return Response(dumps({"outputs": scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+
+
+async def geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Response:
+    """GenEval's judgements, of a panel with the members `rewards` and `strict_rewards`; its total is `scores`.
+
+    Each picture has a dict that says what is to be seen on it: the field "metadata", as JSON. What is under another
+    tag than the picture's own is -10, which its clients leave out.
+
+    Args:
+        given: with "images".
+        told: with "meta_datas" and "only_strict": then `rewards` are 0, as upstream's.
+    """
+    if missing := [name for name in _JUDGED if name not in intake.rewards]:
+        raise Refused(
+            f"GenEval's requests ('meta_datas') want a panel with the members {' and '.join(_JUDGED)}, as "
+            f"docs/dialects.md has it; {', '.join(missing)} is missing in {intake.reward!r}"
+        )
+    pictures = listed(given, "images")
+    described = listed(told, "meta_datas", len(pictures))
+    tags = [one.get("tag") if type(one) is dict else None for one in described]
+    if wrong := [tag for tag in tags if tag not in _TAGS]:
+        raise SpecMismatch(
+            f"expected a 'tag' in each of 'meta_datas', one of {', '.join(_TAGS)}, came {wrong[0]!r:.99}"
+        )
+    prompts = [str(one.get("prompt", "")) for one in described]
+    try:
+        metadata = [json.dumps(one) for one in described]
+    except (TypeError, ValueError) as error:
+        raise SpecMismatch(f"expected plain values in 'meta_datas': {said(error, 200)}") from error
+    columns = {"prompt": prompts, "text": prompts, "metadata": metadata}
+    scores = await intake.score(columns, len(pictures), pictures=pictures)
+    rewards, strict = (scores.parts.get(name, []) for name in _JUDGED)
+    if told.get("only_strict"):
+        rewards = [0.0] * len(rewards)
+    groups = [
+        {
+            tag: [value if own == tag else _NOT_THIS_TAG for own, value in zip(tags, values, strict=True)]
+            for tag in _TAGS
+        }
+        for values in (rewards, strict)
+    ]
+    answer = {
+        "scores": scores.values,
+        "rewards": rewards,
+        "strict_rewards": strict,
+        "group_rewards": groups[0],
+        "group_strict_rewards": groups[1],
+    }
+    return Response(dumps(answer), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
 
 
 async def read(intake: Intake, body: bytes) -> dict[str, Any]:
@@ -57,9 +111,14 @@ async def verl_omni(intake: Intake, body: bytes) -> Response:
     """The HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
 
         {"images": [bytes, ...], "prompts": [str, ...], "metadata": {...}} -> {"scores": [float, ...]}
+        the same with "meta_datas" and "only_strict" in the metadata (deepgen_rl's gen_eval) -> as `geneval`
 
     verl-omni asks again after 408, 429 and 5xx; any other 4xx stops with the text of "error". Bodies of errors are
     unpickled too, so they are pickles always.
     """
-    scores = await scored(intake, await read(intake, body))
+    given = await read(intake, body)
+    told = given.get("metadata")
+    if type(told) is dict and "meta_datas" in told:
+        return await geneval(intake, given, told)
+    scores = await scored(intake, given)
     return Response(dumps({"scores": scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)

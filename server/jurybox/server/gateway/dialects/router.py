@@ -64,8 +64,8 @@ _AGAIN = "2"  # seconds
 
 def applications(
     dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log
-) -> tuple[APIRouter, dict[str, FastAPI]]:
-    """The paths of all dialects, for `create_app`; and for each that has a port of its own what answers there.
+) -> tuple[APIRouter, dict[str, FastAPI], list[Intake]]:
+    """The paths of all dialects, for `create_app`; for each that has a port of its own what answers there; the intakes.
 
     Args:
         dialects: settings by name, as [dialects.NAME] has them, and `members` where the model is a panel.
@@ -73,6 +73,7 @@ def applications(
     """
     paths = APIRouter(tags=["dialects"])
     ports: dict[str, FastAPI] = {}
+    intakes: list[Intake] = []
     pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="pictures")
     for name, settings in dialects.items():
         size = settings["resize"]
@@ -87,6 +88,7 @@ def applications(
             output=settings["output"],
             timeout=settings["timeout"],
         )
+        intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
         answers = dialect.answers(intake, _telling(log, name))
         _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
@@ -96,7 +98,7 @@ def applications(
             ports[name] = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
             ports[name].add_middleware(NeverCached)
             ports[name].include_router(own)
-    return paths, ports
+    return paths, ports, intakes
 
 
 def _add(

@@ -1,0 +1,107 @@
+"""Trainers' own clients, unmodified, where their package is installed: what they make of scores and of failures.
+
+`PYTHONPATH=CHECKOUT pytest -rs tests/integration/gateway/test_upstream_clients.py` runs those of a checkout. What they
+send is in test_dialects.py, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+import urllib3.util.connection
+from PIL import Image
+from tests.serving import serving
+
+MODELS = {
+    name: {"factory": f"tests.reward_models:{name}", "max_batch": 32, "rows": 512, "lane_rows": 32}
+    for name in ("brightness", "brightness_and_prompt", "judged")
+}
+DIALECTS = {
+    "flow_grpo": {"model": "brightness", "output": "score", "port": 0},
+    "geneval": {"speaks": "flow_grpo", "model": "geneval", "port": 0},
+    "verl_omni": {"model": "brightness_and_prompt", "output": "score"},
+    "gen_eval": {"speaks": "verl_omni", "model": "geneval"},
+}
+PANEL = """
+[panels.geneval.members]
+scores = {weight = 1, model = "judged", output = "graded"}
+rewards = {weight = 0, model = "judged", output = "right"}
+strict_rewards = {weight = 0, model = "judged", output = "strict"}
+"""
+TOLD = [
+    {"tag": tag, "prompt": "p", "include": [{"class": "cat", "count": count}]}
+    for tag, count in (("counting", 1), ("colors", 2))
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, dialects=DIALECTS, http="127.0.0.1:0", more=PANEL) as one:
+        yield one
+
+
+def planes(*values: int) -> torch.Tensor:
+    return torch.stack([torch.full((3, 32, 32), value / 255) for value in values])
+
+
+def test_flow_grpo(server, monkeypatch):
+    """Its addresses are constants."""
+    rewards = pytest.importorskip("flow_grpo.rewards", reason="flow_grpo is not installed")
+    with server.connect() as client:
+        own = {name: where.rpartition(":") for name, where in client.status()["server"]["dialects"].items()}
+    ports = {18086: own["flow_grpo"][2], 18085: own["geneval"][2]}
+    connect = urllib3.util.connection.create_connection
+    monkeypatch.setattr(
+        urllib3.util.connection, "create_connection", lambda to, *a, **k: connect((to[0], int(ports[to[1]])), *a, **k)
+    )
+    deqa = rewards.deqa_score_remote("cpu")
+    scores, _ = deqa(planes(*[51, 102] * 40), ["a"] * 80, {})
+    assert np.allclose(scores, [0.2, 0.4] * 40, atol=1e-3)
+    for value in (0, 255):
+        with pytest.raises(KeyError, match="outputs"):
+            deqa(planes(51, value), ["a"] * 2, {})
+    several = rewards.multi_score("cpu", {"deqa": 1.0, "geneval": 0.5})
+    told, _ = several(planes(102, 153), ["a", "b"], TOLD)
+    assert np.allclose(told["avg"], [0.4 + 0.7, 0.6 + 1.3], atol=1e-3)
+    assert told["strict_accuracy"] == [0.0, 1.0] and told["colors_strict_accuracy"] == [-10.0, 1.0]
+
+
+def test_deepgen_rl(server):
+    module = "deepgen_rl.reward_evaluator.reward_evaluator"
+    evaluator = pytest.importorskip(module, reason="deepgen_rl is not installed")
+    base = f"http://{server.listening('http')}/dialects"
+    client = evaluator.RewardEvaluatorClient(
+        {"aesthetic": f"{base}/verl_omni/", "threads": f"{base}/verl_omni/", "gen_eval": f"{base}/gen_eval/"},
+        {"threads": 2},
+    )
+    images = [Image.new("RGB", (32, 32), (value,) * 3) for value in (102, 153)]
+    for name in ("aesthetic", "threads"):
+        found = client.evaluate(name, images, ["ab", "abc"])
+        assert np.allclose(found["scores"] if isinstance(found, dict) else found, [2.4, 3.6], atol=1e-3)
+    judged = client.evaluate("gen_eval", images, ["a", "b"], {"meta_datas": TOLD, "only_strict": False})
+    assert judged["rewards"] == [1.0, 1.0] and judged["group_rewards"]["colors"] == [-10.0, 1.0]
+    with pytest.raises(RuntimeError, match="422"):
+        client.evaluate("aesthetic", [images[0], Image.new("RGB", (32, 32))], ["a", "b"])
+
+
+def test_verl_omni(server):
+    module = "verl_omni.utils.reward_score.http_scorer_client"
+    client = pytest.importorskip(module, reason="verl-omni is not installed")
+    url = f"http://{server.listening('http')}/dialects/verl_omni"
+
+    async def scored(*values: int) -> list[object]:
+        calls = (
+            client.compute_score(torch.full((3, 32, 32), value, dtype=torch.uint8), "ab", url, extra_info={})
+            for value in values
+        )
+        try:
+            return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await client.compute_score._session.close()
+
+    good, black, white = asyncio.run(scored(51, 0, 255))
+    assert np.isclose(good["score"], 2.2, atol=1e-3)
+    assert "a black picture" in str(black) and "the score is nan" in str(white)
