@@ -99,9 +99,10 @@ def test_a_column_of_lists_with_one_picture_each_is_a_column_of_pictures(where):
     assert given[1] is None and np.allclose([given[0], given[2]], [2.2, 2.2], atol=1e-3)
 
 
-def test_trls_own_trainer_calls_the_hooks_and_leaves_out_what_has_no_score(where):
+def test_trls_own_trainer_calls_the_hooks_and_leaves_out_what_has_no_score(where, monkeypatch):
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
     torch = pytest.importorskip("torch")
+    monkeypatch.setattr(trainer, "gather", lambda rewards: rewards)  # of one process
     hooks = [trl_reward("text_length", **where), trl_reward("text_length", asynchronous=True, name="again", **where)]
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

@@ -22,11 +22,10 @@ from jurybox.server.jurors.ready import Preprocessing
 from jurybox.server.models import RowErrors
 
 PROMPTS = ["a cat", "the bat sat on a mat, and then it sat on a cat"]
-FACTORIES = ("clip_score", "pick_score", "hpsv2", "aesthetic_v1", "aesthetic_v2_5", "text_reward")
+FACTORIES = ("clip_score", "pick_score", "hpsv2", "aesthetic_v1", "aesthetic_v2_5", "text_reward", "image_reward")
 
 
-@pytest.fixture(scope="module")
-def pictures() -> list[np.ndarray]:
+def smooth_pictures() -> list[np.ndarray]:
     """Sizes whose middle is between two pixels, one smaller and one of the model's own size."""
     generator = np.random.default_rng(7)
     smooth = [generator.integers(0, 256, (9, 9, 3), np.uint8) for _ in range(4)]
@@ -35,6 +34,11 @@ def pictures() -> list[np.ndarray]:
         np.asarray(Image.fromarray(one).resize(size, Image.Resampling.BICUBIC))
         for one, size in zip(smooth, sizes, strict=True)
     ]
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[np.ndarray]:
+    return smooth_pictures()
 
 
 def scored(served: Any, *inputs: Any) -> Any:
@@ -312,3 +316,85 @@ def test_without_tesseract_the_error_says_how_to_get_it(monkeypatch: pytest.Monk
         jurors.ocr_match()
     with pytest.raises(ValueError, match="module:function"):
         jurors.ocr_match("easyocr")
+
+
+def image_reward_weights() -> dict[str, torch.Tensor]:
+    """Tensors of ImageReward's names: two layers each of 128 and 64 wide, pictures of 32 x 32, 40 words."""
+    dice = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice) / max(1, shape[-1]) ** 0.5
+
+    def linear(name: str, out: int, into: int) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": random(out, into), f"{name}.bias": 0.1 * random(out)}
+
+    def norm(name: str, width: int) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": 1 + 0.1 * random(width), f"{name}.bias": 0.1 * random(width)}
+
+    wide, narrow = 128, 64
+    eye = {"cls_token": random(1, 1, wide), "pos_embed": random(1, 5, wide), **norm("norm", wide)}
+    eye |= {"patch_embed.proj.weight": 0.1 * random(wide, 3, 16, 16), "patch_embed.proj.bias": random(wide)}
+    reader = {f"embeddings.{name}_embeddings.weight": random(n, narrow) for name, n in (("word", 40), ("position", 64))}
+    reader |= norm("embeddings.LayerNorm", narrow)
+    for i in range(2):
+        block, layer = f"blocks.{i}", f"encoder.layer.{i}"
+        eye |= norm(f"{block}.norm1", wide) | norm(f"{block}.norm2", wide) | linear(f"{block}.attn.qkv", 3 * wide, wide)
+        eye |= linear(f"{block}.attn.proj", wide, wide) | linear(f"{block}.mlp.fc1", 512, wide)
+        eye |= linear(f"{block}.mlp.fc2", wide, 512)
+        for part, seen in (("attention", narrow), ("crossattention", wide)):
+            for name, into in (("query", narrow), ("key", seen), ("value", seen)):
+                reader |= linear(f"{layer}.{part}.self.{name}", narrow, into)
+            reader |= linear(f"{layer}.{part}.output.dense", narrow, narrow)
+            reader |= norm(f"{layer}.{part}.output.LayerNorm", narrow)
+        reader |= linear(f"{layer}.intermediate.dense", 96, narrow) | linear(f"{layer}.output.dense", narrow, 96)
+        reader |= norm(f"{layer}.output.LayerNorm", narrow)
+    sizes = (narrow, 1024, 128, 64, 16, 1)
+    head: dict[str, torch.Tensor] = {}
+    for number, into, out in zip((0, 2, 4, 6, 7), sizes[:-1], sizes[1:], strict=True):
+        head |= linear(f"mlp.layers.{number}", out, into)
+    eyes = {f"blip.visual_encoder.{name}": value for name, value in eye.items()}
+    return {**eyes, **{f"blip.text_encoder.{name}": value for name, value in reader.items()}, **head}
+
+
+def write_image_reward(folder: Path) -> None:
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *["a", "cat", "bat", "sat", "on", "mat", "the", "and", "then", "it", ","],
+    ]
+    words += [f"[unused{i}]" for i in range(38 - len(words))]
+    (folder / "vocab.txt").write_text("\n".join([*words, "[DEC]", "[ENC]"]) + "\n")
+    save_file(image_reward_weights(), folder / "model.safetensors")
+
+
+def test_image_reward_gives_the_numbers_of_its_own_package(tmp_path: Path, pictures: list[np.ndarray]) -> None:
+    """They were taken with image-reward 1.5 (transformers 4.40) from these weights, pictures and prompts."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    write_image_reward(tmp_path)
+    served = jurors.image_reward(weights=str(tmp_path))
+    prompts = [prompt.encode() for prompt in PROMPTS * 2]
+    found = scored(served, tensors(pictures), prompts)["score"]
+    np.testing.assert_allclose(found, [0.0994840, -0.5419887, -1.5908754, -0.1674010], atol=1e-5)
+    alone = [scored(served, tensors([one]), [prompt])["score"] for one, prompt in zip(pictures, prompts, strict=True)]
+    np.testing.assert_allclose(torch.cat(alone), found, atol=1e-5)
+    long = ("a cat " * 40).encode()
+    assert (
+        scored(served, tensors(pictures[:1]), [long])["score"]
+        == scored(served, tensors(pictures[:1]), [long * 2])["score"]
+    )
+
+
+@pytest.mark.parametrize(
+    "lost",
+    ["mlp.layers.4.bias", "blip.visual_encoder.norm.weight", "blip.text_encoder.encoder.layer.1.output.dense.bias"],
+)
+def test_weights_that_are_not_image_rewards_are_refused(tmp_path: Path, lost: str) -> None:
+    """Left at random, a layer would score all the same."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    write_image_reward(tmp_path)
+    save_file({n: v for n, v in image_reward_weights().items() if n != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="are not ImageReward's"):
+        jurors.image_reward(weights=str(tmp_path))

@@ -4,6 +4,7 @@ What each criterion measures, and how well, is in ``docs/jurors.md``.
 """
 
 from jurybox.server.jurors.aesthetic import aesthetic_v2_5, siglip
+from jurybox.server.jurors.image_reward import image_reward
 from jurybox.server.jurors.measures import jpeg_size, ocr_match
 from jurybox.server.jurors.panels import colour, exposure, naturalness, panel, sharpness
 from jurybox.server.jurors.ready import aesthetic_v1, clip_score, hpsv2, pick_score, text_reward
@@ -15,6 +16,7 @@ __all__ = [
     "colour",
     "exposure",
     "hpsv2",
+    "image_reward",
     "jpeg_size",
     "naturalness",
     "ocr_match",
