@@ -22,9 +22,7 @@ from jurybox.server.security.access import Access
 from jurybox.server.settings.endpoints import is_loopback, split_host
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from jurybox.server.gateway.dialects.intake import Intake
+    from jurybox.server.gateway.dialects.router import Spoken
     from jurybox.server.gateway.grpc_server import GrpcServer
     from jurybox.server.gateway.robots.server import RobotServer
 
@@ -35,8 +33,7 @@ STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
     """Serve until the control pipe says stop, or ends; returns the exit status."""
     source = ClientSource(orders["address"])
-    ports: dict[str, FastAPI] = {}
-    intakes: Sequence[Intake] = ()
+    spoken: Spoken | None = None
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access.from_order(orders)
@@ -53,16 +50,18 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         routers = [http_inference.router(oip, most=access.max_message)]
         if orders.get("dialects"):
             # Imported here: it brings Pillow.
-            from jurybox.server.gateway.dialects.router import applications
+            from jurybox.server.gateway.dialects.router import Paths, applications
 
-            router, ports, intakes = applications(orders["dialects"], orders["address"], log)
-            routers.append(router)
+            spoken = applications(orders["dialects"], orders["address"], log)
+            routers.append(spoken.paths)
         robots = _robot_servers(orders, access)
         app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
+        if spoken is not None:
+            app.add_middleware(Paths, endpoints=spoken.endpoints)
         http = HttpServer(orders["http"], app, access) if orders["http"] else None
         dialects = {
             name: HttpServer(orders["dialects"][name]["listen"], its_app, access, f"dialects.{name}")
-            for name, its_app in ports.items()
+            for name, its_app in (spoken.ports if spoken else {}).items()
         }
         rpc = _grpc_server(orders, oip, source, access) if orders["grpc"] else None
         for robot in robots.values():
@@ -82,7 +81,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         bound["dialects"] = {name: server.bound for name, server in dialects.items()}
     control_pipe.send("ready", port=http.port if http else 0, **bound)
     log.debug("listening", **bound)
-    leasing = [asyncio.create_task(intake.lease()) for intake in intakes]
+    leasing = [asyncio.create_task(intake.lease()) for intake in (spoken.intakes if spoken else ())]
     try:
         async with signs_of_life(control_pipe):
             serving = [server for server in (http, *dialects.values()) if server is not None]

@@ -52,7 +52,7 @@ class ImageReward(nn.Module):
         texts = [text.decode("utf-8", "replace") for text in prompt]
         given = self._tokenizer(texts, padding=True, truncation=True, max_length=_TOKENS, return_tensors="pt")
         seen, wrong = self._prepare(image)
-        device = self.head[0].weight.device
+        device = next(self.head.parameters()).device
         patches = self.vision(pixel_values=seen.to(device)).last_hidden_state
         read = self.text(
             input_ids=given["input_ids"].to(device),

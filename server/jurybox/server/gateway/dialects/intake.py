@@ -14,7 +14,8 @@ import asyncio
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,12 @@ _FORMATS = ("JPEG", "PNG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 MOST_PIXELS = 1 << 25  # of one picture, about 100 MB when it is decoded
 _MOST_ROWS = 4096  # of one request
+_WORKERS = max(2, os.cpu_count() or 1)
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """For the intakes of a gateway: parses requests and decodes pictures."""
+    return ThreadPoolExecutor(_WORKERS, thread_name_prefix="pictures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,12 @@ class Scores:
     values: list[float]
     version: int
     parts: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+class NoPicture(str):
+    """Why a picture cannot be decoded."""
+
+    __slots__ = ()
 
 
 class Unscored(Error):
@@ -120,7 +133,7 @@ class Intake:
         found = Found([""] * n)
         given, good = dict(columns), list(range(n))
         if pictures is not None:
-            images = await asyncio.gather(*(self.off_loop(self._picture, one) for one in pictures))
+            images = await self._decoded(pictures)
             good = [i for i, image in enumerate(images) if not isinstance(image, str)]
             found = Found(image if isinstance(image, str) else "" for image in images)
             given = {name: [values[i] for i in good] for name, values in columns.items()}
@@ -135,6 +148,42 @@ class Intake:
                 into[i] = score
         return found
 
+    async def parsed(self, parse: Callable[[bytes], Any], body: bytes, only: Callable[[Any], Any]) -> Any:
+        """Parse a body in the thread pool; where it has one picture, that is decoded there at once.
+
+        Args:
+            parse: raises what it finds wrong.
+            only: of what was parsed the container and the key of its picture, where there is one; anything else it may
+                raise or give is none.
+        """
+        return await self.off_loop(self._parse, parse, body, only)
+
+    def _parse(self, parse: Callable[[bytes], Any], body: bytes, only: Callable[[Any], Any]) -> Any:
+        given = parse(body)
+        try:
+            container, key = only(given)
+            picture = container[key]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return given  # several, none, or what is told later
+        if type(picture) in (bytes, str):
+            container[key] = self._picture(picture)
+        return given
+
+    async def _decoded(self, pictures: Sequence[Any]) -> list[Any]:
+        """Arrays, and the reason where one cannot be decoded. Those of a large request share a few tasks."""
+        if len(pictures) == 1 and (type(pictures[0]) is NoPicture or self._is_ready(pictures[0])):
+            return list(pictures)
+        step = 1 + len(pictures) // (4 * _WORKERS)
+        parts = (pictures[i : i + step] for i in range(0, len(pictures), step))
+        images = await asyncio.gather(*(self.off_loop(self._several, part) for part in parts))
+        return [image for part in images for image in part]
+
+    def _several(self, pictures: Sequence[Any]) -> list[Any]:
+        return [self._picture(one) for one in pictures]
+
+    def _is_ready(self, picture: Any) -> bool:
+        return isinstance(picture, np.ndarray) and (self._size is None or picture.shape[:2] == self._size)
+
     async def off_loop(self, action: Any, *arguments: Any) -> Any:
         """Run a function in the thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, action, *arguments)
@@ -148,7 +197,7 @@ class Intake:
         """Release the lane."""
         self._juror.close()
 
-    def _picture(self, given: Any) -> NDArray[np.uint8] | str:
+    def _picture(self, given: Any) -> NDArray[np.uint8] | NoPicture:
         """Decode a picture; returns the reason where it cannot be decoded."""
         if isinstance(given, np.ndarray):
             if self._size is None or given.shape[:2] == self._size:
@@ -157,7 +206,7 @@ class Intake:
         try:
             return decoded(encoded_bytes(given), self._size)
         except SpecMismatch as error:
-            return str(error)
+            return NoPicture(error)
 
 
 def encoded_bytes(given: Any) -> bytes:
@@ -191,8 +240,8 @@ def decoded(data: bytes, size: tuple[int, int] | None = None) -> NDArray[np.uint
             _check_pixels(*image.size)
             if image.mode not in _MODES:
                 raise SpecMismatch(f"a picture of mode {image.mode!r}, expected 8 bits a channel")
-            turned = ImageOps.exif_transpose(image)
-            rgb = turned if turned.mode == "RGB" else turned.convert("RGB")
+            ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies what need not be turned
+            rgb = image if image.mode == "RGB" else image.convert("RGB")
             return np.asarray(rgb if size is None else _resized(rgb, size))
     except SpecMismatch:
         raise
@@ -232,3 +281,10 @@ def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any
     if n is not None and len(values) != n:
         raise SpecMismatch(f"expected {n} values in {name!r}, came {len(values)}")
     return values
+
+
+def only(values: Any) -> tuple[list[Any], int]:
+    """A list of one, and where that one is. Raises ValueError where it is none."""
+    if type(values) is not list or len(values) != 1:
+        raise ValueError("expected a list of one")
+    return values, 0

@@ -9,7 +9,7 @@ from fastapi import Response
 
 from jurybox.client.rewards import Passing
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, listed
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, listed, only
 
 MEDIA = "application/json"
 _NOT_SERVED = ("video", "condition_images", "condition_videos")
@@ -79,7 +79,7 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
     An "error" that comes with status 200 stops its training with our text; any other status is repeated three times
     without a pause, and its text is lost.
     """
-    given = await intake.off_loop(read, body)
+    given = await intake.parsed(read, body, lambda given: only(given["image"]))
     prompts = listed(given, "prompt")
     if others := [name for name in _NOT_SERVED if given.get(name)]:
         raise Refused(f"{', '.join(others)} came: pictures and prompts alone are scored here", Code.UNSUPPORTED)
@@ -108,7 +108,7 @@ async def unirl(intake: Intake, body: bytes) -> Response:
     mean or the greatest), so nothing does. It repeats what is not 2xx three times, and stops at a sample with an error.
     The last turn is scored; a file name on the server's host ("video_path") is never opened.
     """
-    given = await intake.off_loop(read, body)
+    given = await intake.parsed(read, body, _only_turn)
     requests = listed(given, "requests")
     turns = [_last_turn(intake, request) for request in requests]
     seen = [turn.get("image_b64") is not None for turn in turns]
@@ -134,6 +134,11 @@ async def unirl(intake: Intake, body: bytes) -> Response:
             errors[i][name] = plain(why, 500)
     answer = json.dumps({"results": results, "errors": errors}, allow_nan=False)
     return Response(answer, 200, {VERSION_HEADER: str(found.version)}, MEDIA)
+
+
+def _only_turn(given: dict[str, Any]) -> tuple[Any, str]:
+    requests, at = only(given["requests"])
+    return requests[at]["history"][-1], "image_b64"
 
 
 def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:

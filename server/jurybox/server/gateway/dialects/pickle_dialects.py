@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Response
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Scores, listed
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Scores, listed, only
 from jurybox.server.gateway.dialects.pickles import dumps, loads
 
 MEDIA = "application/octet-stream"
@@ -86,7 +86,7 @@ async def geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -
 
 async def read(intake: Intake, body: bytes) -> dict[str, Any]:
     """Parse a body that must be a pickled dict. Raises NotPlain, SpecMismatch."""
-    given = await intake.off_loop(loads, body)
+    given = await intake.parsed(loads, body, lambda given: only(given["images"]))
     if type(given) is not dict:
         raise SpecMismatch(f"expected a pickled dict with 'images', came a {type(given).__name__}")
     return given

@@ -5,19 +5,18 @@ A dialect may have a port of its own besides, whose / is what /dialects/NAME is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import cosmos, json_dialects, pickle_dialects
-from jurybox.server.gateway.dialects.intake import Intake
+from jurybox.server.gateway.dialects.intake import Intake, thread_pool
 from jurybox.server.logs import Log
 
 Answer = Callable[[bytes], Awaitable[Response]]
@@ -62,19 +61,63 @@ _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAI
 _AGAIN = "2"  # seconds
 
 
-def applications(
-    dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log
-) -> tuple[APIRouter, dict[str, FastAPI], list[Intake]]:
-    """The paths of all dialects, for `create_app`; for each that has a port of its own what answers there; the intakes.
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Paths:
+    """Answers POSTs to the dialects' paths before anything else looks at them: an application's routing costs as much.
+
+    Args:
+        endpoints: by path.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if post else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await endpoint(Request(scope, receive))
+        except ClientDisconnect:
+            return  # nobody is there to be answered
+        response.headers["Cache-Control"] = "no-store"
+        await response(scope, receive, send)
+
+
+class Spoken(NamedTuple):
+    """What speaks the dialects.
+
+    Attributes:
+        paths: of all dialects, for `create_app`.
+        endpoints: that `Paths` answers, by path.
+        ports: what answers at the ports of those that have one.
+        intakes: of all.
+    """
+
+    paths: APIRouter
+    endpoints: dict[str, Endpoint]
+    ports: dict[str, FastAPI]
+    intakes: list[Intake]
+
+
+def applications(dialects: Mapping[str, Mapping[str, Any]], address: str, log: Log) -> Spoken:
+    """What the gateway adds for its dialects.
 
     Args:
         dialects: settings by name, as [dialects.NAME] has them, and `members` where the model is a panel.
         address: the server's.
     """
     paths = APIRouter(tags=["dialects"])
+    endpoints: dict[str, Endpoint] = {}
     ports: dict[str, FastAPI] = {}
     intakes: list[Intake] = []
-    pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="pictures")
+    pool = thread_pool()
     for name, settings in dialects.items():
         size = settings["resize"]
         intake = Intake(
@@ -91,19 +134,20 @@ def applications(
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
         answers = dialect.answers(intake, _telling(log, name))
-        _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
+        endpoints |= _add(paths, f"/dialects/{name}", name, dialect, intake, answers, log)
         if settings["port"] is not None:
             own = APIRouter()
-            _add(own, "", name, dialect, intake, answers, log)
+            its = _add(own, "", name, dialect, intake, answers, log)
             ports[name] = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
             ports[name].add_middleware(NeverCached)
+            ports[name].add_middleware(Paths, endpoints=its)
             ports[name].include_router(own)
-    return paths, ports, intakes
+    return Spoken(paths, endpoints, ports, intakes)
 
 
 def _add(
     paths: APIRouter, base: str, name: str, dialect: Dialect, intake: Intake, answers: Mapping[str, Answer], log: Log
-) -> None:
+) -> dict[str, Endpoint]:
     for path, told in dialect.about(intake).items():
 
         def about(told: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -111,17 +155,20 @@ def _add(
 
         paths.add_api_route(base + path, about(told), methods=["GET"], response_model=None, name=f"{name}{path}")
 
-    def answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def answering(answer: Answer) -> Endpoint:
         async def asked(request: Request) -> Response:
             return await _answered(name, dialect, answer, request, log)
 
         return asked
 
+    endpoints: dict[str, Endpoint] = {}
     for path, answer in answers.items():
         endpoint = answering(answer)
+        endpoints |= {base + path or "/": endpoint, f"{base}{path}/": endpoint}
         if base + path:
             paths.add_api_route(base + path, endpoint, methods=["POST"], name=f"dialect {name}{path}")
         paths.add_api_route(f"{base}{path}/", endpoint, methods=["POST"], include_in_schema=False)
+    return endpoints
 
 
 async def _answered(name: str, dialect: Dialect, answer: Answer, request: Request, log: Log) -> Response:

@@ -1,0 +1,393 @@
+"""Trainers' dialects while engine and gateway are killed, and while somebody sends bombs: no invented score, none lost.
+
+`make reward-kills` kills a thousand times (REWARD_KILLS, REWARD_SECONDS at most) under sixteen clients, and
+sends a hundred thousand requests (REWARD_REQUESTS) to see whether memory grows.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pickle
+import random
+import signal
+import statistics
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from urllib.parse import urlencode
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from tests.serving import RunningServer, children_of, serving, wait_until
+
+MODELS = {
+    name: {"factory": f"tests.reward_models:{name}", "max_batch": 32, "rows": 512, "lane_rows": 32}
+    for name in ("text_length", "brightness", "brightness_and_prompt")
+}
+DIALECTS = {
+    "flow_grpo": {"model": "brightness", "output": "score", "timeout": 20.0},
+    "verl_omni": {"model": "brightness_and_prompt", "output": "score", "timeout": 20.0},
+    "unirl": {"model": "brightness_and_prompt", "output": "score", "reward": "pretty", "timeout": 20.0},
+    "flow_factory": {"model": "brightness_and_prompt", "output": "score", "timeout": 20.0},
+    "cosmos": {"model": "brightness_and_prompt", "output": "score", "reward": "fine", "timeout": 20.0},
+    "openrlhf": {"model": "text_length", "output": "score", "timeout": 20.0},
+    "slime": {"model": "text_length", "output": "score", "inputs": {"text": "response"}, "timeout": 20.0},
+}
+CLIENTS = 16
+CALL = 90.0  # seconds until a request counts as lost
+BLACK = 0  # the value of a picture, or the length of a text, that has no score
+
+
+def picture(value: int) -> bytes:
+    sink = io.BytesIO()
+    Image.fromarray(np.full((16, 16, 3), value, np.uint8)).save(sink, "PNG")
+    return sink.getvalue()
+
+
+PICTURES = {value: picture(value) for value in (BLACK, *range(5, 250, 5))}
+TEXT = {value: base64.b64encode(data).decode() for value, data in PICTURES.items()}
+Send = Callable[[str, bytes], tuple[int, bytes]]
+Asked = Callable[[Send, list[int]], "list[float | None] | str"]  # scores, None where there is none; or an error
+
+
+def words(value: int) -> str:
+    return "x" * value if value else "a bad one"
+
+
+def pickled(path: str, key: str) -> Asked:
+    def ask(send: Send, values: list[int]) -> list[float | None] | str:
+        body = {"images": [PICTURES[value] for value in values], "prompts": ["ab"] * len(values), "metadata": {}}
+        status, answer = send(path, pickle.dumps(body, 4))
+        told = pickle.loads(answer)
+        return told[key] if status == 200 and key in told else f"{status} {told}"
+
+    return ask
+
+
+def unirl(send: Send, values: list[int]) -> list[float | None] | str:
+    asked = [
+        {"history": [{"text": "ab", "image_b64": TEXT[value]}], "required_rewards": ["pretty"]} for value in values
+    ]
+    status, answer = send("unirl/score", json.dumps({"requests": asked}).encode())
+    if status != 200:
+        return f"{status} {answer[:200]!r}"
+    told = json.loads(answer)
+    assert all(bool(one) != bool(wrong) for one, wrong in zip(told["results"], told["errors"], strict=True)), told
+    return [one["pretty"]["score"] if one else None for one in told["results"]]
+
+
+def flow_factory(send: Send, values: list[int]) -> list[float | None] | str:
+    body = {"prompt": ["ab"] * len(values), "image": [TEXT[value] for value in values], "video": None}
+    status, answer = send("flow_factory/compute", json.dumps(body).encode())
+    told = json.loads(answer)
+    return f"{status} {told}" if status != 200 or told.get("error") else told["rewards"]
+
+
+def cosmos(send: Send, values: list[int]) -> list[float | None] | str:
+    sink = io.BytesIO()
+    np.save(sink, np.stack([np.full((16, 16, 3), value, np.uint8) for value in values]))
+    line = json.dumps({"prompts": ["ab"] * len(values), "reward_fn": {"fine": 1.0}, "media_type": "image"}).encode()
+    status, answer = send("cosmos/enqueue", line + b"\n" + sink.getvalue())
+    if status != 200:
+        return f"{status} {answer[:200]!r}"
+    form = urlencode({"uuid": json.loads(answer)["uuid"], "type": "fine"}).encode()
+    for _ in range(20):
+        status, answer = send("cosmos/pull", form)
+        if status == 200:
+            scores = json.loads(answer)["scores"]["fine"]
+            return [None if np.isnan(score) else score for score in scores]
+        if b"no request" in answer:  # the gateway that had it is gone
+            break
+    return f"{status} {answer[:200]!r}"
+
+
+def openrlhf(send: Send, values: list[int]) -> list[float | None] | str:
+    texts = [words(value) for value in values]
+    status, answer = send("openrlhf", json.dumps({"query": texts, "prompts": texts, "labels": texts}).encode())
+    return json.loads(answer)["rewards"] if status == 200 else f"{status} {answer[:200]!r}"
+
+
+def slime(send: Send, values: list[int]) -> list[float | None] | str:
+    found: list[float | None] = []
+    for value in values:
+        status, answer = send("slime", json.dumps({"prompt": "p", "response": words(value), "label": None}).encode())
+        if status != 200:
+            return f"{status} {answer[:200]!r}"
+        found.append(json.loads(answer))
+    return found
+
+
+ASK: dict[str, Asked] = {
+    "flow_grpo": pickled("flow_grpo", "outputs"),
+    "verl_omni": pickled("verl_omni", "scores"),
+    "unirl": unirl,
+    "flow_factory": flow_factory,
+    "cosmos": cosmos,
+    "openrlhf": openrlhf,
+    "slime": slime,
+}
+WHOLE = ("flow_grpo", "verl_omni", "flow_factory", "openrlhf", "slime")  # that have no place for a missing score
+
+
+def expected(name: str, value: int) -> float | None:
+    if value == BLACK:
+        return None
+    if name in ("openrlhf", "slime"):
+        return float(value)
+    return value / 255 + (0 if name == "flow_grpo" else 2)
+
+
+def fits(name: str, found: list[float | None], values: list[int]) -> bool:
+    """Whether an answer may be: no other number than expected, none where there is none, and few missing ones."""
+    if len(found) != len(values) or (name in WHOLE and BLACK in values):
+        return False
+    for score, value in zip(found, values, strict=True):
+        right = expected(name, value)
+        if score is None:
+            if name in WHOLE:
+                return False
+        elif right is None or abs(score - right) > 1e-3:
+            return False
+    return True
+
+
+@dataclass
+class Told:
+    """What clients saw."""
+
+    answered: Counter[str] = field(default_factory=Counter)  # by dialect
+    refused: Counter[str] = field(default_factory=Counter)  # error statuses that said why
+    cut: int = 0  # connections that ended
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def client(where: str, number: int, told: Told, going: Callable[[], bool]) -> None:
+    """Ask in all dialects in turn, and check what comes; each request is repeated until it is answered."""
+    dice = random.Random(number)
+    connection = HTTPConnection(where, timeout=CALL)
+
+    def send(path: str, body: bytes) -> tuple[int, bytes]:
+        connection.request("POST", f"/dialects/{path}", body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    names = list(ASK)
+    turn = number
+    while going():
+        name = names[turn % len(names)]
+        turn += 1
+        values = [dice.randrange(5, 250, 5) for _ in range(dice.randint(1, 3))]
+        if bad := dice.random() < 0.2:
+            values[dice.randrange(len(values))] = BLACK
+        until = time.monotonic() + CALL
+        while True:
+            try:
+                found = ASK[name](send, values)
+            except (OSError, HTTPException):  # a gateway that was killed says nothing; its client knows all the same
+                connection.close()
+                found = ""
+            except Exception as error:  # noqa: BLE001  an answer that its client could not read
+                with told.lock:
+                    told.wrong.append(f"{name} {values}: {type(error).__name__}: {error}")
+                break
+            with told.lock:
+                if not isinstance(found, str):
+                    told.answered[name] += 1
+                    if not fits(name, found, values):
+                        told.wrong.append(f"{name} {values}: {found}")
+                    break
+                if found:
+                    told.refused[f"{name} {found[:3]}"] += 1
+                else:
+                    told.cut += 1
+                if bad and ("black" in found or "bad text" in found):
+                    told.answered[name] += 1
+                    break
+                if time.monotonic() > until:
+                    told.lost.append(f"{name} {values}: {found}")
+                    break
+            time.sleep(0.05)
+    connection.close()
+
+
+@contextmanager
+def clients(where: str, n: int, told: Told) -> Iterator[None]:
+    """Clients that ask meanwhile; at the end each has had its last answer."""
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=client, args=(where, number, told, lambda: not stop.is_set()), daemon=True)
+        for number in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(CALL + 60)
+    assert not any(thread.is_alive() for thread in threads), "a client hangs"
+
+
+def kill_often(server: RunningServer, told: Told, kills: int, seconds: float) -> Counter[str]:
+    dice = random.Random(1)
+    done: Counter[str] = Counter()
+    until = time.monotonic() + seconds
+    while sum(done.values()) < kills and time.monotonic() < until:
+        role = dice.choice(("engine-0", "gateway"))
+        if (pid := server.pids().get(role)) is None:
+            time.sleep(0.05)
+            continue
+        os.kill(pid, signal.SIGKILL)
+        done[role] += 1
+        before = sum(told.answered.values())
+        wait_until(lambda: sum(told.answered.values()) >= before + CLIENTS, CALL, f"answers after {done}")  # noqa: B023
+        time.sleep(dice.uniform(0.0, 1.5))
+    return done
+
+
+def check(told: Told) -> None:
+    assert not told.wrong, told.wrong[:5]
+    assert not told.lost, told.lost[:5]
+    assert set(told.answered) == set(ASK), told.answered
+
+
+def test_no_dialect_invents_or_loses_a_score_when_engine_and_gateway_are_killed(tmp_path):
+    told = Told()
+    with (
+        serving(tmp_path, MODELS, dialects=DIALECTS, http="127.0.0.1:0") as server,
+        clients(server.listening("http"), CLIENTS, told),
+    ):
+        wait_until(lambda: len(told.answered) == len(ASK), CALL, "an answer in every dialect")
+        kill_often(server, told, 2, 60)
+    check(told)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_no_dialect_invents_or_loses_a_score_in_a_thousand_kills(tmp_path):
+    told = Told()
+    kills, seconds = int(os.environ.get("REWARD_KILLS", "1000")), float(os.environ.get("REWARD_SECONDS", "6000"))
+    with (
+        serving(tmp_path, MODELS, dialects=DIALECTS, http="127.0.0.1:0", standby=True) as server,
+        clients(server.listening("http"), CLIENTS, told),
+    ):
+        wait_until(lambda: len(told.answered) == len(ASK), CALL, "an answer in every dialect")
+        done = kill_often(server, told, kills, seconds)
+    print(f"\nkilled {dict(done)}, answered {dict(told.answered)}, refused {dict(told.refused)}, cut off {told.cut}")
+    check(told)
+
+
+def resident(server: RunningServer) -> dict[str, float]:
+    """MB of each process's own memory."""
+    pids = [server.process.pid, *children_of(server.process.pid)]
+    return {f"{psutil.Process(pid).pid}": psutil.Process(pid).memory_full_info().uss / 1e6 for pid in pids}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_memory_stays_flat_over_a_hundred_thousand_requests(tmp_path):
+    """The first fifth fills caches and pools."""
+    requests, told = int(os.environ.get("REWARD_REQUESTS", "100000")), Told()
+    with serving(tmp_path, MODELS, dialects=DIALECTS, http="127.0.0.1:0") as server:
+        with clients(server.listening("http"), CLIENTS, told):
+            wait_until(lambda: sum(told.answered.values()) >= requests // 5, 3600, "the first requests")
+            before = resident(server)
+            wait_until(lambda: sum(told.answered.values()) >= requests, 3600, "all requests")
+            after = resident(server)
+    print(f"\n{sum(told.answered.values())} requests, MB of each process: {before} -> {after}")
+    check(told)
+    assert before.keys() == after.keys()
+    assert all(after[pid] < 1.05 * before[pid] + 4 for pid in before), (before, after)
+
+
+# ----
+# One client that sends bombs and garbage.
+
+
+def bombs() -> list[tuple[str, bytes]]:
+    """Paths and bodies of what no trainer sends."""
+    png = bytearray(picture(51))
+    png[16:24] = (60_000).to_bytes(4, "big") * 2
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
+    many = b"\x80\x04]" + b"(" + b"K\x01" * 500_000 + b"e."
+    deep = b"\x80\x04" + b"(" * 100_000 + b"."
+    noise = random.Random(3).randbytes(200_000)
+    return [
+        ("flow_grpo", pickle.dumps({"images": [bytes(png)] * 64})),
+        ("flow_grpo", many),
+        ("verl_omni", deep),
+        ("verl_omni", pickle.dumps({"images": [PICTURES[50][:60]] * 64, "prompts": ["a"] * 64})),
+        ("verl_omni", noise),
+        ("unirl/score", b"[" * 200_000),
+        ("flow_factory/compute", json.dumps({"prompt": ["a"] * 3000, "image": ["!"] * 3000}).encode()),
+        ("openrlhf", json.dumps({"query": ["x" * 100_000], "prompts": [""], "labels": [None]}).encode()),
+        ("cosmos/enqueue", noise),
+        ("slime", b"{" + noise),
+    ]
+
+
+def delays(where: str, seconds: float, beside: list[tuple[str, bytes]]) -> tuple[float, int]:
+    """The median delay of four honest clients in ms while a fifth one sends these; and how many those were."""
+    honest: list[float] = []
+    sent = 0
+    until = time.perf_counter() + seconds
+    body = pickle.dumps({"images": [PICTURES[100]]})
+
+    def one() -> None:
+        connection = HTTPConnection(where, timeout=CALL)
+        while (began := time.perf_counter()) < until:
+            connection.request("POST", "/dialects/flow_grpo", body)
+            assert abs(pickle.loads(connection.getresponse().read())["outputs"][0] - 100 / 255) < 1e-3
+            honest.append(1e3 * (time.perf_counter() - began))
+        connection.close()
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    connection = HTTPConnection(where, timeout=CALL)
+    while time.perf_counter() < until:
+        path, bad = beside[sent % len(beside)]
+        connection.request("POST", f"/dialects/{path}", bad)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status != 500
+        sent += 1
+    connection.close()
+    for thread in threads:
+        thread.join(CALL)
+    return statistics.median(honest), sent
+
+
+def test_one_client_that_sends_bombs_costs_others_no_more_than_one_that_is_honest(tmp_path):
+    """The better of three windows each, in turns: the machine may do other things, too."""
+    honest = [("flow_grpo", pickle.dumps({"images": [PICTURES[100]]}))]
+    found: dict[str, list[float]] = {"honest": [], "bombs": []}
+    with serving(tmp_path, MODELS, dialects=DIALECTS, http="127.0.0.1:0") as server:
+        where = server.listening("http")
+        for path, body in bombs():
+            connection = HTTPConnection(where, timeout=CALL)
+            connection.request("POST", f"/dialects/{path}", body)
+            answer = connection.getresponse()
+            told = answer.read()
+            refused = 400 <= answer.status < 500 or (answer.status == 200 and b'"error"' in told)
+            assert refused, (path, answer.status, told[:100])
+            connection.close()
+        for _ in range(3):
+            found["honest"].append(delays(where, 1.0, honest)[0])
+            median, sent = delays(where, 1.0, bombs())
+            found["bombs"].append(median)
+            assert sent
+    assert min(found["bombs"]) < 3 * min(found["honest"]), found
