@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom docs clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom docs reward-kills clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +69,9 @@ fuzz: setup  ## the long fuzzing: 100,000 inputs at each ZeroMQ transport, over 
 
 chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, half an hour on two cores of its own, CHAOS_SECONDS (3600) at most; goes on where it was broken off; build/chaos/table.md
 	nice -n 5 $(BIN)/python -m pytest -s -m slow -k thousand tests/faults/test_kills.py
+
+reward-kills: setup  ## REWARD_KILLS (default 1000) kills of engine and gateway under all dialects, REWARD_SECONDS (6000) at most; then REWARD_REQUESTS (100000) and whether memory grew
+	nice -n 5 $(BIN)/python -m pytest -s -m slow tests/faults/test_killed_dialects.py
 
 soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anything grew; benchmarks/soak/results
 	$(BIN)/python -m benchmarks.soak

@@ -41,7 +41,7 @@ class Limits:
             shared makes a result larger than its stream.
     """
 
-    opcodes: int = 250_000
+    opcodes: int = 1 << 16
     marks: int = 64
     values: int = 250_000
     depth: int = 16
