@@ -186,3 +186,23 @@ class Leaver(torch.nn.Module):
 
 def leaver() -> ServedModel:
     return ServedModel(Leaver(), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
+class Reluctant(Affine):
+    """Cannot leave the device, or come back to it, while a file says so."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(2.0, 1.0)
+        self.folder = Path(folder)
+
+    def sleep(self) -> None:
+        if (self.folder / "no sleep").exists():
+            raise RuntimeError("no room on the host")
+
+    def wake(self) -> None:
+        if (self.folder / "no wake").exists():
+            raise RuntimeError("no room on the device")
+
+
+def reluctant(folder: str) -> ServedModel:
+    return ServedModel(Reluctant(folder), VECTOR, {"action": TensorSpec("float32", (4,))})

@@ -378,14 +378,22 @@ def test_when_the_learner_is_dead_the_next_engine_takes_its_weights_from_the_hos
     assert mapped(server, folder) == 0
 
 
-def test_a_learner_without_device_memory_takes_over_and_nobody_reads_the_other_ones(server, client, folder, on_device):
+def test_what_a_learner_left_on_the_device_half_done_is_not_the_next_ones(server, client, folder, on_device):
+    """Killed between the two: the places on the device are of a version that the channel never had."""
     model = client.model("learnt", rows=4)
     with client.publisher("learnt", device=0) as publisher:
-        publisher.publish(weights(publisher.version + 1))
-    with client.publisher("learnt") as publisher:  # into both slots
-        for _ in range(3):
-            publisher.publish(weights(publisher.version + 1))
-            wait_until(lambda: adopted(model, publisher.version), 20, "its version")
+        version = publisher.publish(weights(publisher.version + 1))
+        wait_until(lambda: adopted(model, version), 20, "its version")
+        for place in publisher._place.stage._shared:
+            place.fill_(77)
+        publisher.channel.device["versions"] = version + 1
+    with pytest.MonkeyPatch.context() as patch:
+        from jurybox.protocol.weights import publisher as module
+
+        patch.setattr(module, "_on_device", lambda tensor: False)
+        with client.publisher("learnt") as publisher:
+            assert publisher.publish(weights(version + 1)) == version + 1
+            wait_until(lambda: adopted(model, version + 1), 20, "the next learner's version")
 
 
 # ---- Triton's calls

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.serving import serving, wait_until
 
-from jurybox.client import Busy, ModelNotFound, Refused, connect
+from jurybox.client import Busy, ModelFailed, ModelNotFound, Refused, connect
 from jurybox.protocol.errors import Code
 
 X = np.ones((2, 4), np.float32)
@@ -27,8 +27,11 @@ def server(tmp_path_factory):
         "a": {"factory": "tests.models:affine", "group": "g", "rows": 64},
         "b": {"factory": "tests.models:affine", "group": "g", "rows": 64},
     }
+    (folder := tmp_path_factory.mktemp("says")).mkdir(exist_ok=True)
+    models["reluctant"] = {"factory": "tests.models:reluctant", "args": {"folder": str(folder)}, "rows": 64}
     ports = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "tcp": "127.0.0.1:0"}
     with serving(tmp_path_factory.mktemp("server"), models, **ports) as running:
+        running.says = folder
         yield running
 
 
@@ -156,6 +159,31 @@ def test_one_of_a_group_does_not_sleep_and_a_sleeping_model_is_not_loaded_anew(c
     client.sleep("sleeper")
     with pytest.raises(Refused, match="wake it, then load it"):
         client.load("sleeper")
+
+
+def test_a_model_that_cannot_be_moved_is_where_it_was_and_says_why(server, client):
+    model = client.model("reluctant", rows=4)
+    (server.says / "no sleep").touch()
+    with pytest.raises(ModelFailed, match="no room on the host"):
+        client.sleep("reluctant")
+    assert model.infer(X)[0, 0] == 3  # it serves on
+    (server.says / "no sleep").unlink()
+    client.sleep("reluctant")
+    (server.says / "no wake").touch()
+    with pytest.raises(ModelFailed, match="no room on the device"):
+        client.wake("reluctant")
+    with pytest.raises(Refused, match="sleeps"):
+        model.infer(X)
+    assert client.describe("reluctant").state == "sleeping"
+    (server.says / "no wake").unlink()
+    client.wake("reluctant")
+    assert model.infer(X)[0, 0] == 3
+    client.unload("reluctant")
+    client.load("reluctant")
+    client.sleep("reluctant")
+    client.unload("reluctant")  # asleep, it can be let go of as well
+    client.load("reluctant")
+    assert client.model("reluctant", rows=4).infer(X)[0, 0] == 3
 
 
 # ---- the device for a trainer alone

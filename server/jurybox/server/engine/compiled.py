@@ -157,7 +157,9 @@ class CompiledAhead(torch.nn.Module):
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def _load(self) -> None:
-        load = getattr(torch._inductor, "aoti_load_package", None)
+        from torch import _inductor  # seconds, which others need not spend
+
+        load = getattr(_inductor, "aoti_load_package", None)
         if load is None:
             raise AheadError(f"torch {torch.__version__} cannot load packages of AOTInductor, expected 2.6 or newer")
         try:

@@ -167,15 +167,25 @@ class HeldModel:
         """The engines in which it sleeps."""
         return [engine for engine, state in self.engines.items() if state == "sleeping"]
 
-    def turned(self, engine: int, *, asleep: bool, reason: str) -> None:
-        """An engine has moved the weights, or for a reason could not: then they are where they were."""
+    def turned(self, engine: int, *, asleep: bool, reason: str) -> dict[int, int]:
+        """An engine has moved the weights, or for a reason could not: then they are where they were.
+
+        A model sleeps in all of its engines or in none: what one of them could not do the others undo. Gives the
+        engines to tell that, each with the load that is meant; `sleeping` says which way.
+        """
         self.turning.discard(engine)
         self.engines[engine] = "sleeping" if asleep else "ready"
         if reason:
             self.reasons[engine] = reason
-        if not self.turning and not set(self.engines.values()) & {"loading", "reloading"}:
-            # What could not be done everywhere is as it is in most: awake if an engine can answer.
-            self.sleeping = set(self.engines.values()) == {"sleeping"}
+        if self.turning or not self.reasons:
+            return {}
+        # Some could not: all are to be as these are.
+        states = {self.engines.get(failed) for failed in self.reasons}
+        if states <= {"sleeping", "ready"} and len(states) == 1:
+            self.sleeping = states == {"sleeping"}
+            other = "ready" if self.sleeping else "sleeping"
+            self.turning = {engine for engine, state in self.engines.items() if state == other}
+        return {engine: self.loads[engine] for engine in self.turning if engine in self.loads}
 
     def leave_quarantine(self) -> None:
         """Serve it again, also in engines that are starting, so it is settled after them."""

@@ -12,7 +12,7 @@ import zmq
 from numpy.typing import NDArray
 
 from jurybox.protocol.address import ipc_path
-from jurybox.protocol.errors import Error, Refused, plain, said
+from jurybox.protocol.errors import Error, Refused, asleep, plain, said
 from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
@@ -447,7 +447,11 @@ class Supervisor:
         else:
             moved = round(message["bytes"] / 2**20, 1)
             self._log.info(f"model {kind}", model=held.name, role=role, device_mib=moved)
-        held.turned(index, asleep=(kind == "asleep") is not bool(reason), reason=reason)
+        for engine, load in held.turned(index, asleep=(kind == "asleep") is not bool(reason), reason=reason).items():
+            if held.sleeping:
+                self._engines.engines[engine].send("sleep", model=held.index, load=load, reason=str(asleep(held.name)))
+            else:
+                self._engines.engines[engine].send("wake", model=held.index, load=load)
 
     def _announce(self, *, dry_run: bool, late: bool) -> None:
         """Announce once that the server is ready, or failed to start."""
