@@ -28,6 +28,9 @@ from jurybox.protocol.errors import Refused, Timeout
 
 HANDLE = 64  # bytes of a handle, of memory or of an event
 FAKE = "_JURYBOX_FAKE_DEVICE"
+# The driver cuts smaller allocations out of a block, and shares all of it (CUDA C++ Programming Guide, "Interprocess
+# Communication"): with it whatever else of this process lies there.
+_BLOCK = 2 << 20
 
 
 class Driver(Protocol):
@@ -139,9 +142,9 @@ class CudaDriver:
 
     def allocate(self, size: int) -> int:
         """As Driver.allocate."""
-        pointer = ctypes.c_uint64()
+        pointer, whole = ctypes.c_uint64(), -(-size // _BLOCK) * _BLOCK
         with self._here():
-            self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+            self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(whole))
         return pointer.value
 
     def free(self, pointer: int) -> None:
