@@ -7,7 +7,8 @@
 
 Its client asks sixty times, over 53 minutes, whatever else the answer says. So a sample without a score is NaN in the
 answer, for which the client leaves out its prompt, and what can never be scored is refused before it gets a uuid.
-Answers are kept for ten minutes, for a client that lost one asks again.
+Answers are kept for ten minutes, for a client that lost one asks again; the oldest that were read go sooner where there
+are thousands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -47,6 +49,7 @@ class _Sent:
     scoring: asyncio.Task[dict[str, Any]]
     size: int  # bytes of its pictures
     at: float  # monotonic seconds
+    read: bool = False  # whether anybody has asked for its scores and got them
 
 
 class Cosmos:
@@ -100,6 +103,7 @@ class Cosmos:
         await asyncio.wait((sent.scoring,), timeout=_HOLD)
         if not sent.scoring.done():
             return _not_yet("the scores are not there yet")
+        sent.read = True
         answer = {**sent.scoring.result(), "type": reward or self._intake.reward}
         # NaN stands for a score that could not be made: the bare word, which its client reads.
         return Response(json.dumps(answer), 200, {VERSION_HEADER: str(answer["weights_version"])}, MEDIA)
@@ -140,6 +144,10 @@ class Cosmos:
         since = self._clock() - _KEPT
         for key in [key for key, one in self._sent.items() if one.at < since and one.scoring.done()]:
             del self._sent[key]
+        if len(self._sent) >= _MOST_KEPT:  # then the oldest that were read go before their time
+            read = (key for key, one in self._sent.items() if one.read)
+            for key in list(islice(read, _MOST_KEPT // 8)):
+                del self._sent[key]
 
 
 def refusal(why: str) -> tuple[bytes, str]:

@@ -1,0 +1,60 @@
+"""cosmos-rl's answers are kept for whoever lost one, and never stand in the way of the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+from jurybox.client.rewards import Scores
+from jurybox.protocol.errors import Busy
+from jurybox.server.gateway.dialects import cosmos
+
+
+class Intake:
+    """Scores everything at once."""
+
+    reward, rewards = "fine", ["fine"]
+
+    async def off_loop(self, action, *arguments):
+        return action(*arguments)
+
+    async def rows(self, _columns, n, *, pictures):
+        return Scores([0.5] * n)
+
+
+def body() -> bytes:
+    sink = io.BytesIO()
+    np.save(sink, np.zeros((1, 2, 2, 3), np.uint8))
+    told = {"prompts": ["a"], "reward_fn": {"fine": 1.0}, "media_type": "image"}
+    return json.dumps(told).encode() + b"\n" + sink.getvalue()
+
+
+def asked(n: int, *, read: bool) -> None:
+    async def run() -> None:
+        served = cosmos.Cosmos(Intake(), lambda _: None)
+        for _ in range(n):
+            key = json.loads((await served.enqueue(body())).body)["uuid"]
+            await asyncio.sleep(0)
+            if read:
+                form = urlencode({"uuid": key, "type": "fine"}).encode()
+                assert (await served.pull(form)).status_code == (await served.pull(form)).status_code == 200
+            assert len(served._sent) <= 16
+
+    asyncio.run(run())
+
+
+def test_answers_that_were_read_make_room_for_new_requests(monkeypatch):
+    """A trainer sends a picture a request: thousands in the ten minutes for which answers are kept."""
+    monkeypatch.setattr(cosmos, "_MOST_KEPT", 16)
+    asked(100, read=True)
+
+
+def test_answers_that_nobody_has_read_are_not_given_up_for_new_requests(monkeypatch):
+    monkeypatch.setattr(cosmos, "_MOST_KEPT", 16)
+    with pytest.raises(Busy, match="16 requests"):
+        asked(17, read=False)
