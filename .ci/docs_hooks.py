@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,28 @@ COMMANDS = "<!-- commands -->"
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in files.documentation_pages():
         for found in OUTSIDE.finditer(page.content_string):
-            path = outside(found, page.src_uri)
-            if path and (ROOT / path).is_file() and shown_as(path) not in files.src_uris:
-                files.append(File.generated(config, shown_as(path), abs_src_path=str(ROOT / path)))
+            if path := outside(found, page.src_uri):
+                copy(path, files, config)
     return files
+
+
+def copy(path: str, files: Files, config: MkDocsConfig) -> None:
+    """Put a file of the repository into the site; a folder with what is in it, and a page that lists it."""
+    if (ROOT / path).is_dir():
+        files_there = sorted(each for each in (ROOT / path).rglob("*.*") if each.is_file())
+        inner = [str(each.relative_to(ROOT)) for each in files_there if each.suffix != ".pyc"]
+        for file in inner:
+            copy(file, files, config)
+        links = "".join(
+            f'<li><a href="{os.path.relpath(shown_as(file), f"repository/{path}")}">{file}</a></li>' for file in inner
+        )
+        if inner and shown_as(path) not in files.src_uris:
+            page = (
+                f"<!doctype html><title>{path}</title><meta name=viewport content='width=device-width'><ul>{links}</ul>"
+            )
+            files.append(File.generated(config, shown_as(path), content=page))
+    elif (ROOT / path).is_file() and shown_as(path) not in files.src_uris:
+        files.append(File.generated(config, shown_as(path), abs_src_path=str(ROOT / path)))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -57,6 +76,8 @@ def outside(found: re.Match[str], page: str) -> str:
 
 def shown_as(path: str) -> str:
     """Where a file of the repository stands in the site."""
+    if (ROOT / path).is_dir():
+        return f"repository/{path.rstrip('/')}/index.html"
     picture = path.endswith((".svg", ".png", ".jpg"))
     return f"repository/{path}" if picture else f"repository/{path}.txt"
 

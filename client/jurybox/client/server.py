@@ -166,8 +166,8 @@ class Server:
         """As `device_rows`, in memory that somebody else exported: for those who pass on what they were given.
 
         Args:
-            inputs, outputs: of every input, and of the outputs that are wanted, the handle (64 bytes, CUDA's) and the
-                byte at which its first row begins.
+            inputs: of every input the handle (64 bytes, CUDA's) and the byte at which its first row begins.
+            outputs: the same of the outputs that are wanted.
             event: handle of an event that the inputs are there after; empty: they are when a request is sent.
         """
         from jurybox.client.device_rows import BoundRows
