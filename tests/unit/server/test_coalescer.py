@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, SessionLost, Timeout
+from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, SessionLost, SpecMismatch, Timeout
 from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
@@ -100,6 +100,14 @@ async def test_of_requests_that_went_together_only_the_one_that_breaks_is_told_s
     together, _ = coalescer(Lane(UNREADABLE, True, UNREADABLE, True))
     answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
     assert [isinstance(answer, ModelFailed) for answer in answers] == [False, True, False]
+
+
+async def test_of_requests_that_went_together_only_the_one_that_does_not_fit_is_told_so():
+    """As where the model was loaded anew, with another spec, while they waited."""
+    together, told = coalescer(Lane(SpecMismatch("has changed"), True, SpecMismatch("has changed"), True))
+    answers = await asyncio.gather(*(together.ask(ROW, 1, 60.0, 0) for _ in range(3)), return_exceptions=True)
+    assert [isinstance(answer, SpecMismatch) for answer in answers] == [False, True, False]
+    assert "broken" not in told
 
 
 async def test_of_requests_that_went_together_only_those_with_failed_rows_are_told_so():
