@@ -24,9 +24,11 @@ class Port:
         fixed, by_row: what a batch costs.
         gap: what the port takes to read one observation; it reads one after another.
         slow: robots that think a second before they ask again.
+        away: seconds from an answer's leaving to the next observation's coming.
     """
 
-    def __init__(self, robots, fixed, by_row, gap, most=8, slow=0):
+    def __init__(self, robots, fixed, by_row, gap, most=8, slow=0, away=0.0):
+        self.away = away
         self.now = 0.0
         self.crowd = Crowd(most, clock=lambda: self.now)
         self.batches, self.events, self.order = [], [], 0
@@ -41,7 +43,7 @@ class Port:
         self.order += 1
 
     def comes(self, robot):
-        self.read = max(self.read, self.now + (1.0 if robot in self.slow else 0.0)) + self.gap
+        self.read = max(self.read, self.now + (1.0 if robot in self.slow else self.away)) + self.gap
         self.at(self.read, self.asks, robot)
         if robot in self.slow:
             self.read = self.now  # who thinks keeps nobody from being read
@@ -84,6 +86,23 @@ def test_robots_in_closed_loop_are_computed_in_one_batch_where_a_batch_costs_the
     alone, _ = Port(1, fixed=0.018, by_row=0.0002, gap=0.0006).run(20.0)
     assert batch == 8.0
     assert rate > 6 * alone
+
+
+def test_robots_behind_a_slow_network_are_computed_in_one_batch_while_that_pays():
+    near, batch = Port(8, fixed=0.08, by_row=0.0, gap=0.001, away=0.04).run(40.0)
+    assert batch == 8.0
+    assert near == pytest.approx(8 / (0.08 + 0.04 + 0.008), rel=0.02)
+    for away in (0.07, 0.075, 0.09, 0.2):  # who is back only when another batch could be done is not waited for
+        far, hasty = (Port(8, fixed=0.08, by_row=0.0, gap=0.001, away=away) for _ in range(2))
+        hasty.crowd.wait = lambda waiting, computing: 0.0
+        assert far.run(40.0)[0] > 0.98 * hasty.run(40.0)[0]
+
+
+def test_where_most_waits_were_in_vain_nobody_is_waited_for():
+    """A few come back just in time, and the rest too late."""
+    patient, hasty = (Port(8, fixed=0.01, by_row=0.002, gap=0.003, away=0.005) for _ in range(2))
+    hasty.crowd.wait = lambda waiting, computing: 0.0
+    assert patient.run(10.0)[0] > 0.9 * hasty.run(10.0)[0]
 
 
 def test_nobody_is_waited_for_where_rows_cost_and_batches_do_not():
