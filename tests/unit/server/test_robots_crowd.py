@@ -98,11 +98,12 @@ def test_robots_behind_a_slow_network_are_computed_in_one_batch_while_that_pays(
         assert far.run(40.0)[0] > 0.98 * hasty.run(40.0)[0]
 
 
-def test_where_most_waits_were_in_vain_nobody_is_waited_for():
-    """A few come back just in time, and the rest too late."""
-    patient, hasty = (Port(8, fixed=0.01, by_row=0.002, gap=0.003, away=0.005) for _ in range(2))
-    hasty.crowd.wait = lambda waiting, computing: 0.0
-    assert patient.run(10.0)[0] > 0.9 * hasty.run(10.0)[0]
+def test_where_most_waits_are_in_vain_little_is_lost_by_them():
+    """A few robots come back just in time, and the rest too late."""
+    for seconds in (20.0, 40.0):
+        patient, hasty = (Port(8, fixed=0.01, by_row=0.002, gap=0.003, away=0.005) for _ in range(2))
+        hasty.crowd.wait = lambda waiting, computing: 0.0
+        assert patient.run(seconds)[0] > 0.75 * hasty.run(seconds)[0]
 
 
 def test_nobody_is_waited_for_where_rows_cost_and_batches_do_not():
