@@ -256,7 +256,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(who
         workflow_run.run(SETTINGS, tmp_path, resume=True)
 
 
-def test_only_the_newest_checkpoints_are_kept(whole) -> None:
+def test_only_the_newest_checkpoints_and_the_best_are_kept(whole) -> None:
     found = sorted(path.name for path in (whole[0] / "checkpoints").iterdir())
     steps = json.loads((whole[0] / "summary.json").read_text())["env_steps"]
-    assert len(found) == 2 and found[-1] == f"step-{steps:012d}"
+    assert found[0] == "best" and len(found) == 3 and found[-1] == f"step-{steps:012d}"
