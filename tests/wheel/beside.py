@@ -80,7 +80,14 @@ def ray(addresses: list[str]) -> None:
     """A task asks, in a process that ray has made."""
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, runtime_env={})
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, runtime_env={})
+            break
+        except Exception as error:  # Ray gives its own processes half a minute to start, which a busy machine may need
+            if not tries_left or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
     try:
         ours = [address for address in addresses if not address.startswith("http")]
         ray.get(ray.remote(_ask_in_a_task).remote(ours, str(Path(__file__).parent)), timeout=120)
