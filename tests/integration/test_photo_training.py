@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 import urllib.request
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +23,13 @@ from jurybox.protocol.segment import directory
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
 from jurybox.training.environments.photo import PhotoConfig
+from jurybox.training.recipes import photo_run
 from jurybox.training.recipes.photo import PhotoTraining, columns, train
 from jurybox.training.recipes.photo_run import juror_of
 from jurybox.training.recipes.progress import Silence
 from jurybox.training.run_folder import RunLog, read_metrics
+from jurybox.training.runtime.local_server import LocalServer, ServerNotStarted
+from jurybox.training.runtime.plan import ConfigError
 
 JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
 MODEL = {"photo": {"factory": JUROR, "max_batch": 8, "rows": 16}}
@@ -139,6 +144,33 @@ def test_the_server_marks_an_audit_juror(tmp_path, server):
         status = [sys.executable, "-m", "jurybox.server.cli", "status", "--address", server.address]
         shown = subprocess.run(status, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
         assert f"{name} (audit)" in shown.stdout, shown
+
+
+def test_the_juror_has_as_many_engines_as_are_asked_for_on_a_server_of_its_own_only(tmp_path, monkeypatch):
+    asked = {}
+
+    class Started(LocalServer):
+        def start(self):
+            asked["config"] = tomllib.loads(self._config())["server"]
+            raise ServerNotStarted("enough is known")
+
+    monkeypatch.setattr("jurybox.training.runtime.serving.LocalServer", Started)
+    monkeypatch.setattr("jurybox.training.recipes.photo_run.LocalServer", Started)
+    monkeypatch.delenv("JURYBOX_ADDRESS", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where no server is
+    with pytest.raises(ServerNotStarted), juror_of(PhotoTraining(), tmp_path, replicas=3):
+        pass
+    assert asked.pop("config")["replicas"] == 3
+    with pytest.raises(ServerNotStarted), ExitStack() as resources:
+        photo_run.demo(tmp_path / "demo", Silence(), resources, seed=0, replicas=2)
+    assert asked.pop("config")["replicas"] == 2
+
+
+def test_engines_of_somebody_elses_server_are_not_ours_to_choose(tmp_path, server):
+    settings = PhotoTraining(environment=PhotoConfig(address=server.address))
+    with pytest.raises(ConfigError, match="--juror-replicas is of a private server"):
+        with juror_of(settings, tmp_path, replicas=2):
+            pass
 
 
 @pytest.fixture

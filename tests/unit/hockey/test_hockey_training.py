@@ -278,3 +278,19 @@ def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Pat
     assert list(pool._actors) == ["pool:3", "pool:4"]
     pool.actor("pool:0")
     assert list(pool._actors) == ["pool:4", "pool:0"]
+
+
+def test_a_gpus_utilization_is_logged_and_a_cpus_or_an_unknown_one_is_not(monkeypatch):
+    from jurybox.training.recipes.hockey import columns
+    from jurybox.training.recipes.hockey_learner import device_utilization
+
+    monkeypatch.setattr("torch.cuda.utilization", lambda device: 73)
+    assert device_utilization("cuda:0") == {"device_utilization": 73.0} and device_utilization("cpu") == {}
+
+    def missing(device):
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr("torch.cuda.utilization", missing)
+    assert device_utilization("cuda:0") == {}
+    assert "device_utilization" in columns(settings(device="cuda:0"))
+    assert "device_utilization" not in columns(settings())

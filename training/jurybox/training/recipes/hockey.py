@@ -169,6 +169,7 @@ def columns(settings: HockeyTraining) -> tuple[str, ...]:
         "actor_loss",
         "value",
         "pool",
+        *("device_utilization",) * settings.device.startswith("cuda"),
         "eval_points",
         *(f"eval_{what}_{who}" for who in settings.league.anchors for what in ("wins", "ties", "losses", "score")),
     )

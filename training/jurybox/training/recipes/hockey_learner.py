@@ -25,6 +25,19 @@ _GLANCE, _FIRST_GLANCE = 256, 8192  # rows that the normaliser sees at a look
 _TELL = 10  # learner steps between two whose losses are reported: reading a tensor's value has its price
 
 
+def device_utilization(device: str) -> dict[str, float]:
+    """Per cent of the last moments in which the GPU computed, as NVIDIA's driver counts; nothing for a CPU.
+
+    Nothing either where torch cannot ask the driver: that needs the package nvidia-ml-py.
+    """
+    if not device.startswith("cuda"):
+        return {}
+    try:
+        return {"device_utilization": float(torch.cuda.utilization(device))}
+    except (ModuleNotFoundError, RuntimeError):
+        return {}
+
+
 class HockeyLearner(Learner):
     """One step is one step of TD3. The league is the learner's; its odds are published beside the weights.
 
@@ -80,6 +93,7 @@ class HockeyLearner(Learner):
             self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
         if own % _TELL == _TELL - 1:
             self.context.metrics(**{name: float(value) for name, value in update.metrics.items()})
+            self.context.metrics(**device_utilization(s.device))
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         policy = self.learner.acting()

@@ -94,6 +94,11 @@ class PhotoTraining(Settings):
     gamma: float = Field(0.0, ge=0, le=1)
     gae_lambda: float = Field(0.9, ge=0, le=1)
     clip_range: float = Field(0.2, gt=0)
+    ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    vf_coef: float = Field(0.5, ge=0, description="Weight of the value network's loss.")
+    max_grad_norm: float = Field(0.5, gt=0, description="Gradients are scaled down to it.")
+    normalize_advantage: bool = True
+    target_kl: float | None = Field(None, gt=0, description="An update ends early beyond this divergence.")
     hidden: tuple[int, ...] = Field((64, 64), description="Units of the layers of policy and value network.")
     log_std_init: float = Field(-1.2, description="Logarithm of the actions' deviation at the start.")
     checkpoint_every: int | None = Field(None, ge=1, description="Env steps between two checkpoints; none: a rollout.")
@@ -241,6 +246,11 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
             clip_range=settings.clip_range,
+            ent_coef=settings.ent_coef,
+            vf_coef=settings.vf_coef,
+            max_grad_norm=settings.max_grad_norm,
+            normalize_advantage=settings.normalize_advantage,
+            target_kl=settings.target_kl,
             policy_kwargs={
                 "net_arch": {"pi": hidden, "vf": hidden},
                 "activation_fn": torch.nn.Tanh,
