@@ -86,6 +86,8 @@ def test_each_is_short_and_has_a_run_and_a_place_in_the_docs() -> None:
         assert len(script.read_text().splitlines()) < 80, script
     for name in [*(script.name for script in SCRIPTS), "own_juror"]:
         assert f"examples/{name}" in page, name
+    for named in re.findall(r"^python (\S+\.py)", page, re.MULTILINE):
+        assert list(EXAMPLES.glob(f"**/{named}")), named
 
 
 @pytest.mark.parametrize("script", RUNS)
