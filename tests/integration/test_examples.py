@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tests.serving import RunningServer, segments, serving, wait_until
 from typer.testing import CliRunner
@@ -33,11 +34,11 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 # By script: arguments of a short run; the line with its two numbers; what the second is at the least after a whole run.
 RETURN = r"mean return: first .*? (-?[\d.]+), last .*?(-?[\d.]+)$"
 RUNS = {
-    "served_policy": (["--episodes", "16"], RETURN, 200),
+    "served_policy": (["--episodes", "8"], RETURN, 200),
     "sb3_juror_reward": (["--steps", "256"], r"as they came ([\d.]+), .* corrected them ([\d.]+)$", 0.73),
     "td3_shared_replay": (["--steps", "1020"], RETURN, -400),
     "sb3_sac_replay": (["--steps", "120"], r"untrained (-?[\d.]+), after \d+ steps (-?[\d.]+)$", -400),
-    "lstm_sessions": (["--updates", "10"], r"first 10 updates (\d+)%, last 10 updates (\d+)%$", 95),
+    "lstm_sessions": (["--updates", "4"], r"first 10 updates (\d+)%, last 10 updates (\d+)%$", 95),
     "torchrl_collector": (["--frames", "1280"], RETURN, 100),
     "envpool_served": (["--updates", "10"], RETURN, 200),
     "learner_and_actors": (["--generations", "2"], RETURN, 300),
@@ -106,7 +107,12 @@ def test_it_runs_and_tells_what_came_of_it(script, place, request, monkeypatch, 
     else:
         monkeypatch.syspath_prepend(place)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
-        runpy.run_path(f"{script}.py", run_name="__main__")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            runpy.run_path(f"{script}.py", run_name="__main__")
+        finally:
+            torch.set_num_threads(threads)
         told = capsys.readouterr().out
     assert all(math.isfinite(number) for number in numbers(script, told))
     if script not in SERVERLESS:
