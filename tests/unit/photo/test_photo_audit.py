@@ -6,11 +6,12 @@ import cv2
 import numpy as np
 import pytest
 
-from jurybox.training.environments.photo import PhotoEdit, no_edits
+from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, no_edits
 from jurybox.training.environments.photo.audit import damages_of, load_perceptual, measure, psnr, registered
 from jurybox.training.environments.photo.edits import Degradation, Edits, apply, degrade
 from jurybox.training.environments.photo.environment import AUDITED
 from jurybox.training.environments.photo.evaluate import evaluate
+from jurybox.training.recipes.photo import PhotoTraining, description
 
 PHOTO = cv2.GaussianBlur(np.random.default_rng(2).integers(0, 256, (384, 384, 3), dtype=np.uint8), (0, 0), 4)
 
@@ -85,3 +86,8 @@ def test_audit_jurors_are_asked_and_logged_and_never_rewarded() -> None:
     assert audited[0]["psnr"] == audited[0]["psnr_before"] < 60.0
     environment.close()
     assert juror.closed and auditor.closed
+
+
+def test_whoever_plays_a_policy_asks_no_audit_juror() -> None:
+    settings = PhotoTraining(environment=PhotoConfig(audit={"other": "no_such_package:juror"}))
+    assert description(settings).environment_arguments["audit"] == {}

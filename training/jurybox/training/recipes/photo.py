@@ -299,7 +299,7 @@ def description(settings: PhotoTraining) -> Description:
         low=[-1.0] * actions,
         high=[1.0] * actions,
     )
-    played = replace(settings.config.held_out(), scorer="local", address=None)
+    played = replace(settings.config.held_out(), scorer="local", address=None, audit={}, audit_models={})
     factory = "jurybox.training.environments.photo.environment:played"
     return Description("photo", {"policy": acts}, factory, asdict(played), settings.as_dict(), settings.seed)
 
