@@ -239,6 +239,10 @@ def report(
     between = [
         mine.rate / other.rate for mine, other in zip(rates["jurybox", CROWD], rates["openpi", CROWD], strict=True)
     ]
+    cpu = [
+        single.server_cpu / many.server_cpu
+        for single, many in zip(rates["jurybox", 1], rates["jurybox", CROWD], strict=True)
+    ]
     best = [max(measured.rate for measured in rates["jurybox", clients]) for clients in (1, CROWD)]
     times, added = statistics.median(ratios("jurybox")), min(way["jurybox, websocket"]) - min(way["shared memory"])
     lines += [
@@ -261,6 +265,7 @@ def report(
         f"(best rates: {best[1] / best[0]:.1f}){_met(times >= TIMES)} |",
         f"| {CROWD} clients to 1, openpi | | {_shown(ratios('openpi'))} | {statistics.median(ratios('openpi')):.1f} |",
         f"| {CROWD} clients, jurybox to openpi | | {_shown(between)} | {statistics.median(between):.1f} |",
+        f"| server's CPU an answer, 1 client to {CROWD}, jurybox | | {_shown(cpu)} | {statistics.median(cpu):.1f} |",
         f"| ms that the port adds | at most {ADDED:g} | | {added:.2f}{_met(added <= ADDED)} |",
     ]
     return "\n".join(lines) + "\n"
