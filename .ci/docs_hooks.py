@@ -42,9 +42,10 @@ def copy(path: str, files: Files, config: MkDocsConfig) -> None:
             f'<li><a href="{os.path.relpath(shown_as(file), f"repository/{path}")}">{file}</a></li>' for file in inner
         )
         if inner and shown_as(path) not in files.src_uris:
-            page = (
-                f"<!doctype html><title>{path}</title><meta name=viewport content='width=device-width'><ul>{links}</ul>"
+            head = (
+                f"<title>{path}</title><link rel=icon href='data:,'><meta name=viewport content='width=device-width'>"
             )
+            page = f"<!doctype html>{head}<ul>{links}</ul>"
             files.append(File.generated(config, shown_as(path), content=page))
     elif (ROOT / path).is_file() and shown_as(path) not in files.src_uris:
         files.append(File.generated(config, shown_as(path), abs_src_path=str(ROOT / path)))

@@ -49,6 +49,13 @@ def test_every_page_has_its_place_in_the_order_of_reading() -> None:
 # ---- the reference
 
 
+def is_module(name: str) -> bool:
+    try:
+        return bool(file_of(name))
+    except FileNotFoundError:
+        return False
+
+
 @cache
 def tree(module: str) -> ast.Module:
     return ast.parse(file_of(module).read_text())
@@ -119,6 +126,8 @@ def test_every_public_name_has_a_docstring_and_is_shown() -> None:
     untold, missing = [], []
     for module in SHOWN:
         for name in public_names(module):
+            if is_module(f"{module}.{name}"):  # mkdocstrings shows a name that is a submodule's, too, on that one alone
+                missing += [] if f"{module}.{name}" in SHOWN else [f"{module}.{name}"]
             where, docstring = definition(module, name)
             untold += [] if docstring else [f"{module}.{name}"]
             missing += [] if f"{where}.{name}" in there else [f"{module}.{name}"]

@@ -17,6 +17,8 @@ from jurybox.protocol import TensorSpec
 from jurybox.server.jurors.ready import SCORE, Preprocessing, answer, folder_of, image_input, package
 from jurybox.server.models import RowErrors, ServedModel
 
+__all__ = ["image_reward"]
+
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the head's scores, as published
 _TOKENS = 35  # of a prompt; the rest is cut off, as upstream
 _HEAD_WIDTH = 64  # of BERT and of every vision transformer of BLIP's

@@ -22,6 +22,8 @@ from jurybox.protocol.errors import plain
 from jurybox.server.models import ServedModel
 from jurybox.server.robot_policies.act import ActNetwork, ActSizes, resnet
 
+__all__ = ["lerobot"]
+
 _EPS = 1e-8
 _STATISTICS = {  # of each normalisation, what it takes
     "MEAN_STD": ("mean", "std"),
