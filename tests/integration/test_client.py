@@ -229,7 +229,7 @@ def test_rows_of_a_request_that_timed_out_behind_another_go_to_nobody_before_its
 def test_rows_of_a_timed_out_request_stay_with_their_holder(leased, client):
     model = client.model("moody", rows=3)
     with model.rows(2) as held:
-        held.inputs["observation"][:] = 600_000
+        held.inputs["observation"][:] = 2_500_000
         with pytest.raises(Timeout):
             held.infer(timeout=0.05)
         with pytest.raises(Busy, match="still with the engine"):
