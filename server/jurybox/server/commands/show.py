@@ -55,7 +55,7 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
     weights = Table("weights", ">version", ">lag", ">publ/s", ">adopt p50 / p99")
     for model in document["models"]:
         counts.add(
-            f"{model['name']} (audit)" if model["audit"] else model["name"],
+            f"{model['name']} (audit)" if model.get("audit") else model["name"],
             model["state"],
             str(model["requests"]),
             str(model["rows"]),
