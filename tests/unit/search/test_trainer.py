@@ -76,6 +76,23 @@ def test_all_orders_are_trained_at_once_and_half_of_the_networks_go_on_so() -> N
     assert own.sum() == 100 and (orders[own] == it.order).all() and len(np.unique(orders[~own], axis=0)) > 40
 
 
+def test_an_update_may_follow_a_part_of_an_episode_and_values_what_follows_it() -> None:
+    found = trainer(update_every_steps=5)
+    parts = []
+    found.learner.update = lambda part: parts.append(part) or {}
+    found.advance()
+    assert [len(part.rewards) for part in parts] == [5, 5, 2] and found.updates == 3
+    for part, following in pairwise(parts):  # nothing was learned between, so the values are those of the next step
+        np.testing.assert_allclose(part.last_values, following.values[0], rtol=1e-5, atol=1e-6)
+        assert not part.over[-1].any()
+    assert parts[-1].over[-1].all() and found.env_steps == 8 * 12
+
+
+def test_an_update_after_all_steps_of_an_episode_is_what_happens_by_default() -> None:
+    default, told = trainer(), trainer(update_every_steps=12)
+    assert [default.advance() for _ in range(3)] == [told.advance() for _ in range(3)]
+
+
 def test_a_workflow_that_is_not_learned_is_given_up_after_its_updates() -> None:
     it = trainer(min_judged=10**6, mixed_share=0.0)
     while not it.done:
@@ -159,7 +176,13 @@ def test_a_score_pays_for_what_obedience_lacks() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for changed in ({"envs": 0}, {"total_episodes": 3}, {"reference_share": 0.6, "final_share": 0.5}, {"gate": 0.0}):
+    for changed in (
+        {"envs": 0},
+        {"update_every_steps": 13},
+        {"total_episodes": 3},
+        {"reference_share": 0.6, "final_share": 0.5},
+        {"gate": 0.0},
+    ):
         with pytest.raises(ValueError, match="settings of the workflow training: "):
             SETTINGS.changed(**changed)
 

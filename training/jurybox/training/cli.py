@@ -191,6 +191,7 @@ TRAININGS = {
             *SERVED,
             Flag("halves", bool, "Act for half of the networks while the other half steps."),
             Flag("episode_length", int, "Steps of an episode."),
+            Flag("update_every_steps", int, "Steps of each network between two updates; else an episode's."),
             Flag("gate", float, "Share of the judged fixes that must comply."),
             Flag("max_train_episodes_per_env", int, "Then a workflow is given up."),
             Flag("align_lambda", float, "What a judged fix out of order costs."),

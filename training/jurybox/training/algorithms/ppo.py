@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,15 @@ class Rollout:
     final_values: Floats
     last_values: Floats
     masks: npt.NDArray[np.bool_] | None = None
+
+    def part(self, first: int, end: int, last_values: Floats) -> Rollout:
+        """Steps `first` to `end`, which is not part of it; `last_values` of what follows them. Shares the memory."""
+        steps = {
+            each.name: value[first:end]
+            for each in dataclasses.fields(self)
+            if each.name != "last_values" and (value := getattr(self, each.name)) is not None
+        }
+        return Rollout(**steps, last_values=last_values)
 
 
 def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:

@@ -269,6 +269,8 @@ def play(
     told: bool = True,
     greedy: bool = False,
     stepped: Callable[[int], None] = lambda step: None,
+    learn_every: int = 0,
+    learn: Callable[[Rollout], object] = lambda part: None,
 ) -> tuple[Rollout, Episodes]:
     """One episode of every environment, all of `steps` steps.
 
@@ -285,6 +287,8 @@ def play(
         told: whether the policy sees the order that it is judged by, and is masked by it.
         greedy: the likeliest action instead of a drawn one.
         stepped: is told of every step that has begun, by its number.
+        learn_every: steps after which `learn` is given what was played since; 0: never. It may change the policy, which
+            then acts on. It is not given the last part of the episode.
     """
     parts = [env] if isinstance(env, VectorEnv) else list(env)
     n = sum(part.num_envs for part in parts)
@@ -303,17 +307,26 @@ def play(
             head_starts[rows] if head_starts is not None and made_to_sleep else None,
         )
         games.append(_Game(part, rows, Alignment.begin(orders.rows(rows), weight), masking, rollout, returns))
-    for step in range(steps):
+
+    def finish(step: int) -> Floats:
+        """End a step of all parts; gives the value of what follows it."""
         for game in games:
-            if step > 0:
+            game.finish(step)
+            last[game.rows] = rollout.observations[step, game.rows]
+            game.write(last[game.rows])
+        values: Floats = policy.act(last, None, greedy=True)[2]
+        return values
+
+    for step in range(steps):
+        learns = learn_every > 0 and step > 0 and step % learn_every == 0
+        if learns:
+            learn(rollout.part(step - learn_every, step, finish(step - 1)))
+        for game in games:
+            if step > 0 and not learns:
                 game.finish(step - 1)
             game.act(step, policy, greedy=greedy)
         stepped(step)
-    for game in games:
-        game.finish(steps - 1)
-        last[game.rows] = rollout.observations[-1, game.rows]
-        game.write(last[game.rows])
-    _, _, rollout.last_values[:] = policy.act(last, None, greedy=True)
+    rollout.last_values[:] = finish(steps - 1)
     rollout.final_values[-1] = rollout.last_values
     counts = (np.concatenate(each) for each in zip(*(game.counts for game in games), strict=True))
     return rollout, Episodes(returns, *counts)

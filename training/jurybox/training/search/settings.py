@@ -73,8 +73,10 @@ class WorkflowTraining(ServedSettings):
         env: "cage", our simulator, or "cyborg", the real CybORG in worker processes.
         red: the attacker, by our name or CybORG's (B_lineAgent, RedMeanderAgent).
         quirk: of the original; see `Networks`.
-        envs: networks; an update follows one episode of each.
+        envs: networks; an update follows one episode of each, or `update_every_steps` of it.
         episode_length: steps.
+        update_every_steps: steps of each network between two updates, of which the last in an episode may be fewer; 0:
+            those of an episode.
         total_episodes: the budget of training, all phases together. Evaluations are not counted.
         reference_share: of the budget, for training without a workflow first: the return to compare with, and with
             `inherit` the policy to begin with.
@@ -126,6 +128,7 @@ class WorkflowTraining(ServedSettings):
     quirk: bool = False
     envs: int = Field(100, ge=1)
     episode_length: int = Field(100, ge=1)
+    update_every_steps: int = Field(0, ge=0)
     total_episodes: int = Field(100_000, ge=1)
     reference_share: float = Field(0.2, ge=0, lt=1)
     mixed_share: float = Field(0.4, ge=0, lt=1)
@@ -156,11 +159,22 @@ class WorkflowTraining(ServedSettings):
             raise ValueError(
                 f"expected an episode for each network, got envs {self.envs}, total_episodes {self.total_episodes}"
             )
+        if self.update_every_steps > self.episode_length:
+            raise ValueError(
+                f"expected update_every_steps of at most an episode's {self.episode_length} steps, got "
+                f"{self.update_every_steps}"
+            )
         if sum(shares) >= 1:
             raise ValueError(f"expected shares that leave something for the search, got {shares}")
         if self.halves and self.envs < 2:
             raise ValueError(f"expected at least 2 networks to make halves of, got envs {self.envs}")
         return self
+
+    @property
+    def last_update_from(self) -> int:
+        """The first step of which an episode's last update learns."""
+        every = self.update_every_steps or self.episode_length
+        return (self.episode_length - 1) // every * every
 
     @property
     def longest_head_start(self) -> int:

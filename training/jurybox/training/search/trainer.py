@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.algorithms.ppo import PPO, Rollout
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
@@ -154,7 +154,11 @@ class WorkflowTrainer:
         return self.best if self.phase in (FINAL, DONE) else None
 
     def advance(self) -> dict[str, float]:
-        """Make one update, and the transitions that are due; returns current numbers."""
+        """Play an episode of each network and learn from it, and make the transitions that are due.
+
+        Returns:
+            Current numbers.
+        """
         settings = self.settings
         if self.phase == SEARCH and self._proposal is None:
             self._begin()
@@ -170,14 +174,15 @@ class WorkflowTrainer:
             use_masks=settings.use_masks,
             mask_orders=settings.order_masks,
             stepped=lambda step: self.heard(self.episodes + settings.envs * step / settings.episode_length, None),
+            learn_every=settings.update_every_steps,
+            learn=self._learn,
         )
         from_start = head_starts == 0
         shown = played.of(from_start if from_start.any() else own)
         judged = played.of(own)
         if self.phase == FINAL:
             self._keep(judged, shown)
-        told = self.learner.update(rollout)
-        self.updates += 1
+        told = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_values))
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
         self.recent = shown.returns.tolist()
@@ -196,6 +201,10 @@ class WorkflowTrainer:
         }
         self._move_on(judged)
         return numbers
+
+    def _learn(self, rollout: Rollout) -> dict[str, float]:
+        self.updates += 1
+        return self.learner.update(rollout)
 
     def evaluate(
         self, order: Order | Sequence[Order] | None, episodes: int, *, told: bool = True, fresh: bool = True
