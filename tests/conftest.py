@@ -1,7 +1,12 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
+
+# A shell's background job ignores Ctrl-C, and so would every process that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Or each of the processes that tests start would compile our sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -44,7 +44,10 @@ class RunningServer(ServerElsewhere):
         """Process ids by role, of the oldest in the process table: whoever is on standby started after who serves."""
         found = {"supervisor": self.process.pid}
         for child in children_of(self.process.pid):
-            line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            try:
+                line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):  # it died just now
+                continue
             if b"jurybox.server.gateway" in line:
                 found.setdefault("gateway", child)
             elif b"jurybox.server.relay" in line:

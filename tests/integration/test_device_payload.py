@@ -306,6 +306,8 @@ PAIR = np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
 def adopted(model, version):
     reply = model.submit(PAIR).result(timeout=30)
     answer = np.asarray(reply.outputs)
+    if reply.version == 0:  # the weights that it was made with
+        return False
     assert (answer[0] == 2 * reply.version).all() and (answer[1] == reply.version).all()
     return reply.version == version
 
