@@ -32,7 +32,7 @@ demo: setup  ## train the photo editor against the juror server; leaves demo-out
 test: setup  ## the whole default suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-runs: setup  ## whole trainings in their processes; CI runs them, too
+test-runs: setup  ## whole trainings in their processes and what follows them; CI runs them, too
 	$(BIN)/python -m pytest -m 'runs and not slow' --timeout 400 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the longer proofs

@@ -117,6 +117,7 @@ class Restarts(Silence):
             self.server = launch(self.folder, MODEL)
 
 
+@pytest.mark.runs
 def test_workers_go_on_when_the_server_is_restarted(tmp_path):
     settings = PhotoTraining(environment=PhotoConfig(), seed=1, steps=32, envs=2, rollout=32, n_epochs=1)
     first = launch(tmp_path / "server", MODEL)

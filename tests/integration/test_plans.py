@@ -36,6 +36,7 @@ def test_the_pages_example_has_two_roles_and_less_than_sixty_lines():
     assert len([line for line in EXAMPLE.splitlines() if line.strip() and not line.startswith("# ")]) < 60
 
 
+@pytest.mark.runs
 def test_a_plan_of_ones_own_is_carried_out_in_processes_recorded_and_resumed(train, tmp_path):
     done = train("--plan", "bandit:plan", "--out", "run", "--steps", 600)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def test_the_best_policy_is_the_very_one_that_was_scored(hockey_run):
         assert again.score == pytest.approx(said["numbers"][f"score_{who}"], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", [".mp4", ".gif", ".png"])
+@pytest.mark.parametrize("kind", [".mp4", pytest.param(".gif", marks=pytest.mark.runs), ".png"])
 def test_episodes_are_played_and_filmed(command, tmp_path, hockey_run, kind):
     film = tmp_path / f"out{kind}"
     said = command("play", hockey_run, "--episodes", 1, "--video", film, "--seed", 3, "--set", "opponent='random'")
@@ -173,6 +173,7 @@ def served(run, folder):
             process.wait()
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(200)
 def test_a_server_answers_with_it_to_our_clients_and_to_those_of_the_open_inference_protocol(tmp_path, hockey_run):
     tmp_path.chmod(0o700)

@@ -75,6 +75,7 @@ def test_two_runs_at_once_over_both_transports_end_with_their_reports_and_leave_
         assert client.models() == []
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("options", "told"),
     [

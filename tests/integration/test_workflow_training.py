@@ -35,6 +35,7 @@ def returns(folder: Path) -> list[str]:
         return [row["return_mean"] for row in csv.DictReader(file)]
 
 
+@pytest.mark.runs
 def test_a_served_policy_learns_as_one_in_the_process_does(tmp_path) -> None:
     local, served = tmp_path / "local", tmp_path / "served"
     run(SMALL, local)

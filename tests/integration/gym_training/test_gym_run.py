@@ -71,6 +71,7 @@ def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
     assert segments() == before
 
 
+@pytest.mark.runs
 def test_served_and_local_policies_learn_the_same_serially(tmp_path) -> None:
     """The outputs are the same to some bits, and so are the first steps; what is learned, nearly."""
     told = {"algorithm": "ppo", "n_steps": 32, "hidden": (16,), "steps": 64, "evaluation_episodes": 1}

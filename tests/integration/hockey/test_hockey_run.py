@@ -109,6 +109,7 @@ def check(folder: Path, kills: int, outcome) -> None:
     assert outcome.learner_steps <= max(0, outcome.env_steps - 300) // 10, "no step was learned from twice"
 
 
+@pytest.mark.runs
 def test_a_hockey_run_goes_on_whoever_of_it_is_killed(tmp_path) -> None:
     before = segments()
     kills, outcome = kill_at_random(tmp_path, times=3, seconds=0.5)

@@ -50,6 +50,7 @@ def rows(folder, group):
         replay.close()
 
 
+@pytest.mark.runs
 def test_processes_walk_the_same_way_as_one_process_when_publication_is_frozen(tmp_path):
     before = segments()
     settings = MarlTraining(**SMALL, publish_interval=0, share=(("agent_0", "agent_1"),))
