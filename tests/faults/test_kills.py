@@ -298,7 +298,8 @@ def disagreements(probes: np.ndarray) -> list[list[float]]:
     by as much as the later of two answers came after the time-out that it had. A connection that broke, with whoever
     was to answer, says that nobody is there when it broke, not when it was made; the other was perhaps answered just
     before. With many in flight the probe asks less often, so the first pair after the break is near in any case. What
-    one says is near, too, to what the other said within NEAR of it, whenever both were asked.
+    one says is near, too, to what the other said within NEAR of it, whenever both were asked. Where the gateway was
+    lost with both, nobody knows what either would have said.
     """
     asked, works, well = probes[:, 0], probes[:, 2] > 0, probes[:, 4] > 0
     told_works, told_well = probes[:, 1], probes[:, 3]
@@ -312,7 +313,8 @@ def disagreements(probes: np.ndarray) -> list[list[float]]:
             near[np.flatnonzero(asked > max(probes[row, 1], probes[row, 3]))[:1]] = True
         of_requests = near | (np.abs(told_works - told_well[row]) <= NEAR)
         of_health = near | (np.abs(told_well - told_works[row]) <= NEAR)
-        if well[row] not in works[of_requests] or works[row] not in well[of_health]:
+        lost = (probes[near][:, [2, 4]] == GONE).all(axis=1).any()
+        if not lost and (well[row] not in works[of_requests] or works[row] not in well[of_health]):
             found.append([float(value) for value in probes[row]])
     return found
 
@@ -332,6 +334,13 @@ def test_a_moment_at_which_health_and_requests_disagree_is_found():
     late = pairs(up[:4] + down[:5] + [NO], up[:4] + down[:5] + [YES])
     late[3, 1] = late[9, 3]  # health was asked long after the request was, and both were answered at one moment
     assert not disagreements(late)
+    broken = pairs([*down, YES, NO, NO, *down], [*down, NO, NO, NO, *down])
+    assert len(disagreements(broken)) == 1
+    broken[11:13, [2, 4]] = GONE  # health would have been the next to say so, and its connection broke
+    assert not disagreements(broken)
+    dropped = pairs(up + up, up + up)
+    dropped[10, 2] = GONE  # one request's alone
+    assert len(disagreements(dropped)) == 1
 
 
 def reasons_near(file: Path, moments: Sequence[float]) -> list[str]:
