@@ -233,6 +233,17 @@ def test_over_tls_a_robot_with_the_token_is_answered(walled, header):
         assert [ask({"state": np.array([2.0])})[0].tolist() for _ in range(2)] == [[2, 1], [4, 2]]
 
 
+def refusal(*where, **how):
+    """The response that refuses a robot. On a busy machine the end of a TLS connection may overtake it: asked again."""
+    for left in (2, 1, 0):
+        with pytest.raises((InvalidStatus, *([InvalidMessage] if left else []))) as refused:
+            with robot(*where, **how):
+                pass
+        if isinstance(refused.value, InvalidStatus):
+            return refused.value.response
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     "header", [None, "", "Api-Key", "Api-Key ", "Api-Key wrong", f"Api-Key {SECRET}x", f"Api-Key {SECRET[:-1]}",
                f"Basic {SECRET}", "Bearer ", SECRET],
@@ -241,30 +252,23 @@ def test_over_tls_a_robot_with_the_token_is_answered(walled, header):
 def test_over_tls_a_robot_with_another_token_or_none_is_refused_before_a_word_is_said(walled, header, path):
     where, certificate = walled
     headers = None if header is None else {"Authorization": header}
-    with pytest.raises(InvalidStatus) as refused:
-        with robot(where["arm"], path, ssl=trusting(certificate), additional_headers=headers):
-            pass
-    assert refused.value.response.status_code == 401
-    body = refused.value.response.body.decode()
+    response = refusal(where["arm"], path, ssl=trusting(certificate), additional_headers=headers)
+    assert response.status_code == 401
+    body = response.body.decode()
     assert "Authorization: Api-Key TOKEN" in body and SECRET not in body
 
 
 def test_over_tls_two_tokens_at_once_are_none(walled):
     where, certificate = walled
     both = [("Authorization", "Api-Key wrong"), ("Authorization", f"Api-Key {SECRET}")]
-    with pytest.raises(InvalidStatus) as refused:
-        with robot(where["arm"], ssl=trusting(certificate), additional_headers=both):
-            pass
-    assert refused.value.response.status_code == 401
+    assert refusal(where["arm"], ssl=trusting(certificate), additional_headers=both).status_code == 401
 
 
 def test_over_tls_a_web_page_is_refused_with_the_token_too(walled):
     where, certificate = walled
     headers = {"Authorization": f"Api-Key {SECRET}"}
-    with pytest.raises(InvalidStatus) as refused:
-        with robot(where["arm"], ssl=trusting(certificate), additional_headers=headers, origin="https://evil.example"):
-            pass
-    assert refused.value.response.status_code == 403
+    how = {"ssl": trusting(certificate), "additional_headers": headers, "origin": "https://evil.example"}
+    assert refusal(where["arm"], **how).status_code == 403
 
 
 def test_who_does_not_trust_the_certificate_or_speaks_no_tls_gets_nothing(walled):
