@@ -22,9 +22,9 @@ from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Error, Refused
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.gateway.inference.shared_memory import Registry
 from jurybox.server.gateway.inference.tensors import Place, datatype_of, malformed
 
-_MOST_REGIONS = 256
 _MOST_BINDINGS = 64  # each holds rows of an arena
 _UNBIND = 30.0  # seconds that engines get to let go
 
@@ -48,7 +48,7 @@ class _Way:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class CudaRegions:
+class CudaRegions(Registry[CudaRegion]):
     """The registered regions and what is bound to them.
 
     Args:
@@ -57,9 +57,9 @@ class CudaRegions:
     """
 
     def __init__(self, *, allowed: bool, lanes: Lanes) -> None:
+        super().__init__("CUDA region")
         self.allowed = allowed
         self._lanes = lanes
-        self._regions: dict[str, CudaRegion] = {}
         self._ways: OrderedDict[Any, _Way] = OrderedDict()
         self._making = asyncio.Lock()
 
@@ -73,16 +73,13 @@ class CudaRegions:
                 "CUDA shared memory is off here. To take it from clients, set server.cuda_shared_memory = true, on a "
                 "server whose HTTP and gRPC listen on loopback alone"
             )
-        if not name or name in self._regions:
-            what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
-            raise Refused(what, Code.MALFORMED)
+        self._require_free(name)
         if len(handle) != HANDLE or size < 1 or device < 0:
             raise Refused(
                 f"region {name!r}: expected a handle of {HANDLE} bytes and a size, {len(handle)} and {size} came",
                 Code.MALFORMED,
             )
-        if len(self._regions) >= _MOST_REGIONS:
-            raise Refused(f"{_MOST_REGIONS} regions are registered: unregister those not needed", Code.BUSY)
+        self._require_room()
         self._regions[name] = CudaRegion(name, handle, device, size)
 
     async def unregister(self, name: str = "") -> None:
@@ -91,16 +88,12 @@ class CudaRegions:
         Raises:
             Timeout: an engine is in a batch with it for long; the region is still there.
         """
-        for region in [name] if name in self._regions else [] if name else list(self._regions):
+        for region in self._chosen(name):
             async with self._making:
                 for key, way in list(self._ways.items()):
                     if region in way.regions:
                         await self._end(key, way)
             self._regions.pop(region, None)
-
-    def status(self, name: str = "") -> list[CudaRegion]:
-        """The status of a region, or of all without a name. Raises Refused (code MODEL_NOT_FOUND) if unknown."""
-        return [self._named(name)] if name else list(self._regions.values())
 
     async def infer(
         self,
@@ -195,9 +188,3 @@ class CudaRegions:
             )
         if place.size < rows * tensor.row_bytes:
             raise malformed(f"tensor {name!r} has {rows * tensor.row_bytes} bytes, {place.size} were given")
-
-    def _named(self, name: str) -> CudaRegion:
-        if name not in self._regions:
-            there = ", ".join(sorted(self._regions)[:20]) or "none"
-            raise Refused(f"no CUDA region {name!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND)
-        return self._regions[name]

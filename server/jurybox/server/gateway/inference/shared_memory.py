@@ -15,7 +15,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from jurybox.server.security.access import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects, whatever JURYBOX_SHM_DIR says of ours
 _KEY = re.compile(r"/?[^/\0]{1,254}")
-_MOST_REGIONS = 256  # each is an open file, and a process has a thousand
+_MOST_REGIONS = 256  # one in POSIX shared memory is an open file, and a process has a thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,45 @@ class Region:
     fd: int
 
 
-class Regions:
+R = TypeVar("R")
+
+
+class Registry(Generic[R]):
+    """Registered regions by name: what those in POSIX shared memory and those on devices have in common.
+
+    Args:
+        kind: what messages call one.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._regions: dict[str, R] = {}
+
+    def status(self, name: str = "") -> list[R]:
+        """The status of a region, or of all without a name. Raises Refused (code MODEL_NOT_FOUND) if unknown."""
+        return [self._named(name)] if name else list(self._regions.values())
+
+    def _require_free(self, name: str) -> None:
+        if not name or name in self._regions:
+            what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
+            raise Refused(what, Code.MALFORMED)
+
+    def _require_room(self) -> None:
+        if len(self._regions) >= _MOST_REGIONS:
+            raise Refused(f"{_MOST_REGIONS} regions are registered: unregister those not needed", Code.BUSY)
+
+    def _chosen(self, name: str) -> list[str]:
+        """The names of a region, or of all without a name; none of an unknown one."""
+        return [name] if name in self._regions else [] if name else list(self._regions)
+
+    def _named(self, name: str) -> R:
+        if name not in self._regions:
+            there = ", ".join(sorted(self._regions)[:20]) or "none"
+            raise Refused(f"no {self._kind} {name!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND)
+        return self._regions[name]
+
+
+class Regions(Registry[Region]):
     """The registered regions, shared by all transports.
 
     Args:
@@ -54,10 +92,10 @@ class Regions:
     """
 
     def __init__(self, prefix: str, *, folder: Path = _POSIX) -> None:
+        super().__init__("region")
         self._prefix = prefix
         self.allowed = bool(prefix)
         self._folder = folder
-        self._regions: dict[str, Region] = {}
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
         """Register a region.
@@ -70,11 +108,8 @@ class Regions:
                 "shared memory is off here. To take it from clients, set server.shared_memory_prefix to what the names "
                 "of their regions begin with, on a server whose HTTP and gRPC listen on loopback alone"
             )
-        if not name or name in self._regions:
-            what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
-            raise Refused(what, Code.MALFORMED)
-        if len(self._regions) >= _MOST_REGIONS:
-            raise Refused(f"{_MOST_REGIONS} regions are registered: unregister those not needed", Code.BUSY)
+        self._require_free(name)
+        self._require_room()
         fd = self._open(key)
         try:
             there = os.fstat(fd).st_size
@@ -90,13 +125,8 @@ class Regions:
 
     def unregister(self, name: str = "") -> None:
         """Unregister a region, or all without a name. An unknown name is ignored."""
-        for region in [self._regions[name]] if name in self._regions else [] if name else [*self._regions.values()]:
-            del self._regions[region.name]
-            os.close(region.fd)
-
-    def status(self, name: str = "") -> list[Region]:
-        """The status of a region, or of all without a name. Raises Refused (code MODEL_NOT_FOUND) if unknown."""
-        return [self._named(name)] if name else list(self._regions.values())
+        for chosen in self._chosen(name):
+            os.close(self._regions.pop(chosen).fd)
 
     def check(self, place: Place, size: int, tensor: str) -> None:
         """Check that `size` bytes fit into the region.
@@ -137,13 +167,6 @@ class Regions:
     def close(self) -> None:
         """Unregister all regions."""
         self.unregister()
-
-    def _named(self, name: str) -> Region:
-        region = self._regions.get(name)
-        if region is None:
-            there = ", ".join(sorted(self._regions)[:20]) or "none"
-            raise Refused(f"no region {name!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND)
-        return region
 
     def _open(self, key: str) -> int:
         """Open the file of a key; it must belong to this user and have the prefix."""
