@@ -146,6 +146,21 @@ def serving(
                 running.process.wait()
 
 
+def walls(folder: Path, token: str) -> dict[str, str]:
+    """Server settings with a token and a certificate for localhost, their files in a folder; needs openssl."""
+    files = {"token_file": "token", "tls_cert": "cert.pem", "tls_key": "key.pem"}
+    (folder / "token").write_text(token + "\n")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+    for private in ("token", "key.pem"):
+        (folder / private).chmod(0o600)
+    return {setting: str(folder / file) for setting, file in files.items()}
+
+
 def wait_until(condition, timeout: float = 30.0, what: str = "the condition") -> None:
     """Wait for something to become true; an AssertionError when it does not, even on a machine that is busy."""
     until = time.monotonic() + timeout

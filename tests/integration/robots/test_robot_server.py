@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -17,12 +18,14 @@ import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.robot_models import DIMENSION, HORIZON
-from tests.serving import serving, wait_until
+from tests.serving import serving, wait_until, walls
+from websockets.asyncio.client import connect as async_websocket
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import connect as websocket
 
@@ -59,10 +62,32 @@ def where(server):
 
 
 @contextlib.contextmanager
+def one_thread(uri, **options):
+    """websockets' asyncio client, called as its other one.
+
+    That one reads in a thread of its own while it writes. Python 3.11's TLS objects do not bear this: one handshake in
+    a thousand hangs, or ends without a response (miguelgrinberg/python-engineio, issue 461, tells the same).
+    """
+    with asyncio.Runner() as runner:
+
+        async def begin():
+            return await async_websocket(uri, **options)
+
+        connection = runner.run(begin())
+        try:
+            yield SimpleNamespace(
+                send=lambda message: runner.run(connection.send(message)),
+                recv=lambda timeout: runner.run(asyncio.wait_for(connection.recv(), timeout)),
+            )
+        finally:
+            runner.run(connection.close())
+
+
+@contextlib.contextmanager
 def robot(address, path="", **options):
     """A connection whose metadata has been read, and a function that asks."""
-    scheme = "wss" if "ssl" in options else "ws"
-    with websocket(f"{scheme}://{address}{path}", compression=None, open_timeout=60, **options) as connection:
+    scheme, connect = ("wss", one_thread) if "ssl" in options else ("ws", websocket)
+    with connect(f"{scheme}://{address}{path}", compression=None, open_timeout=60, **options) as connection:
         metadata = unpackb(connection.recv(60))
 
         def ask(request):
@@ -200,18 +225,7 @@ def walled(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
     folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        cwd=folder, check=True, capture_output=True,
-    )  # fmt: skip
-    (folder / "token").write_text(SECRET + "\n")
-    for name in ("key.pem", "token"):
-        (folder / name).chmod(0o600)
-    walls = {name: str(folder / file) for name, file in (
-        ("token_file", "token"), ("tls_cert", "cert.pem"), ("tls_key", "key.pem"))}  # fmt: skip
-    with serving(tmp_path_factory.mktemp("walled"), MODELS, more=ROBOTS, **walls) as running:
+    with serving(tmp_path_factory.mktemp("walled"), MODELS, more=ROBOTS, **walls(folder, SECRET)) as running:
         with running.connect() as client:
             yield client.status()["server"]["robots"], folder / "cert.pem"
 
@@ -234,14 +248,10 @@ def test_over_tls_a_robot_with_the_token_is_answered(walled, header):
 
 
 def refusal(*where, **how):
-    """The response that refuses a robot. On a busy machine the end of a TLS connection may overtake it: asked again."""
-    for left in (2, 1, 0):
-        with pytest.raises((InvalidStatus, *([InvalidMessage] if left else []))) as refused:
-            with robot(*where, **how):
-                pass
-        if isinstance(refused.value, InvalidStatus):
-            return refused.value.response
-    raise AssertionError
+    """The response that refuses a robot."""
+    with pytest.raises(InvalidStatus) as refused, robot(*where, **how):
+        pass
+    return refused.value.response
 
 
 @pytest.mark.parametrize(

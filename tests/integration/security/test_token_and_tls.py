@@ -3,13 +3,12 @@
 import contextlib
 import shutil
 import ssl
-import subprocess
 
 import grpc
 import httpx
 import numpy as np
 import pytest
-from tests.serving import serving
+from tests.serving import serving, walls
 
 from jurybox.client import Error, Refused, ServerGone, connect
 from jurybox.client.remote.weights import RemotePublisher
@@ -29,29 +28,14 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", "server.pem", "-out", "cert.pem", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        cwd=folder, check=True, capture_output=True,
-    )  # fmt: skip
-    (folder / "server.pem").chmod(0o600)
-    (folder / "token").write_text(TOKEN + "\n")
-    (folder / "token").chmod(0o600)
-    return folder
+    return tmp_path_factory.mktemp("tls")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, folder):
-    walls = {
-        "token_file": str(folder / "token"),
-        "tls_cert": str(folder / "cert.pem"),
-        "tls_key": str(folder / "server.pem"),
-        "max_message_mib": 1,
-    }
+    walled = {**walls(folder, TOKEN), "max_message_mib": 1}
     listen = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
-    with serving(tmp_path_factory.mktemp("server"), MODELS, **listen, **walls) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, **listen, **walled) as running:
         running.http, running.grpc = running.listening("http"), running.listening("grpc")
         yield running
 
