@@ -45,7 +45,7 @@ CARRIED = (
         "safetensors",
         "sortedcontainers",
     ),
-    *("stable_baselines3", "starlette", "structlog", "typing-inspection", "uvicorn", "websockets", "zstandard"),
+    *("stable_baselines3", "starlette", "typing-inspection", "uvicorn", "websockets", "zstandard"),
 )
 
 

@@ -180,7 +180,7 @@ def fake(folder, name, body):
 def telling(folder, **told):
     good = {
         "python": [3, 10, 1], "torch": "2.1.0+cu121", "numpy": "1.26.4", "pydantic": "2.10.0", "pyzmq": "25.0",
-        "safetensors": "0.4.0", "structlog": "25.1.0", "jurybox": None, "protocol": 2,
+        "safetensors": "0.4.0", "jurybox": None, "protocol": 2,
     }  # fmt: skip
     from jurybox.protocol.wire import build_version
 
@@ -199,7 +199,7 @@ def test_what_is_wrong_with_an_interpreter_is_one_sentence_each(tmp_path):
         ({"jurybox": "0.0.9"}, "jurybox 0.0.9 is installed there, expected"),
         ({"broken": "ImportError: no native"}, "native part cannot be imported there (ImportError: no native)"),
         ({"protocol": 1}, "speaks protocol 1, expected 2"),
-        ({"structlog": None}, "structlog is not installed there"),
+        ({"safetensors": None}, "safetensors is not installed there"),
     ):
         (found,) = misfits([python := telling(tmp_path, **told)])
         assert found.startswith(f"python = {python!r}: ") and says in found

@@ -11,23 +11,93 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, TextIO, cast
-
-import structlog
-from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from typing import Any, TextIO
 
 from jurybox.protocol.errors import plain
-
-Log = FilteringBoundLogger
 
 _LONGEST = 20_000  # characters of a value in a line
 _TRACEBACK = 6000  # characters of a traceback: its end says where it happened
 _KINDS = 256
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_NAMES = {number: name for name, number in LEVELS.items()} | {logging.CRITICAL: "critical"}
+
+
+class Log:
+    """A process's logger: every call is an event, with fields, and one line. From any thread.
+
+    `exc_info`, among the fields, is an exception whose traceback belongs to the event. Example::
+
+        log.warning("bad message", client=7, bytes=3)
+
+    Args:
+        role, stream, keep: as for `configure`.
+        level: events below it are left out; of the standard logging module.
+        render: the text of a line, without its end.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        level: int,
+        render: Callable[[dict[str, Any]], str],
+        stream: TextIO,
+        keep: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._role = role
+        self._level = level
+        self._render = render
+        self._stream = _Unfailing(stream)
+        self._keep = keep
+        self._one_at_a_time = threading.RLock()  # a finaliser that logs while a line is written would wait for ever
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        """Log what only a developer wants to know."""
+        self.log(logging.DEBUG, event, **fields)
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        """Log what happens in good order."""
+        self.log(logging.INFO, event, **fields)
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        """Log what an operator may want to change."""
+        self.log(logging.WARNING, event, **fields)
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        """Log what failed."""
+        self.log(logging.ERROR, event, **fields)
+
+    def exception(self, event: str, /, **fields: Any) -> None:
+        """Log what failed, with the traceback of the exception that is being handled."""
+        self.log(logging.ERROR, event, **{"exc_info": sys.exc_info()[1], **fields})
+
+    def log(self, level: int, event: str, /, **fields: Any) -> None:
+        """Log an event of a level of the standard logging module."""
+        if level < self._level:
+            return
+        raised = fields.pop("exc_info", None)
+        now = datetime.now(timezone.utc).replace(tzinfo=None)
+        line = {
+            **fields,
+            "event": event,
+            "level": _NAMES[level],
+            "timestamp": now.isoformat(timespec="microseconds") + "Z",
+            "process": self._role,
+        }
+        if isinstance(raised, BaseException):
+            line["exception"] = "".join(traceback.format_exception(raised)).rstrip("\n")
+        if self._keep is not None:
+            self._keep({**line})
+        text = self._render(line) + "\n"
+        # A line is one write, so that processes which share standard error do not write into each other's lines.
+        with self._one_at_a_time:
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def configure(
@@ -35,7 +105,7 @@ def configure(
     level: str,
     format: str,
     stream: TextIO | None = None,
-    keep: Callable[[EventDict], None] | None = None,
+    keep: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Log:
     """Set up logging in this process and return its logger.
 
@@ -46,49 +116,17 @@ def configure(
         stream: where lines go; standard error without it.
         keep: also given every line that is logged, as its fields.
     """
-    processors: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _add_process(role),
-        structlog.processors.format_exc_info,
-        *([_keep_with(keep)] if keep else []),
-        _as_json if format == "json" else _as_text,
-    ]
-    structlog.configure(
-        processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        # A line is one write, so that processes which share standard error do not write into each other's lines.
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Unfailing(stream or sys.stderr))),
-        cache_logger_on_first_use=False,
-    )
-    log = cast(Log, structlog.get_logger())
+    log = Log(role, LEVELS[level], _as_json if format == "json" else _as_text, stream or sys.stderr, keep)
     _adopt_foreign(log, LEVELS[level])
     return log
 
 
-def _add_process(role: str) -> Callable[[WrappedLogger, str, EventDict], EventDict]:
-    def add(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        event["process"] = role
-        return event
-
-    return add
-
-
-def _keep_with(keep: Callable[[EventDict], None]) -> Callable[[WrappedLogger, str, EventDict], EventDict]:
-    def pass_on(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        keep({**event})
-        return event
-
-    return pass_on
-
-
-def _as_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+def _as_json(event: dict[str, Any]) -> str:
     head = {key: event.pop(key) for key in ("timestamp", "level", "process", "event")}
     return json.dumps({**head, **event}, default=plain)
 
 
-def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+def _as_text(event: dict[str, Any]) -> str:
     time, level, process, text = (event.pop(key) for key in ("timestamp", "level", "process", "event"))
     fields = " ".join(f"{key}={_word(value)}" for key, value in event.items())
     return f"{time} {level} {process} {_escaped(str(text))}{' ' if fields else ''}{fields}"
@@ -179,7 +217,7 @@ class _Adopted(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        fields = {"exc_info": record.exc_info} if record.exc_info else {}
+        fields = {"exc_info": record.exc_info[1]} if record.exc_info else {}
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
         try:
             text = record.getMessage()

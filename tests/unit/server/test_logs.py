@@ -7,7 +7,6 @@ import json
 import logging
 
 import pytest
-import structlog
 
 from jurybox.server.logs import configure
 
@@ -15,7 +14,6 @@ from jurybox.server.logs import configure
 @pytest.fixture
 def stream():
     yield io.StringIO()
-    structlog.reset_defaults()
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if type(handler).__module__ == "jurybox.server.logs"]:
         root.removeHandler(handler)

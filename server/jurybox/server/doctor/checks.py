@@ -29,7 +29,7 @@ _ARENA = 128 * _MIB  # what a model's arena takes by default, at most
 _COMFORT = 512 * _MIB
 _FILES_OF_A_CLIENT = 2  # its connection to the supervisor, and one to an engine
 _FILES_OF_A_SERVER = 128
-_PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "uvicorn", "pydantic", "structlog")
+_PACKAGES = ("numpy", "pyzmq", "protobuf", "torch", "safetensors", "fastapi", "uvicorn", "pydantic")
 
 
 def examine(*, fix: bool = False) -> list[Finding]:
