@@ -62,6 +62,36 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), item.nodeid.startswith("tests/unit/")))
 
 
+# Files whose tests share a server: one worker takes them all, and only it starts that server.
+_SHARING = {
+    "tests/integration/test_": ("client", "client_handles", "forked_clients", "memory_elsewhere"),
+    "tests/integration/gateway/test_": (
+        "grpc_transport",
+        "http_bodies",
+        "open_rows_gateway",
+        "tritonclient",
+        "tritonclient_memory",
+    ),
+    "tests/fuzz/test_": ("grpc", "http", "zeromq"),
+}
+_SERVER_OF = {f"{server}{file}.py": server for server, files in _SHARING.items() for file in files}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Divide a run by files, as `--dist loadfile` does, but for files that share a server."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return _SERVER_OF.get(file, file)
+
+    return ByServer(config, log)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
     gc.freeze()
