@@ -251,7 +251,11 @@ class Juror:
 
     def _ask(self, model: Model, rows: list[dict[str, Any]], until: float, versions: list[int]) -> list[Scored]:
         inputs: dict[str, Any] = {
-            name: [row[name] for row in rows] if spec.variable else np.stack([row[name] for row in rows])
+            name: [row[name] for row in rows]
+            if spec.variable
+            else rows[0][name][None]  # not copied before it is written to the lane
+            if len(rows) == 1
+            else np.stack([row[name] for row in rows])
             for name, spec in model.spec.inputs.items()
         }
         failed: Mapping[int, str] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jurybox.processes import ControlPipe, configuration, signs_of_life, stop_event
+from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.errors import said
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jurybox.server.gateway.robots.server import RobotServer
 
 _SWITCH = 0.0005  # seconds a busy loop keeps the thread waiting that tells it of answers; Python's own are 5 ms
+_KEPT = 64 << 20  # bytes of decoded pictures: mapped anew for each, they cost as much as decoding
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
 
@@ -49,6 +50,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     try:
         routers = [http_inference.router(oip, most=access.max_message)]
         if orders.get("dialects"):
+            keep_freed_memory(_KEPT)
             # Imported here: it brings Pillow.
             from jurybox.server.gateway.dialects.router import Paths, applications
 

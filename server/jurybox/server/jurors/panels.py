@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jurybox.protocol import TensorSpec
-from jurybox.server.engine.process import keep_freed_memory
+from jurybox.processes import keep_freed_memory
 from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure, Naturalness, Sharpness, slices, split
 from jurybox.server.models import ServedModel
 
