@@ -42,17 +42,27 @@ def of_large(large: Rates) -> list[Goal]:
     goals = [
         Goal("49 KB: add 1, part of one thread's memcpy", own["add 1/1"], 0.9, unit="%"),
         Goal("49 KB: add 256, part of one thread's memcpy", own["add 256/1"], 0.9, unit="%"),
-        Goal("49 KB: sample 256, part of two threads' gather", own["sample 256/2"], 0.9, unit="%"),
+        Goal("49 KB: sample 256, part of two threads' gather", own["sample 256, reused/2"], 0.9, unit="%"),
     ]
     for what, form in (("bytes", narrow), ("bits", bits)):
         goals += [
             Goal(
                 f"49 KB: {column} with planes as {what}, part of with floats", form[column] / own[column], 1.0, unit="%"
             )
-            for column in ("add 1", "add 256", "sample 256")
+            for column in ("add 1", "add 256", "sample 256, reused")
         ]
         goals.append(Goal(f"49 KB: memory with planes as {what}", form["MB"] / own["MB"], 0.5, at_most=True, unit="%"))
-    return goals
+    return goals + beside_torchrl("49 KB", large)
+
+
+def beside_torchrl(what: str, rates: Rates) -> list[Goal]:
+    """Fresh outputs on both sides: TorchRL has no others."""
+    pairs = [("TorchRL, tensors", "sample 256, fresh"), ("TorchRL, prioritized", "prioritized, fresh")]
+    return [
+        Goal(f"{what}: {column}, times TorchRL's", rates["jurybox"][column] / rates[peer][column], 1.0)
+        for peer, column in pairs
+        if peer in rates
+    ]
 
 
 def of_small(small: Rates) -> list[Goal]:
@@ -61,13 +71,13 @@ def of_small(small: Rates) -> list[Goal]:
         ring = small["NumPy ring"]["add 1"]
         goals.append(Goal("168 B: add 1, times the plain NumPy ring", own["add 1"] / ring, 1.0))
     goals += [
-        Goal("168 B: sample 256, part of the gather (one thread)", own["sample 256/1"], 0.6, unit="%"),
-        Goal("168 B: sample 256, part of the gather (two threads)", own["sample 256/2"], 0.6, unit="%"),
+        Goal("168 B: sample 256, part of the gather (one thread)", own["sample 256, reused/1"], 0.6, unit="%"),
+        Goal("168 B: sample 256, part of the gather (two threads)", own["sample 256, reused/2"], 0.6, unit="%"),
     ]
     if "cpprb" in small:
-        times = own["prioritized"] / small["cpprb"]["prioritized"]
-        goals.append(Goal("168 B: prioritised sample and update, times cpprb", times, 3.0))
-    return goals
+        times = own["prioritized, fresh"] / small["cpprb"]["prioritized, fresh"]
+        goals.append(Goal("168 B: prioritised sample and update, fresh, times cpprb", times, 3.0))
+    return goals + beside_torchrl("168 B", small)
 
 
 def of_writers(what: str, runs: Rates) -> list[Goal]:

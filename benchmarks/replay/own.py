@@ -26,17 +26,17 @@ def ours(shape: Any, capacity: int, rows: Rows, seconds: float, stored: str | No
             if prioritized:
                 errors = np.random.default_rng(2).random(BATCH, np.float32)
 
-                def both(_: int, replay: Any = replay, batch: Any = batch, errors: Any = errors) -> None:
-                    replay.sample(BATCH, batch)
-                    replay.update_priorities(batch.indices, errors)
+                def both(out: Any, replay: Any = replay, errors: Any = errors) -> None:
+                    replay.update_priorities(replay.sample(BATCH, out).indices, errors)
 
-                out["prioritized"] = rate(both, BATCH, seconds)
+                out["prioritized, reused"] = rate(lambda i: both(batch), BATCH, seconds)
+                out["prioritized, fresh"] = rate(lambda i: both(None), BATCH, seconds)
                 continue
             single, add, many = rows.single, replay.add, rows.many
             out["add 1"] = rate(lambda i: add(**single[i % BATCH]), 1, seconds)
             out["add 256"] = rate(lambda i: replay.extend(**many), BATCH, seconds)
-            out["sample 256"] = rate(lambda i: replay.sample(BATCH, batch), BATCH, seconds)
-            out["sample 256, fresh output"] = rate(lambda i: replay.sample(BATCH), BATCH, seconds)
+            out["sample 256, reused"] = rate(lambda i: replay.sample(BATCH, batch), BATCH, seconds)
+            out["sample 256, fresh"] = rate(lambda i: replay.sample(BATCH), BATCH, seconds)
             out["MB"] = replay.nbytes / 1e6
     return out
 
@@ -66,10 +66,15 @@ def numpy_ring(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[st
         for k, v in ring.items():
             v.take(index, 0, out=batch[k], mode="clip")
 
+    def fresh(_: int) -> dict[str, Any]:
+        index = rng.integers(0, capacity, BATCH)
+        return {k: v[index] for k, v in ring.items()}
+
     return {
         "add 1": rate(lambda i: add(**rows.single[i % BATCH]), 1, seconds),
         "add 256": rate(lambda i: extend(**rows.many), BATCH, seconds),
-        "sample 256": rate(sample, BATCH, seconds),
+        "sample 256, reused": rate(sample, BATCH, seconds),
+        "sample 256, fresh": rate(fresh, BATCH, seconds),
     }
 
 
@@ -85,7 +90,14 @@ def torch_select(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[
         for k, v in ring.items():
             torch.index_select(v, 0, index, out=batch[k])
 
-    return {"sample 256": rate(sample, BATCH, seconds)}
+    def fresh(_: int) -> dict[str, Any]:
+        index = torch.randint(0, capacity, (BATCH,))
+        return {k: v[index] for k, v in ring.items()}
+
+    return {
+        "sample 256, reused": rate(sample, BATCH, seconds),
+        "sample 256, fresh": rate(fresh, BATCH, seconds),
+    }
 
 
 def drained_queue(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, float]:
@@ -114,7 +126,7 @@ def drained_queue(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict
     out = {"add 1": rate(lambda i: rows_in.put({k: v.copy() for k, v in rows.single[i % BATCH].items()}), 1, seconds)}
     rows_in.put(None)
     thread.join()
-    out["sample 256, fresh output"] = rate(sample, BATCH, seconds)
+    out["sample 256, fresh"] = rate(sample, BATCH, seconds)
     return out
 
 
@@ -147,5 +159,5 @@ def locked_counters(shape: Any, capacity: int, rows: Rows, seconds: float) -> di
         return {k: v[index] for k, v in ring.items()}
 
     out = {"add 1": rate(add, 1, seconds)}
-    out["sample 256, fresh output"] = rate(sample, BATCH, seconds)
+    out["sample 256, fresh"] = rate(sample, BATCH, seconds)
     return out

@@ -30,7 +30,7 @@ def sb3(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, floa
 
             out["add 1"] = rate(add, 1, seconds)
             buffer.full = True
-            out["sample 256, fresh output"] = rate(lambda i, buffer=buffer: buffer.sample(BATCH), BATCH, seconds)
+            out["sample 256, fresh"] = rate(lambda i, buffer=buffer: buffer.sample(BATCH), BATCH, seconds)
         else:
             m = rows.many
             out["add 256"] = rate(
@@ -49,7 +49,7 @@ def cpprb(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, fl
     out = {
         "add 1": rate(lambda i: plain.add(**rows.single[i % BATCH]), 1, seconds),
         "add 256": rate(lambda i: plain.add(**rows.many), BATCH, seconds),
-        "sample 256, fresh output": rate(lambda i: plain.sample(BATCH), BATCH, seconds),
+        "sample 256, fresh": rate(lambda i: plain.sample(BATCH), BATCH, seconds),
     }
     ranked = PrioritizedReplayBuffer(capacity, spec)
     for _ in range(capacity // BATCH + 1):
@@ -60,7 +60,7 @@ def cpprb(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, fl
         batch = ranked.sample(BATCH)
         ranked.update_priorities(batch["indexes"], errors)
 
-    out["prioritized"] = rate(both, BATCH, seconds)
+    out["prioritized, fresh"] = rate(both, BATCH, seconds)
     return out
 
 
@@ -94,11 +94,11 @@ def torchrl(shape: Any, capacity: int, rows: Rows, seconds: float, kind: str = "
             batch.set("td_error", errors)
             buffer.update_tensordict_priority(batch)
 
-        return {"prioritized": rate(both, BATCH, seconds)}
+        return {"prioritized, fresh": rate(both, BATCH, seconds)}
     return {
         "add 1": rate(lambda i: buffer.add(single[i % BATCH]), 1, seconds),
         "add 256": rate(lambda i: buffer.extend(many), BATCH, seconds),
-        "sample 256, fresh output": rate(lambda i: buffer.sample(), BATCH, seconds),
+        "sample 256, fresh": rate(lambda i: buffer.sample(), BATCH, seconds),
     }
 
 
@@ -154,5 +154,5 @@ def reverb(shape: Any, capacity: int, rows: Rows, seconds: float) -> dict[str, f
             if name == "prioritized":
                 client.mutate_priorities(name, dict(zip(keys.tolist(), errors.tolist(), strict=True)))
 
-        out["prioritized" if name == "prioritized" else "sample 256, fresh output"] = rate(both, BATCH, seconds)
+        out["prioritized, fresh" if name == "prioritized" else "sample 256, fresh"] = rate(both, BATCH, seconds)
     return out

@@ -25,7 +25,9 @@ from benchmarks.replay.install import DEFAULT_DIR, missing, python_of  # noqa: E
 from benchmarks.replay.machine import keep, reference, remember, remembered  # noqa: E402
 
 CAPACITY = {"large": 16_384, "small": 1_000_000}
-COLUMNS = ["add 1", "add 256", "sample 256", "sample 256, fresh output", "prioritized"]
+# Like beside like: "reused" writes every sample into the arrays of the last one, "fresh" gives its caller new ones, and
+# who can do only one of them has only that column. Prioritised is a sample and new priorities for its rows.
+COLUMNS = ["add 1", "add 256", "sample 256, reused", "sample 256, fresh", "prioritized, reused", "prioritized, fresh"]
 # What each column is a part of: one thread's copy or gather, and two threads'.
 AGAINST = {"add 1": "add", "add 256": "add"}
 _LONGEST = 120.0
@@ -111,6 +113,11 @@ def render() -> None:
         if known := remembered().get(f"throughput {size}"):
             found = known["figures"]
             lines += section(size, found["table"], found["failures"], f"{known['when']}; {found['how']}")
+    lines += [
+        "Like beside like: reused samples go into the arrays of the last one, fresh ones are their caller's own, as "
+        "most libraries give them; prioritized is a sample and the new priorities of its rows.",
+        "",
+    ]
     lines += ["Pages are touched before timing. Reverb holds 50,000 of the small rows, 8,192 of either at the start."]
     keep("throughput", lines)
 
@@ -130,7 +137,7 @@ def section(size: str, results: dict[str, dict[str, float]], failures: list[str]
         of = [
             statistics.median(r[f"C {against(column, threads)}"] for r in results.values()) / 1e3 for threads in (1, 2)
         ]
-        cells.append(f"{of[0]:,.0f} / {of[1]:,.0f}" if column != "prioritized" else "")
+        cells.append(f"{of[0]:,.0f} / {of[1]:,.0f}" if not column.startswith("prioritized") else "")
     lines.append("| C, 1 thread / 2 threads | " + " | ".join(cells) + " |")
     for name, found in results.items():
         cells = [

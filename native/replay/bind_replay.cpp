@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "common/memory_pool.hpp"
 #include "replay/bind_ring.hpp"
 
 namespace jurybox {
@@ -267,10 +268,33 @@ void close_episodes(PyRing& self, Words tickets) {
     }
 }
 
+// Memory of batches. It is never taken down: arrays may outlive the module.
+MemoryPool& batch_memory() {
+    constexpr std::size_t keep = std::size_t{128} << 20;
+    static auto* pool = new MemoryPool(keep);
+    return *pool;
+}
+
+// An array over memory of the pool, which gets it back with the last array or view of it.
+nb::object batch_array(std::size_t bytes) {
+    struct Holder {
+        std::byte* memory;
+        std::size_t bytes;
+        ~Holder() { batch_memory().give(memory, bytes); }
+    };
+    std::byte* memory = batch_memory().take(bytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    auto* holder = new Holder{memory, bytes};
+    const nb::capsule owner(holder, [](void* held) noexcept { delete static_cast<Holder*>(held); });
+    return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(memory, {bytes}, owner));
+}
+
 }  // namespace
 
 void bind_replay(nb::module_& m) {
     m.def("replay_control_bytes", [] { return sizeof(Control); });
+    m.def("replay_batch_array", &batch_array, nb::arg("bytes"),
+          "A new (bytes,) uint8 array with anything in it, for a large column; its memory is used again when nobody holds it.");
     m.def("replay_tree_words", &SumTree::words, nb::arg("leaves"));
     m.def("replay_format", &format_control, nb::arg("control"), nb::arg("capacity"), nb::arg("slot_bytes"), nb::arg("full"), nb::arg("samples_per_insert"),
           nb::arg("least_difference"), nb::arg("most_difference"), nb::arg("least_rows"), "Make zeroed memory the control block of an empty ring.");

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -82,3 +84,58 @@ def test_tensors_share_the_batch(make) -> None:
     batch = filled(make).sample(4)
     batch.torch()["x"].fill_(5.0)
     assert (batch["x"] == 5).all()
+
+
+def of_large_rows(make) -> Replay:
+    replay = make(64, {"x": Field((1250,)), "n": Field((), "int64")})  # a batch of 64 takes 320 kB
+    replay.extend(x=np.repeat(np.arange(64, dtype=np.float32)[:, None], 1250, 1), n=np.arange(64))
+    return replay
+
+
+def test_a_new_batch_takes_the_memory_of_one_that_nobody_holds(make) -> None:
+    replay = of_large_rows(make)
+    where = replay.sample(64)["x"].ctypes.data
+    for _ in range(5):
+        other = np.ones((64, 1250), np.float32)  # would have been given memory that went back to the allocator
+        assert replay.sample(64)["x"].ctypes.data == where
+        del other
+
+
+@pytest.mark.parametrize("held", ["array", "view", "tensor", "memoryview", "half"])
+def test_a_batch_that_is_held_in_any_way_is_never_written_again(make, held: str) -> None:
+    replay = of_large_rows(make)
+    batch = replay.sample(64)
+    before = batch["x"].copy()
+    match held:
+        case "array":
+            kept = batch["x"]
+        case "view":
+            kept = batch["x"][3:, ::2].T
+            before = before[3:, ::2].T
+        case "tensor":
+            torch = pytest.importorskip("torch")
+            kept = torch.from_numpy(batch["x"])
+        case "memoryview":
+            kept = memoryview(batch["x"])
+        case _:
+            kept = np.split(batch["x"], 2)[1]
+            before = before[32:]
+    del batch
+    for _ in range(20):
+        replay.sample(64)
+        gc.collect()
+    assert (np.asarray(kept) == before).all()
+
+
+def test_batches_of_many_threads_never_share_memory(make) -> None:
+    replay = of_large_rows(make)
+
+    def draw(_: int) -> bool:
+        good = True
+        for _ in range(100):
+            batch = replay.sample(64)
+            good &= bool((batch["x"] == batch["n"][:, None]).all())
+        return good
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(draw, range(4)))

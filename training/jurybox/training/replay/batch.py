@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
             self._tensors[name] = tensor
             array: npt.NDArray[Any] = tensor.numpy()
         else:
-            array = np.empty(shape, dtype)
+            array = _new_array(shape, np.dtype(dtype))
         self._arrays[name] = array
         return array
 
@@ -125,6 +126,17 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         import torch
 
         return self._tensors or {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+
+
+_LARGE = 128 << 10  # bytes; the kernel clears new memory of that size page by page, which costs more than the copy
+
+
+def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    size = math.prod(shape) * dtype.itemsize
+    if size < _LARGE:
+        return np.empty(shape, dtype)
+    array: npt.NDArray[Any] = native.replay_batch_array(size).view(dtype).reshape(shape)
+    return array
 
 
 _SLICE = 0.1  # seconds between two looks whether to stop
