@@ -1,12 +1,12 @@
 """Where an engine's time goes around the forward of a lone client: each part of its loop, in us a request.
 
-    python -m benchmarks.serving.engine_turn [--requests 2000] [--rounds 9] [--json]
+    python -m benchmarks.serving.engine_turn [--requests 10000] [--json]
 
 The loop is the engine's own (jurybox.server.engine.process), in this process and thread, with real rings, a real
 scoreboard and an arena. Only its wait for tickets is replaced: there the client reads its answer and posts its next
-ticket. First the loop runs untouched, for its total of CPU time (the lower quartile of the rounds); then every part
-stands in a clock, whose own cost is measured and taken off. A part's time is without that of the parts it calls, a mean
-of the nine shortest in ten, so that other programs on the machine weigh little.
+ticket. First the loop runs untouched, for its total; then every part stands in a clock, whose own cost is measured and
+taken off. A part's time is without that of the parts it calls. All times are means of the nine shortest in ten, so that
+other programs on the machine weigh little.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ PARTS = (
     ("orders", "_obey"),
     ("before it sleeps", "_engine.ready_in"),
     ("ZeroMQ: is there anything", "_zmq.pending"),
+    ("before it sleeps", "_zmq.may_sleep"),
     ("client", "_native.wait"),
 )
 
@@ -165,11 +166,15 @@ class Bench:
         lane = leases.grant(0, 1, arena.rows)
         self._first = lane.first
         self._client = native.ShmRingsClient(memory, lane.lane, lane.lease, attached.pipe, 0)
-        self._asked = self._left = 0
-        self.process._native.wait = self._exchange
+        self._asked = self._left = self._posted = 0
+        self.turns: list[int] = []  # ns from one posting to the next look for its answer
+        self.process._native.wait = self._exchange  # type: ignore[assignment]
 
     def _exchange(self, _: float = 0.0) -> bool:
         """In the place of the engine's wait: read the answer, post a ticket."""
+        came = _clock()
+        if self._posted:
+            self.turns.append(came - self._posted)
         if self._asked and len(self._client.receive(0.0)) != 1:
             raise RuntimeError("no answer")
         now = time.monotonic_ns()
@@ -178,26 +183,27 @@ class Bench:
         self._left -= 1
         if self._left < 0:
             self.process._stopped = True
+        self._posted = _clock()
         return True
 
-    def requests(self, n: int) -> float:
-        """Us of CPU time a turn, of n."""
-        self._left, self.process._stopped = n, False
+    def requests(self, n: int) -> None:
+        """Let the client ask n times."""
+        self._left, self.process._stopped, self._posted = n, False, 0
         with torch.inference_mode():
-            began = time.thread_time_ns()
             self.process._loop()
-            return (time.thread_time_ns() - began) / n / 1e3
 
     def time_parts(self, clock: Clock) -> None:
         """From now on, every part stands in a clock."""
         engine, process = self.engine, self.process
+        owner: Any
         for owner, name in ((engine, "_admission"), (engine, "_tracker")):
             setattr(owner, name, _Stand(getattr(owner, name)))
         engine._batches._tracker = engine._tracker
-        roots = {"queue": self.slot.queue, "served": self.served, "counters": self.slot.counters, "cost": self.slot.cost}
+        slot = self.slot
+        roots = {"queue": slot.queue, "served": self.served, "counters": slot.counters, "cost": slot.cost}
         for part, path in PARTS:
             *owners, name = path.split(".")
-            owner: Any = process
+            owner = process
             for step in owners:
                 owner = owner[int(step)] if step.isdigit() else roots[step] if step in roots else getattr(owner, step)
             setattr(owner, name, clock.around(part, getattr(owner, name)))
@@ -215,25 +221,25 @@ class Bench:
         self._folder.cleanup()
 
 
-def measured(requests: int, rounds: int) -> tuple[float, float, dict[str, float]]:
-    """Us of a turn untouched (the client's part with it), of the forward alone in a loop, and of each part."""
+def measured(requests: int) -> tuple[float, float, dict[str, float]]:
+    """Us of a turn untouched, of the forward alone in a loop, and of each part."""
     torch.set_num_threads(1)
     bench = Bench()
     bench.requests(requests)
-    total = _quartile([bench.requests(requests) for _ in range(rounds)])
+    bench.turns.clear()
+    bench.requests(requests)
+    turn = _trimmed(bench.turns) / 1e3
     x = torch.zeros((1, 52))
     bare = []
     with torch.inference_mode():
-        for _ in range(rounds):
-            began = time.thread_time_ns()
-            for _ in range(requests):
-                bench.served.module(x)
-            bare.append((time.thread_time_ns() - began) / requests / 1e3)
+        for _ in range(requests):
+            began = _clock()
+            bench.served.module(x)
+            bare.append(_clock() - began)
     clock = Clock()
     bench.time_parts(clock)
     own, around = Clock.cost()
-    for _ in range(rounds):
-        bench.requests(requests)
+    bench.requests(requests)
     bench.close()
     turns = len(clock.spent["client"])
     parts: dict[str, float] = {}
@@ -243,7 +249,8 @@ def measured(requests: int, rounds: int) -> tuple[float, float, dict[str, float]
         # The clocks of what a part calls are in it.
         inner = sum(len(clock.spent[other]) for other in _INSIDE.get(part, ())) / turns
         parts[part] = parts.get(part, 0.0) + us - around * inner / 1e3
-    return total, _quartile(bare), parts
+    parts.pop("client")
+    return turn, _trimmed(bare) / 1e3, parts
 
 
 _INSIDE = {
@@ -257,24 +264,18 @@ def _trimmed(values: list[int]) -> float:
     return statistics.fmean(sorted(values)[: max(1, len(values) * 9 // 10)])
 
 
-def _quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4)[0]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    total, bare, parts = measured(given.requests, given.rounds)
-    turn = total - parts.pop("client")
+    turn, bare, parts = measured(given.requests)
     parts["the rest of the loop"] = turn - sum(parts.values())
     if given.json:
         rounded = {part: round(us, 2) for part, us in parts.items()}
         print(json.dumps({"turn_us": round(turn, 2), "forward_us": round(bare, 2), "parts": rounded}))
         return 0
-    print(f"a turn: {turn:.1f} us of CPU, {turn - parts['forward']:.1f} without the forward,")
+    print(f"a turn: {turn:.1f} us, {turn - parts['forward']:.1f} without the forward,")
     print(f"which takes {parts['forward']:.1f} here and {bare:.1f} alone in a loop\n")
     print("| part | us |\n| --- | ---: |")
     for part, us in parts.items():

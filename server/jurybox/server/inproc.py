@@ -42,6 +42,7 @@ class InprocTransport:
     """Both sides of a transport: the client's calls queue tickets that the engine's core collects."""
 
     number = 0
+    slow = False
 
     def __init__(self, lane: int, lease: int, turn: Callable[[], bool]) -> None:
         self.lane = lane

@@ -28,6 +28,7 @@ class ShmTransport:
     """
 
     number = 0
+    slow = False
 
     def __init__(self, segment: str, others: Sequence[int], incarnation: int, spin_us: int) -> None:
         self._memory = ShmRings.attach(segment)
@@ -71,6 +72,7 @@ class ZmqTransport:
     """
 
     number = 0
+    slow = True
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class ZmqTransport:
         self._incarnation = incarnation
         self._report = report
         self._rest = False  # whether a message of many frames is half read
+        self._quiet = False  # nothing was there at the last look, and nothing was done with the socket since
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
@@ -99,7 +102,13 @@ class ZmqTransport:
 
     def pending(self) -> bool:
         """Whether messages are waiting. Check it before sleeping on `fileno`, which signals changes only."""
-        return bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
+        there = bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
+        self._quiet = not there
+        return there
+
+    def may_sleep(self) -> bool:
+        """Whether `fileno` tells of the next message: the last look found none, and the socket was not used since."""
+        return self._quiet or not self.pending()
 
     def collect(self, out: NDArray[Any]) -> int:
         """As Transport.collect; other messages get an error reply.
@@ -137,6 +146,7 @@ class ZmqTransport:
 
     def reply(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         """As Transport.reply. The socket drops replies to peers that are gone."""
+        self._quiet = False  # sending reads the socket's signal, and with it perhaps the news of a message
         socket, send, incarnation, text = self._socket, Bare.send, self._incarnation, cut(message, MOST_TEXT)
         identity, reply = IDENTITY.pack, PACK_REPLY.pack
         for sequence, lease, lane in zip(
@@ -150,6 +160,7 @@ class ZmqTransport:
 
     def _complain(self, identity: bytes, frame: bytes) -> None:
         """Send an error reply to a message that is not a ticket."""
+        self._quiet = False
         self._rest = bool(Bare.get(self._socket, _RCVMORE))
         many = self._rest
         if many:

@@ -75,6 +75,7 @@ class World:
     """An engine on a clock of its own, and clients that ask when the clock says so."""
 
     number = 0
+    slow = False
 
     def __init__(self, think, fixed=BATCH, by_row=0):
         self.fixed, self.by_row = fixed, by_row

@@ -23,6 +23,7 @@ class Flood:
     """A transport at which a full turn's tickets of one lane always wait."""
 
     number = 0
+    slow = False
 
     def __init__(self, lane):
         self.answers = {}

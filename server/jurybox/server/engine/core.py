@@ -23,6 +23,7 @@ class Transport(Protocol):
     """A source of tickets and the way back for replies. None of its methods waits."""
 
     number: int  # the core writes it into the tickets that came through this transport
+    slow: bool  # whether a look takes microseconds: passed by every other time where another transport has tickets
 
     def collect(self, out: NDArray[Any]) -> int:
         """Write tickets that arrived to `out`, n records of wire.TICKET; gives how many, at most n."""
@@ -89,6 +90,7 @@ class Engine:
         self._shown = _cell(scoreboard, index, "expected_wait")
         self._computing = _cell(scoreboard, index, "computing")
         self._arrivals = np.zeros(_ARRIVALS, TICKET)
+        self._passed_by = False  # whether the last look left out the slow transports
 
     @property
     def regions(self) -> DeviceRegions | None:
@@ -255,6 +257,7 @@ class Engine:
 
     def refuse_new(self, code: Code, message: str) -> None:
         """Answer what has come so far, and everything that comes later with `code`."""
+        self._passed_by = True
         self._take_in()
         self._closed = (code, message)
 
@@ -307,11 +310,15 @@ class Engine:
 
     def _take_in(self) -> int:
         """Queue what has arrived; gives the number of tickets accepted."""
-        accepted = 0
+        accepted, came, pass_by, self._passed_by = 0, 0, not self._passed_by, False
         for transport in self.transports:
+            if came and pass_by and transport.slow:
+                self._passed_by = True
+                continue
             n = transport.collect(self._arrivals)
             if not n:
                 continue
+            came += n
             tickets = self._arrivals[:n]
             refused, rows, pinned = self._admission.admit(
                 tickets, transport.number, self.scoreboard.lanes, self._limits, self._arenas

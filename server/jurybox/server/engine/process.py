@@ -230,27 +230,25 @@ class EngineProcess:
         if self._paused:
             self._stand_by()
         while not self._stopped:
-            worked = engine.turn()
+            busy = engine.turn() or self._sleep()
             now = time.monotonic_ns()
-            if worked and now < next_look:
-                continue
+            if busy and now < next_look:
+                continue  # a ticket that just came does not wait for what can wait
             next_look = now + _ORDERS_NS
             self._beat(now)
             if now >= next_mend:
                 next_mend = now + _MEND_NS
                 self._mend()
-            if not worked:
-                self._sleep()
             self._obey()
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> bool:
+        """Wait for tickets, orders, or a batch that is held back; True where tickets came through the rings."""
         due = self._engine.ready_in()
         if due is None and self._draining:
             self._tell("drained")
             self._draining = False
         timeout = _HEARTBEAT if due is None else min(due / 1e9, _HEARTBEAT)
-        if not self._zmq.pending():
-            self._native.wait(timeout)
+        return self._zmq.may_sleep() and self._native.wait(timeout)
 
     def _obey(self) -> None:
         """Carry out what the supervisor ordered and what the workshop finished."""

@@ -97,6 +97,7 @@ class Served:
         self.agreeing = True
         self._compute = compute
         self._by_name = takes_names(self.module, [*self.spec.inputs, *self.spec.state])
+        self._names = (*self.spec.outputs, *self.spec.state)
         self._row_errors: Mapping[int, str] = {}
         self._finite = [key for key, tensor in self.spec.outputs.items() if tensor.finite]
         fixed = {key: tensor for key, tensor in self.spec.inputs.items() if not tensor.variable}
@@ -317,6 +318,9 @@ class Served:
         return [self._cast(each) for each in value] if isinstance(value, list) else value
 
     def _named(self, results: Any) -> Mapping[str, Any]:
+        names = self._names
+        if type(results) is tuple and len(results) == len(names):
+            return dict(zip(names, results, strict=True))  # as most modules give them
         if isinstance(results, torch.Tensor):
             results = (results,)
         if isinstance(results, RowErrors):
@@ -324,7 +328,6 @@ class Served:
             return self._named(results.outputs)
         if isinstance(results, Mapping):
             return results
-        names = [*self.spec.outputs, *self.spec.state]
         if len(names) == 1 and isinstance(results, list):
             return {names[0]: results}  # of rows that differ in size
         if not isinstance(results, Sequence) or len(results) != len(names):
