@@ -73,6 +73,21 @@ CASES = {
     )
 }  # fmt: skip
 
+# One policy in sizes, for crossover.py: two hidden layers of so many units each.
+WIDTHS = (64, 256, 512, 1024, 2048, 4096)
+CROSSOVER = {
+    f"hidden{width}": Case(
+        f"hidden{width}", f"float32[52] to logits[145] and value, hidden {width}", f"hidden{width}", (52,), "float32",
+        _VECTOR, 1, (1, 4, 16, 64), 256, 64,
+    )
+    for width in WIDTHS
+}  # fmt: skip
+
+
+def case_named(name: str) -> Case:
+    """A case of either kind."""
+    return CASES[name] if name in CASES else CROSSOVER[name]
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.cases import CASES, Case, Sample, load_samples
+from benchmarks.serving.cases import Case, Sample, case_named, load_samples
 from benchmarks.serving.contender import Ask, contender
 
 
@@ -21,12 +21,12 @@ class WrongAnswer(Exception):
 def run(name: str, case_name: str, samples: str, index: int, endpoint: Any, orders: Connection) -> None:
     """The client's process: obey the host until it hangs up.
 
-    Orders are ("prepare", clients), answered with "ready", and ("window", begin, end), in ns of CLOCK_MONOTONIC,
-    answered with (requests per call, latencies in ns as bytes of uint64). A client that fails answers with the text of
-    its exception.
+    Orders are ("prepare", clients) and ("switch", case), both answered with "ready", and ("window", begin, end), in
+    ns of CLOCK_MONOTONIC, answered with (requests per call, latencies in ns as bytes of uint64). A client that fails
+    answers with the text of its exception.
     """
     try:
-        asked = CASES[case_name]
+        asked = case_named(case_name)
         stored = load_samples(Path(samples), asked)
         ask = contender(name).client(asked, index, endpoint)
         orders.send("ready")
@@ -34,6 +34,13 @@ def run(name: str, case_name: str, samples: str, index: int, endpoint: Any, orde
             match order:
                 case ("prepare", clients):
                     prepared, weight = ask.prepare(stored, clients)
+                    orders.send("ready")
+                case ("switch", other):
+                    ask.close()
+                    del ask  # and its model, before there is another
+                    asked = case_named(other)
+                    stored = load_samples(Path(samples), asked)
+                    ask = contender(name).client(asked, index, endpoint)
                     orders.send("ready")
                 case ("window", begin, end):
                     latencies = _ask_until(ask, asked, prepared, index, begin, end)

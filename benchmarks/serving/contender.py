@@ -87,26 +87,31 @@ CONTENDERS = {
     "limit-best": ("limit", "LimitBest"),
     "own-copy": ("own_copy", "OwnCopy"),
     "plain-zmq": ("plain_zmq", "PlainZmq"),
+    "plain-zmq-tcp": ("plain_zmq", "PlainZmqTcp"),
     "jurybox-native": ("jurybox_transports", "Native"),
     "jurybox-zmq": ("jurybox_transports", "Zmq"),
     "jurybox-native-rows": ("jurybox_transports", "NativeRows"),
     "jurybox-zmq-rows": ("jurybox_transports", "ZmqRows"),
-    "classic": ("classic", "Classic"),
+    "jurybox-tcp": ("jurybox_transports", "Tcp"),
+    "jurybox-http": ("jurybox_gateway", "GatewayHttp"),
+    "jurybox-grpc": ("jurybox_gateway", "GatewayGrpc"),
+    "jurybox-grpc-shm": ("jurybox_gateway", "GatewayShm"),
+    "queue-pool": ("queue_pool", "QueuePool"),
     "mosec": ("mosec", "Mosec"),
     "triton-shm": ("triton", "TritonShm"),
     "triton-grpc": ("triton", "TritonGrpc"),
-    "jurybox-grpc": ("jurybox_gateway", "GatewayGrpc"),
-    "jurybox-grpc-shm": ("jurybox_gateway", "GatewayShm"),
     "torchrl": ("torchrl", "TorchRl"),
     "litserve": ("litserve", "LitServe"),
     "ray": ("ray_serve", "RayServe"),
 }
+# In crossover.py alone.
+_ELSEWHERE = {"jurybox-sizes": ("jurybox_transports", "NativeSizes")}
 YARDSTICK = "plain-zmq"
 
 
 def contender(name: str) -> type[Contender]:
     """The class of a contender."""
-    module, attribute = CONTENDERS[name]
+    module, attribute = CONTENDERS[name] if name in CONTENDERS else _ELSEWHERE[name]
     found: type[Contender] = getattr(importlib.import_module(f"benchmarks.serving.contenders.{module}"), attribute)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.serving.cases import CASES
+from benchmarks.serving.cases import case_named
 from benchmarks.serving.models import build
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
@@ -10,9 +10,9 @@ from jurybox.server.models import ServedModel
 
 def model(case: str) -> ServedModel:
     """The model of a case."""
-    asked = CASES[case]
+    asked = case_named(case)
     return ServedModel(
         module=build(asked.model),
-        inputs={"observation" if asked.model == "vector" else "image": TensorSpec(asked.dtype, asked.shape)},
+        inputs={"image" if asked.model == "image" else "observation": TensorSpec(asked.dtype, asked.shape)},
         outputs={name: TensorSpec("float32", shape) for name, shape in asked.outputs},
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import client
-from benchmarks.serving.cases import CASES
+from benchmarks.serving.cases import case_named
 from benchmarks.serving.contender import contender
 
 _GRACE = 30.0  # seconds beyond a window's end in which clients have to report
@@ -52,6 +52,11 @@ class ArrivalTracker:
     def prepare(self, clients: int, timeout: float) -> None:
         """Have every client get ready for windows with so many."""
         self._ask(("prepare", clients), time.monotonic() + timeout)
+
+    def switch(self, case: str, timeout: float) -> None:
+        """Have every client ask for another case from now on; it has to be prepared anew."""
+        self._case = case
+        self._ask(("switch", case), time.monotonic() + timeout)
 
     def window(self, begin: int, end: int) -> tuple[int, bytes, list[int]]:
         """One measurement: requests per call, all latencies together, and how many each client has."""
@@ -111,7 +116,7 @@ def main() -> int:
     arguments = parser.parse_args()
     orders = Connection(arguments.orders)
     kind = contender(arguments.name)
-    serving = kind(CASES[arguments.case], arguments.clients, arguments.folder)
+    serving = kind(case_named(arguments.case), arguments.clients, arguments.folder)
     crowd = ArrivalTracker(arguments.name, arguments.case, arguments.samples)
     try:
         serving.start()
@@ -122,6 +127,10 @@ def main() -> int:
                     members = crowd.grow(1 if kind.one_process else clients, serving.endpoint, timeout)
                     crowd.prepare(clients, timeout)
                     orders.send(("ok", members))
+                case ("switch", case, clients, timeout):
+                    crowd.switch(case, timeout)
+                    crowd.prepare(clients, timeout)
+                    orders.send(("ok", None))
                 case ("window", begin, end):
                     orders.send(("ok", crowd.window(begin, end)))
                 case ("stop",):

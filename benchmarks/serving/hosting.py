@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -89,8 +90,18 @@ class Host:
         self._orders.send(("grow", clients, timeout))
         self._clients = self._answer(timeout + 10.0, f"start {clients} clients")
 
-    def window(self, seconds: float, warm_up: float) -> Window:
-        """Measure for `seconds`, after `warm_up` seconds of the same load."""
+    def switch(self, case: Case) -> None:
+        """Have the clients that there are ask for another case, where the contender serves several at once."""
+        timeout = _CLIENT_START + len(self._clients) * _CLIENT_START_EACH
+        self._orders.send(("switch", case.name, len(self._clients), timeout))
+        self._answer(timeout + 10.0, f"switch {len(self._clients)} clients to {case.name}")
+        self.case = case
+
+    def window(self, seconds: float, warm_up: float, beside: Sequence[Host] = ()) -> Window:
+        """Measure for `seconds`, after `warm_up` seconds of the same load.
+
+        The CPU of hosts `beside` it, which only wait meanwhile, is not charged to this one.
+        """
         begin = time.monotonic() + warm_up
         end = begin + seconds
         self._orders.send(("window", int(begin * 1e9), int(end * 1e9)))
@@ -102,7 +113,8 @@ class Host:
         latencies = np.frombuffer(data, np.uint64)
         if not len(latencies):
             raise Failed(f"no request was answered in a window of {seconds} s")
-        usage = machine.between(first, last, set(self._clients))
+        waiting = {pid for host in beside for pid in host.processes(last.table)}
+        usage = machine.between(first, last, set(self._clients), waiting)
         requests = len(latencies) * weight
         # The bare model is not to be charged for the checking of its answers.
         spent = float(latencies.sum()) / 1e9 if self.kind.one_process else seconds
@@ -128,6 +140,19 @@ class Host:
         """Median unique memory of up to eight clients."""
         sizes = [machine.unique_bytes(pid) for pid in self._clients[:8]]
         return float(np.median(sizes)) / 2**20
+
+    def processes(self, table: dict[int, machine.Process]) -> set[int]:
+        """The host, its clients and its server."""
+        return machine.descendants(table, self._process.pid) | {self._process.pid}
+
+    def memory_mib(self) -> tuple[float, float]:
+        """Memory of the server's processes and of all clients', pages that several share counted once."""
+        table = machine.processes()
+        server = self.processes(table) - set(self._clients) - {self._process.pid}
+        return (
+            sum(machine.proportional_bytes(pid) for pid in server) / 2**20,
+            sum(machine.proportional_bytes(pid) for pid in self._clients) / 2**20,
+        )
 
     def end(self) -> None:
         """Stop the contender; kill what does not stop, remove what it leaves in shared memory, and note both."""

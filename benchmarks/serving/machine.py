@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +102,8 @@ class Usage:
     loudest: str
 
 
-def between(first: Reading, last: Reading, clients: set[int]) -> Usage:
-    """What was used between two readings."""
+def between(first: Reading, last: Reading, clients: set[int], waiting: Set[int] = frozenset()) -> Usage:
+    """What was used between two readings; `waiting` are ours, but of neither side."""
     seconds = last.at - first.at
     ours = first.ours | last.ours
     spent = {}
@@ -116,7 +117,7 @@ def between(first: Reading, last: Reading, clients: set[int]) -> Usage:
             spent[pid] = -(before.own + before.reaped)
     by_clients = sum(ticks for pid, ticks in spent.items() if pid in clients)
     by_us = sum(ticks for pid, ticks in spent.items() if pid in ours)
-    harness = spent.get(os.getpid(), 0)
+    harness = spent.get(os.getpid(), 0) + sum(spent.get(pid, 0) for pid in waiting)
     foreign = {pid: process for pid, process in last.table.items() if pid not in ours}
     ticks, name = max(
         ((one.own - (first.table[pid].own if pid in first.table else 0), one.name) for pid, one in foreign.items()),
@@ -133,11 +134,25 @@ def between(first: Reading, last: Reading, clients: set[int]) -> Usage:
 
 def unique_bytes(pid: int) -> int:
     """Memory of a process that no other shares (its unique set size)."""
-    total = 0
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith(("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:")):
-            total += int(line.split()[1]) * 1024
-    return total
+    return _rolled_up(pid, ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:"))
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory of a process, its share of what it shares with others (its proportional set size); 0 for mere servants.
+
+    Python's resource tracker, which the harness brings along, is one.
+    """
+    try:
+        if b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return 0
+        return _rolled_up(pid, ("Pss:",))
+    except OSError:
+        return 0  # it ended just now
+
+
+def _rolled_up(pid: int, names: tuple[str, ...]) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
 
 
 def shared_memory_of(pids: set[int]) -> set[Path]:

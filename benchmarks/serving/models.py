@@ -1,4 +1,7 @@
-"""The two models that everybody serves. Needs torch alone, so that it can be imported in every peer's environment."""
+"""The two models that everybody serves, the first of them in any width.
+
+Needs torch alone, so that it can be imported in every peer's environment.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from torch import nn
 class Vector(nn.Module):
     """A policy: float32 (n, 52) to logits (n, 145) and value (n)."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 256) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(52, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
-        self.logits = nn.Linear(256, 145)
-        self.value = nn.Linear(256, 1)
+        self.body = nn.Sequential(nn.Linear(52, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+        self.logits = nn.Linear(hidden, 145)
+        self.value = nn.Linear(hidden, 1)
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.body(observation)
@@ -56,10 +59,10 @@ MODELS = {"vector": Vector, "image": Image}
 
 
 def build(name: str) -> nn.Module:
-    """A model with fixed random weights, on one thread."""
+    """A model with fixed random weights, on one thread: of MODELS, or ``hidden512``, Vector in that width."""
     torch.set_num_threads(1)
     torch.manual_seed(20)
-    module: nn.Module = MODELS[name]()
+    module: nn.Module = MODELS[name]() if name in MODELS else Vector(int(name.removeprefix("hidden")))
     return module.eval()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.serving.cases import CASES, Case
-from benchmarks.serving.contender import CONTENDERS, YARDSTICK, contender
+from benchmarks.serving.contender import CONTENDERS, YARDSTICK
 from benchmarks.serving.goals import goals
 from benchmarks.serving.results import Point, Results
 
@@ -38,10 +38,7 @@ def _page(results: Results, drawn: Path | None) -> list[str]:
     ]
     if drawn:
         lines += [f"![throughput and p99 over clients]({drawn.name})", ""]
-    for case in CASES.values():
-        counts = sorted({point.clients for point in results.points if point.case == case.name})
-        if counts:
-            lines += _case(results, case, counts)
+    lines += cases(results, "##")
     lines += ["## Goals", "", "| goal | asked | found | |", "| --- | --- | --- | --- |"]
     for goal in goals(results):
         asked = f"{'at least' if goal.at_least else 'at most'} {goal.bound:g} {goal.unit}"
@@ -51,25 +48,37 @@ def _page(results: Results, drawn: Path | None) -> list[str]:
     lines += ["", "## Versions", "", "| contender | versions |", "| --- | --- |"]
     for name, versions in about["versions"].items():
         lines.append(f"| {name} | {', '.join(f'{package} {version}' for package, version in versions.items())} |")
-    if results.failures:
-        lines += ["", "## Not measured", ""]
-        lines += [f"- {text}" for text in dict.fromkeys(_failures(results))]
+    lines += ["", *missing(results, "##")]
     if results.notes:
-        lines += ["", "## Notes", ""]
+        lines += ["## Notes", ""]
         lines += [f"- {note}" for note in dict.fromkeys(results.notes)]
     return lines
 
 
-def _case(results: Results, case: Case, counts: list[int]) -> list[str]:
+def cases(results: Results, heading: str) -> list[str]:
+    """The tables of every case that was asked, each under a heading: whoever was measured has a row in each."""
+    lines = []
+    for case in CASES.values():
+        counts = sorted({point.clients for point in results.points if point.case == case.name})
+        if counts:
+            lines += _case(results, case, counts, heading)
+    return lines
+
+
+def missing(results: Results, heading: str) -> list[str]:
+    """Who could not be measured, and why."""
+    if not results.failures:
+        return []
+    return [f"{heading} Not measured", "", *(f"- {text}" for text in dict.fromkeys(_failures(results))), ""]
+
+
+def _case(results: Results, case: Case, counts: list[int], heading: str) -> list[str]:
     rows = f", {case.rows} rows each" if case.rows > 1 else ""
     head = " | ".join(f"{count} client{'s' if count > 1 else ''}" for count in counts)
     rule = " | ".join("---:" for _ in counts)
-    names = [name for name in CONTENDERS if case.name in contender(name).cases and name in results.about["versions"]]
-    names += [
-        name
-        for name in CONTENDERS
-        if name not in names and any((f.case, f.contender) == (case.name, name) for f in results.failures)
-    ]
+    asked = {(f.case, f.contender) for f in results.failures} | {(p.case, p.contender) for p in results.points}
+    known = [*CONTENDERS, *sorted(name for _, name in asked if name not in CONTENDERS)]
+    names = [name for name in known if (case.name, name) in asked]
 
     def table(title: str, cell: Callable[[Point], str]) -> list[str]:
         lines = [title, "", f"| contender | {head} |", f"| --- | {rule} |"]
@@ -78,7 +87,7 @@ def _case(results: Results, case: Case, counts: list[int]) -> list[str]:
             for count in counts:
                 point = results.find(case.name, name, count)
                 cells.append(cell(point) if point is not None and point.windows else "-")
-            lines.append(f"| {contender(name).title} | {' | '.join(cells)} |")
+            lines.append(f"| {results.title(name)} | {' | '.join(cells)} |")
         return [*lines, ""]
 
     def throughput(point: Point) -> str:
@@ -95,7 +104,7 @@ def _case(results: Results, case: Case, counts: list[int]) -> list[str]:
         return f"{point.median('server_cpu_us'):.0f} + {point.median('client_cpu_us'):.0f}{memory}"
 
     return [
-        f"## {case.name}: {case.title}",
+        f"{heading} {case.name}: {case.title}",
         "",
         *table(
             f"Requests a second{rows}; in brackets over plain ZeroMQ; ~ where something else disturbed every try.",
@@ -108,7 +117,7 @@ def _case(results: Results, case: Case, counts: list[int]) -> list[str]:
 
 def _failures(results: Results) -> list[str]:
     return [
-        f"{failure.case}, {contender(failure.contender).title}"
+        f"{failure.case}, {results.title(failure.contender)}"
         f"{f', {failure.clients} clients' if failure.clients else ''}: {' '.join(failure.reason.split())}"
         for failure in results.failures
     ]

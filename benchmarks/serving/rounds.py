@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.serving import machine
 from benchmarks.serving.cases import CASES, Case
-from benchmarks.serving.contender import YARDSTICK, contender
+from benchmarks.serving.contender import CONTENDERS, YARDSTICK, contender
 from benchmarks.serving.hosting import Failed, Host, Place
 from benchmarks.serving.peers.install import missing
 from benchmarks.serving.results import Failure, Results, Window
+
+# Who is asked with how many clients, by case: everything, and what says most in twenty minutes on two cores.
+FULL = {case.name: (tuple(CONTENDERS), case.clients) for case in CASES.values()}
+BENCH = {
+    "vector": (
+        ("limit", "own-copy", "plain-zmq", "plain-zmq-tcp", "jurybox-native", "jurybox-zmq", "jurybox-tcp",
+         "jurybox-http", "jurybox-grpc", "queue-pool", "mosec", "triton-grpc", "torchrl"),
+        (1, 4, 16),
+    ),
+    "vector64": (("limit", "own-copy", "plain-zmq", "jurybox-native"), (4,)),
+    "image": (
+        ("limit", "own-copy", "plain-zmq", "jurybox-native", "jurybox-native-rows", "jurybox-grpc", "triton-grpc"),
+        (4,),
+    ),
+}  # fmt: skip
+SETS = {"bench": BENCH, "full": FULL}
 
 _GIVE_UP = 2  # failures at the same place after which a contender is not tried there again
 
@@ -22,43 +38,43 @@ class Plan:
     """What to measure.
 
     Attributes:
-        cases, contenders: by name.
-        clients: only these counts, where a case has them; all of its own without.
+        asked: contenders and numbers of clients, by case.
         rounds: how often everybody has a turn.
         window, warm_up: seconds.
         noise: cores that anything else may use before a window is thrown away.
         retries: windows thrown away before the quietest is kept and marked.
         patience: seconds to wait for quiet before a window is repeated.
+        spare: seconds that all of this repeating may take in a run; afterwards noisy windows are kept and marked.
     """
 
-    cases: tuple[str, ...]
-    contenders: tuple[str, ...]
-    clients: tuple[int, ...]
+    asked: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]
     rounds: int
     window: float
     warm_up: float
     noise: float
     retries: int
     patience: float
+    spare: float
 
-    def counts(self, case: Case) -> tuple[int, ...]:
-        return tuple(count for count in case.clients if not self.clients or count in self.clients)
+    @property
+    def contenders(self) -> list[str]:
+        """All that are asked in any case, in the order of the tables."""
+        return [name for name in CONTENDERS if any(name in names for names, _ in self.asked.values())]
 
-    def turn(self, number: int) -> list[str]:
+    def turn(self, case: str, number: int) -> list[str]:
         """The contenders of a round: the yardstick first, the others beginning with another one each time."""
-        others = [name for name in self.contenders if name != YARDSTICK]
+        names, _ = self.asked[case]
+        others = [name for name in names if name != YARDSTICK]
         cut = number % len(others) if others else 0
-        return [name for name in self.contenders if name == YARDSTICK] + others[cut:] + others[:cut]
+        return [name for name in names if name == YARDSTICK] + others[cut:] + others[:cut]
 
 
 def run(plan: Plan, place: Place, results: Results, file: Path, say: Callable[[str], None]) -> None:
     """Measure everything; `results` is written to `file` after every contender's turn."""
-    for case in (CASES[name] for name in plan.cases):
-        counts = plan.counts(case)
-        if not counts:
-            continue
+    for case in (CASES[name] for name in plan.asked):
+        _, counts = plan.asked[case.name]
         for number in range(plan.rounds):
-            for name in plan.turn(number):
+            for name in plan.turn(case.name, number):
                 if case.name in contender(name).cases:
                     _one_turn(plan, place, results, case, counts, number, name, say)
                     results.write(file)
@@ -106,7 +122,7 @@ def _one_start(
             for count in counts:
                 reached = count
                 host.grow(count)
-                window = _quiet_window(plan, host, results, case, count)
+                window = quiet_window(plan, host, results, count)
                 point = results.point(case.name, name, count)
                 if not host.kind.one_process:
                     point.unique_mib = host.unique_mib()
@@ -127,21 +143,23 @@ def _one_start(
                 say(note)
 
 
-def _quiet_window(plan: Plan, host: Host, results: Results, case: Case, count: int) -> Window:
+def quiet_window(plan: Plan, host: Host, results: Results, count: int, beside: Sequence[Host] = ()) -> Window:
     """A window in which nothing else ran; the quietest of several, where the machine never was quiet."""
-    point = results.point(case.name, host.name, count)
+    point = results.point(host.case.name, host.name, count)
     tried: list[Window] = []
     while True:
-        window = host.window(plan.window, plan.warm_up)
+        began = time.monotonic()
+        window = host.window(plan.window, plan.warm_up, beside)
         if window.others_cores <= plan.noise:
             break
         tried.append(window)
-        if len(tried) > plan.retries:
+        if len(tried) > plan.retries or results.repeated_s > plan.spare:
             window = min(tried, key=lambda one: one.others_cores)
             point.disturbed += 1
             point.thrown -= 1
             break
         wait_for_quiet(plan.noise, plan.patience)
+        results.repeated_s += time.monotonic() - began
     point.thrown += len(tried)
     point.windows.append(window)
     return window

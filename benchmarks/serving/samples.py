@@ -1,4 +1,4 @@
-"""Make the requests and their expected answers: ``python -m benchmarks.serving.samples FOLDER``.
+"""Make the requests and their expected answers: ``python -m benchmarks.serving.samples FOLDER [CASE ...]``.
 
 In a process of its own, so that nobody who measures has to import torch.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.serving.cases import CASES, Case, sample_file
+from benchmarks.serving.cases import CASES, Case, case_named, sample_file
 from benchmarks.serving.models import build, forward
 
 _RELATIVE = 1e-4  # of an output's largest value; batches of other sizes differ by some 1e-6 of it
@@ -56,5 +56,5 @@ def _inputs(case: Case, random: np.random.Generator) -> NDArray[np.generic]:
 
 
 if __name__ == "__main__":
-    for one in CASES.values():
-        write(Path(sys.argv[1]), one)
+    for one in sys.argv[2:] or CASES:
+        write(Path(sys.argv[1]), case_named(one))

@@ -26,24 +26,31 @@ class HttpError(Exception):
 
 
 class HttpAsk(Ask):
-    """POST of an input's bytes; the answer is the packed floats of the outputs."""
+    """POST of an input's bytes; the answer is the packed floats of the outputs.
 
-    def __init__(self, case: Case, port: int, path: str) -> None:
+    Args:
+        before: of every body, the same each time; `headers`: lines more of the head, each with its line end.
+    """
+
+    def __init__(self, case: Case, port: int, path: str, before: bytes = b"", headers: str = "") -> None:
         self._case = case
         self._socket = socket.create_connection(("127.0.0.1", port), REQUEST_TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/octet-stream\r\n"
-            f"Content-Length: {case.input_bytes}\r\n\r\n"
-        ).encode()
+            f"{headers}Content-Length: {len(before) + case.input_bytes}\r\n\r\n"
+        ).encode() + before
 
     def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        self._send(inputs)
+        return unpacked(self._case, self._body())
+
+    def _send(self, inputs: NDArray[Any]) -> None:
         if inputs.nbytes <= _TOGETHER:
             self._socket.sendall(self._head + inputs.tobytes())
         else:
             self._socket.sendall(self._head, socket.MSG_MORE)
             self._socket.sendall(inputs.data)
-        return unpacked(self._case, self._body())
 
     def _body(self) -> bytes:
         received = self._socket.recv(65536)

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.serving.cases import Case, Sample
+from benchmarks.serving.cases import CROSSOVER, Case, Sample
 from benchmarks.serving.contender import REQUEST_TIMEOUT, Ask, Contender
+from benchmarks.serving.contenders.http_ask import free_port
 from jurybox.client import Rows, connect
 
 _START = 120.0
@@ -23,9 +24,9 @@ _HELD = 4  # rows that a zero-copy client has written beforehand and asks for in
 class TransportAsk(Ask):
     """`model(row)` where a request is one row, else `model.infer(rows)`."""
 
-    def __init__(self, case: Case, address: str, transport: str) -> None:
+    def __init__(self, case: Case, address: str, transport: str, model: str = "served") -> None:
         self._server = connect(address, transport=transport, timeout=REQUEST_TIMEOUT)
-        self._model = self._server.model("served")
+        self._model = self._server.model(model)
         self._infer = self._model if case.single else self._model.infer
 
     def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
@@ -75,22 +76,30 @@ class Native(Contender):
         self._address = f"ipc://{self.folder}/engine"
         lane = self.lane_requests * case.rows
         server: dict[str, Any] = {
-            "address": self._address, "http": "", "grpc": "", "devices": ["cpu"], "threads": 1,
-        }  # fmt: skip
-        model: dict[str, Any] = {
-            "factory": "benchmarks.serving.factories:model", "max_batch": case.max_batch, "lane_rows": lane,
-            "rows": max(self.clients * lane + lane, 2 * case.max_batch),
+            "address": self._address, "http": "", "grpc": "", "devices": ["cpu"], "threads": 1, **self.settings(),
         }  # fmt: skip
         config = self.folder / "server.toml"
-        config.write_text(
-            "\n".join(
-                ["[server]", *_lines(server), "[models.served]", *_lines(model), f'args = {{case = "{case.name}"}}']
-            )
-        )
+        lines = ["[server]", *_lines(server)]
+        for name, served in self.models().items():
+            model: dict[str, Any] = {
+                "factory": "benchmarks.serving.factories:model", "max_batch": served.max_batch, "lane_rows": lane,
+                "rows": max(self.clients * lane + lane, 2 * served.max_batch),
+            }  # fmt: skip
+            lines += [f"[models.{name}]", *_lines(model), f'args = {{case = "{served.name}"}}']
+        config.write_text("\n".join(lines))
         self._process = subprocess.Popen([sys.executable, "-m", "jurybox.server.cli", "serve", str(config)])
         with connect(self._address, transport=self.transport, timeout=_START) as server_:
-            shape = (case.rows, *case.shape)
-            server_.model("served", timeout=_START).infer(np.zeros(shape, case.dtype))
+            for name, served in self.models().items():
+                rows = np.zeros((served.rows, *served.shape), served.dtype)
+                server_.model(name, timeout=_START).infer(rows)
+
+    def settings(self) -> dict[str, Any]:
+        """More of [server]."""
+        return {}
+
+    def models(self) -> dict[str, Case]:
+        """What is served, by the names that clients ask for."""
+        return {"served": self.case}
 
     def endpoint(self, index: int) -> str:
         return self._address
@@ -107,6 +116,34 @@ class Native(Contender):
 class Zmq(Native):
     title = "Jurybox, ZeroMQ transport"
     transport = "zmq"
+
+
+class NativeSizes(Native):
+    """All sizes of a policy at one server, for crossover.py."""
+
+    def models(self) -> dict[str, Case]:
+        return CROSSOVER
+
+    @classmethod
+    def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
+        return TransportAsk(case, endpoint, cls.transport, case.name)
+
+
+class Tcp(Native):
+    """Through the relay, as from another host, over the loopback interface and without keys."""
+
+    title = "Jurybox, tcp://"
+
+    def settings(self) -> dict[str, Any]:
+        self._port = free_port()
+        return {"tcp": f"127.0.0.1:{self._port}"}
+
+    def endpoint(self, index: int) -> str:
+        return f"tcp://127.0.0.1:{self._port}"
+
+    @classmethod
+    def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
+        return TransportAsk(case, endpoint, "auto")
 
 
 class NativeRows(Native):

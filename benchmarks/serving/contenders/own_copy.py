@@ -30,8 +30,9 @@ class OwnAsk(Ask):
 
 class OwnCopy(Contender):
     title = "own copy in every client"
-    most_clients = 16
-    why_most = "not run: every client is a torch process, and more of them than cores add nothing but memory"
+    packages = ("torch",)
+    most_clients = 64
+    why_most = "not run: every client is a torch process, 256 of which take more memory than such a machine has"
 
     @classmethod
     def client(cls, case: Case, index: int, endpoint: Any) -> OwnAsk:

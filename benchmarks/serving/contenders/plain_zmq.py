@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.serving.cases import CASES, Case
 from benchmarks.serving.contender import REQUEST_TIMEOUT, Ask, Contender, unpacked
+from benchmarks.serving.contenders.http_ask import free_port
 
 _LARGE = 65536  # bytes; below it ZeroMQ's copying is cheaper than keeping track of who owns the memory
 
@@ -87,7 +88,7 @@ class PlainZmq(Contender):
     packages = ("pyzmq",)
 
     def start(self) -> None:
-        self._address = f"ipc://{self.folder}/plain"
+        self._address = self.address()
         context = multiprocessing.get_context("spawn")
         self._server = context.Process(target=serve, args=(self.case.name, self._address), daemon=True)
         self._server.start()
@@ -95,6 +96,9 @@ class PlainZmq(Contender):
         one = np.zeros((self.case.rows, *self.case.shape), self.case.dtype)
         ask(one)
         ask.close()
+
+    def address(self) -> str:
+        return f"ipc://{self.folder}/plain"
 
     def endpoint(self, index: int) -> str:
         return self._address
@@ -106,3 +110,10 @@ class PlainZmq(Contender):
     def stop(self) -> None:
         self._server.terminate()
         self._server.join()
+
+
+class PlainZmqTcp(PlainZmq):
+    title = "plain ZeroMQ over TCP"
+
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{free_port()}"

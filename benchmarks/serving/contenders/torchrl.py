@@ -1,4 +1,9 @@
-"""TorchRL's InferenceServer with the process slot transport: fixed shared-memory slots, the nearest to our design."""
+"""TorchRL's InferenceServer with the process slot transport: fixed shared-memory slots, the nearest to our design.
+
+Since 0.14 it gathers the slots of a batch straight into a batch that it keeps and scatters the answers with one copy an
+output: that is what runs here. Its pinned batches and its batches of a static size in CUDA graphs (`static_batch_size`)
+want a CUDA policy device, and are refused on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -82,12 +87,14 @@ class TorchRl(Contender):
             TensorDict({name: torch.zeros((*rows, *shape)) for name, shape in case.outputs}),
             num_slots=self.clients,
             ctx=context,
+            copy_result=False,  # the answer is a view of the slot: checked before it is asked again
         )
         self._server = ProcessInferenceServer(
             policy_factory=Policy(case.name),
             transport=transport,
             max_batch_size=max(1, case.max_batch // case.rows),
             min_batch_size=1,
+            collect_stats=False,
             policy_version_key=None,
             mp_context=context,
         )

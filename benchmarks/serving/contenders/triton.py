@@ -24,7 +24,7 @@ from benchmarks.serving.contenders.http_ask import free_port, wait_for
 from benchmarks.serving.peers import __path__ as peers_path
 
 _START = 120.0
-_TYPES = {"float32": "FP32", "uint8": "UINT8"}
+TYPES = {"float32": "FP32", "uint8": "UINT8"}
 
 
 class GrpcAsk(Ask):
@@ -35,7 +35,7 @@ class GrpcAsk(Ask):
 
         self._case = case
         self._client = grpc.InferenceServerClient(f"127.0.0.1:{port}")
-        self._input = grpc.InferInput(input_name, [case.rows, *case.shape], _TYPES[case.dtype])
+        self._input = grpc.InferInput(input_name, [case.rows, *case.shape], TYPES[case.dtype])
         self._outputs = [grpc.InferRequestedOutput(name) for name, _ in case.outputs]
 
     def __call__(self, inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
@@ -170,7 +170,7 @@ def _config(case: Case) -> str:
     return f"""\
 backend: "python"
 max_batch_size: {case.max_batch}
-input [ {tensor("input", _TYPES[case.dtype], case.shape)} ]
+input [ {tensor("input", TYPES[case.dtype], case.shape)} ]
 output [ {outputs} ]
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 dynamic_batching {{ max_queue_delay_microseconds: 0 }}

@@ -1,17 +1,21 @@
 """Install the peers: one virtual environment each, all with the same torch.
 
-    python -m benchmarks.serving.peers.install [--peers-dir DIR] [NAME ...]
+    python -m benchmarks.serving.peers.install [--peers-dir DIR] [--anew] [NAME ...]
 
-What cannot be installed is written down beside it (NAME.failed), so that the benchmark can say why a peer is missing.
+What stands there in the versions asked for is left alone. One install at a time: a second waits for the first. What
+cannot be installed is written down beside it (NAME.failed), so that the benchmark can say why a peer is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +72,28 @@ def versions(peers_dir: Path, name: str) -> dict[str, str]:
     return dict(json.loads((peers_dir / f"{name}.versions.json").read_text()))
 
 
+def current(peers_dir: Path, name: str) -> bool:
+    """Whether a peer stands there in the versions that are asked for."""
+    if missing(peers_dir, name):
+        return False
+    found = versions(peers_dir, name)
+    pinned = (text.split("==") for text in (*PEERS[name].requirements, *COMMON, PEERS[name].numpy))
+    return all(found.get(package.split("[")[0].lower(), "").split("+")[0] == version for package, version in pinned)
+
+
+@contextmanager
+def alone(peers_dir: Path) -> Iterator[None]:
+    """Hold the folder against other installs; the kernel lets go of it when this process ends."""
+    peers_dir.mkdir(parents=True, exist_ok=True)
+    with (peers_dir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another install in {peers_dir}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def install(peers_dir: Path, name: str) -> str:
     """Make a peer's environment anew; gives why that failed, or an empty string."""
     peer = PEERS[name]
@@ -75,7 +101,7 @@ def install(peers_dir: Path, name: str) -> str:
     shutil.rmtree(home, ignore_errors=True)
     for old in peers_dir.glob(f"{name}.*"):
         old.unlink()
-    constraints = peers_dir / "constraints.txt"
+    constraints = peers_dir / f"{name}.constraints.txt"
     constraints.write_text("\n".join((*COMMON, peer.numpy)) + "\n")
     interpreter = sys.executable
     if peer.system_python:
@@ -105,16 +131,20 @@ def install(peers_dir: Path, name: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-dir", type=Path, default=DEFAULT_DIR)
+    parser.add_argument("--anew", action="store_true", help="those that stand there, too")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; all without one")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(PEERS):
         parser.error(f"no peers {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
-    arguments.peers_dir.mkdir(parents=True, exist_ok=True)
     failures = 0
-    for name in arguments.names or PEERS:
-        reason = install(arguments.peers_dir, name)
-        failures += bool(reason)
-        print(f"{name}: {reason or 'installed'}", flush=True)
+    with alone(arguments.peers_dir):
+        for name in arguments.names or PEERS:
+            if not arguments.anew and current(arguments.peers_dir, name):
+                print(f"{name}: is there", flush=True)
+                continue
+            reason = install(arguments.peers_dir, name)
+            failures += bool(reason)
+            print(f"{name}: {reason or 'installed'}", flush=True)
     return 1 if failures else 0
 
 

@@ -1,0 +1,118 @@
+"""The measured parts of docs/performance.md: written from the JSON they cite, every row of it.
+
+    python -m benchmarks.serving.page                                    # again, from what the page cites
+    python -m benchmarks.serving.page benchmarks/serving/results/DATE.json ...    # cite these instead
+
+A part stands between two comments, the first of which names the JSON. Citing another one removes the files of the run
+that was cited before, where nothing else in the repository names them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.serving.results import Results
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+PARTS = ("crossover", "measured")
+
+
+def cited(results: Results) -> str:
+    """When, where and what was measured, in a sentence or two."""
+    about, machine = results.about, results.about["machine"]
+    versions: dict[str, str] = {}
+    for listed in about["versions"].values():
+        versions.update(listed)
+    took = f" in {about['duration_s'] / 60:.0f} minutes" if "duration_s" in about else ""
+    return (
+        f"Measured {about['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, "
+        f"{machine['kernel']}, Python {machine['python']}, commit {about['commit']}{took}: `{about['command']}`. "
+        f"Medians of {about['rounds']} interleaved windows of {about['window_s']:g} s, every answer checked. Versions: "
+        f"{', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}."
+    )
+
+
+def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
+    """A part of the page, between and with its two comments."""
+    from benchmarks.serving import crossover, report
+
+    lines = [
+        f"<!-- {name}: {' '.join(file.name for file in files)}; written by python -m benchmarks.serving.page -->",
+        "",
+    ]
+    for file in files:
+        results = Results.read(file)
+        drawn = file.with_suffix(".svg")
+        if name == "crossover":
+            answer, *rest = crossover.tables(results)
+            lines += [
+                answer,
+                "",
+                _picture(drawn, "a server over own copies, by width", page),
+                *rest,
+                cited(results),
+                "",
+            ]
+        else:
+            lines += [cited(results), "", _picture(drawn, "throughput and p99 over clients", page), ""]
+            lines += [*report.cases(results, "###"), *report.missing(results, "###")]
+    return "\n".join([*lines, f"<!-- end of {name} -->"])
+
+
+def sources(name: str, text: str) -> list[Path]:
+    """The JSON files that a part cites."""
+    found = re.search(rf"<!-- {name}: ([^;]*);", text)
+    return [ROOT / "benchmarks" / "serving" / "results" / file for file in found[1].split()] if found else []
+
+
+def rewritten(text: str, name: str, files: Sequence[Path]) -> str:
+    """The page's text with a part written anew."""
+    pattern = re.compile(rf"<!-- {name}: .*?<!-- end of {name} -->", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"docs/performance.md has no part <!-- {name}: FILE; ... --> ... <!-- end of {name} -->")
+    return pattern.sub(lambda _: part(name, files), text)
+
+
+def cite(name: str, *files: Path) -> list[str]:
+    """Have the page cite these files in a part; gives what was done."""
+    before = PAGE.read_text()
+    old = sources(name, before)
+    text = rewritten(before, name, files)
+    PAGE.write_text(text)
+    done = [f"wrote {PAGE}"]
+    for file in old:
+        if file not in files and not _named(file.stem):
+            for written in sorted(file.parent.glob(f"{file.stem}.*")):
+                written.unlink()
+                done.append(f"removed {written}, which nothing names any more")
+    return done
+
+
+def _named(stem: str) -> bool:
+    """Whether any tracked file but that run's own names it."""
+    command = ["git", "grep", "-lF", stem, "--", ".", f":!benchmarks/serving/results/{stem}.*"]
+    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout.strip())
+
+
+def _picture(file: Path, says: str, page: Path) -> str:
+    return f"![{says}]({Path('..') / file.relative_to(page.parent.parent)})" if file.exists() else ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked: dict[str, list[Path]] = {}
+    for argument in arguments:
+        file = Path(argument).resolve()
+        asked.setdefault("crossover" if file.name.startswith("crossover") else "measured", []).append(file)
+    for name in asked or PARTS:
+        for line in cite(name, *(asked.get(name) or sources(name, PAGE.read_text()))):
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
