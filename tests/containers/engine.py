@@ -115,10 +115,10 @@ class Project:
 
     def __init__(self, image: str, tag: str) -> None:
         self.name = f"jurybox-test-{secrets.token_hex(3)}"
-        self.http = free_port()
+        self.http, self.grpc = free_port(), free_port()
         self.server = f"{self.name}-server-1"
         self.volume = f"{self.name}_shared_512m"
-        self._env = {"IMAGE": image, "TAG": tag, "HTTP_PORT": str(self.http), "GRPC_PORT": str(free_port()),
+        self._env = {"IMAGE": image, "TAG": tag, "HTTP_PORT": str(self.http), "GRPC_PORT": str(self.grpc),
                      "SHARED_MEMORY": "512m"}  # fmt: skip
         self._files = ["-f", "compose.yaml"]
         if not bridges():
