@@ -179,7 +179,7 @@ def fake(folder, name, body):
 
 def telling(folder, **told):
     good = {
-        "python": [3, 10, 1], "torch": "2.1.0+cu121", "numpy": "1.26.4", "pydantic": "2.10.0", "pyzmq": "25.0",
+        "python": [3, 10, 1], "torch": "2.1.0+cu121", "numpy": "1.26.4", "pyzmq": "25.0",
         "safetensors": "0.4.0", "jurybox": None, "protocol": 2,
     }  # fmt: skip
     from jurybox.protocol.wire import build_version

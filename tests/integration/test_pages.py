@@ -31,7 +31,7 @@ from typer.main import get_command
 
 from jurybox.protocol.segment import directory
 from jurybox.server.commands.app import app
-from jurybox.server.engine.model_code import load
+from jurybox.server.engine.model_code import ModelOrder, load
 from jurybox.server.settings.config import ModelSettings, load_settings
 from jurybox.training.replay import Replay
 
@@ -171,7 +171,8 @@ def test_the_readmes_model_is_one_that_a_server_loads(tmp_path, monkeypatch) -> 
     code = next(block for block in of("python") if "def policy" in block.text).text
     (tmp_path / "readme_policy.py").write_text(f"from {__name__} import MyNet\n{code}")
     monkeypatch.syspath_prepend(tmp_path)
-    loaded = load("mine", ModelSettings(factory="readme_policy:policy", args={"hidden": 512}), torch.device("cpu"))
+    settings = ModelSettings(factory="readme_policy:policy", args={"hidden": 512})
+    loaded = load("mine", ModelOrder.of(settings.model_dump(mode="json")), torch.device("cpu"))
     assert set(loaded.model.outputs) == {"logits", "value"}
 
 

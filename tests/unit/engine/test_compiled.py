@@ -18,7 +18,7 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.server.engine import compiled as compiled_module
 from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.device import DeviceServed
-from jurybox.server.engine.model_code import LoadError, load
+from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.engine.served import Served
 from jurybox.server.engine.weights_updater import WeightsUpdater
 from jurybox.server.models import ServedModel
@@ -158,7 +158,8 @@ def package(monkeypatch, tmp_path):
         specs = {"inputs": {"observation": {"dtype": "float32", "shape": [4]}}}
         outputs = {"action": {"dtype": "float32", "shape": [4]}}
         given = {"exported": str(tmp_path / "model.pt2"), "aot": True, **specs, "outputs": outputs}
-        return ModelSettings.model_validate({**given, "weights": str(tmp_path / "weights.safetensors"), **more})
+        asked = ModelSettings.model_validate({**given, "weights": str(tmp_path / "weights.safetensors"), **more})
+        return ModelOrder.of(asked.model_dump(mode="json"))
 
     return made, settings
 

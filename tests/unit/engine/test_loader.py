@@ -8,10 +8,16 @@ import sys
 import pytest
 import torch
 
-from jurybox.server.engine.model_code import LoadError, load
+from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.settings.config import ModelSettings
 
 CPU = torch.device("cpu")
+
+
+def ordered(factory: str) -> ModelOrder:
+    return ModelOrder.of(ModelSettings(factory=factory).model_dump(mode="json"))
+
+
 NETS = """
 import torch
 from jurybox.protocol import TensorSpec
@@ -44,8 +50,7 @@ def code(request, tmp_path, monkeypatch):
         (folder / f"{prefix}layers.py").write_text(scale)
 
     def result():
-        settings = ModelSettings.model_validate({"factory": f"{package}{prefix}nets:net"})
-        return load("user", settings, CPU).model.module
+        return load("user", ordered(f"{package}{prefix}nets:net"), CPU).model.module
 
     yield write, result
     for name in set(sys.modules) - before:
@@ -88,4 +93,4 @@ def test_a_module_that_ends_the_process_when_it_is_imported_fails_to_load(code):
 @pytest.mark.parametrize("factory", ["tests.models:exits", "tests.models:broken"])
 def test_a_factory_that_raises_is_told_by_its_setting(factory):
     with pytest.raises(LoadError, match=rf"models.x.factory = '{factory}' raised \w+: "):
-        load("x", ModelSettings.model_validate({"factory": factory}), CPU)
+        load("x", ordered(factory), CPU)

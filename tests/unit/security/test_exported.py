@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import torch
 
-from jurybox.server.engine.model_code import LoadError, load
+from jurybox.server.engine.model_code import LoadError, ModelOrder, load
 from jurybox.server.settings.config import ModelSettings
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def config_of(program, name):
 
 
 def asked(file):
-    return ModelSettings(exported=str(file))
+    return ModelOrder.of(ModelSettings(exported=str(file)).model_dump(mode="json"))
 
 
 def test_a_program_of_tensors_is_served(program):

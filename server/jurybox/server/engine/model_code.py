@@ -14,6 +14,7 @@ import sysconfig
 import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,11 +27,48 @@ from jurybox.protocol.spec import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.engine.compiled import AheadError, Compiled, CompiledAhead
 from jurybox.server.models import ServedModel
-from jurybox.server.settings.config import ModelSettings
 
 
 class LoadError(Error):
     """A model could not be loaded; the message names the setting to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOrder:
+    """What [models.NAME] says to an engine: the fields of `ModelSettings` that matter there, checked by the supervisor.
+
+    Plain, since an engine that imported the configuration's own classes would start a tenth of a second later.
+    """
+
+    factory: str | None
+    exported: str | None
+    args: dict[str, Any]
+    weights: str | None
+    max_batch: int
+    min_batch: int
+    max_wait_us: int
+    group: str | None
+    publish: str | None
+    keep_versions: int
+    dtype: str | None
+    channels_last: bool
+    compile: bool
+    aot: bool
+    cuda_graphs: bool
+    deterministic: bool
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> ModelOrder:
+        """From the JSON of a `ModelSettings`, all of whose fields it has."""
+        given = {field.name: settings[field.name] for field in fields(cls)}
+        for tensors in ("inputs", "outputs"):
+            given[tensors] = {
+                name: TensorSpec(told["dtype"], tuple(told["shape"]), told["capacity"], told["finite"])
+                for name, told in (given[tensors] or {}).items()
+            }
+        return cls(**given)
 
 
 class Loaded(NamedTuple):
@@ -41,7 +79,7 @@ class Loaded(NamedTuple):
     layout: WeightsLayout | None  # as a learner publishes it, in the factory's dtypes; None: it takes no publications
 
 
-def load(name: str, settings: ModelSettings, device: torch.device, factories: Collection[str] | None = None) -> Loaded:
+def load(name: str, settings: ModelOrder, device: torch.device, factories: Collection[str] | None = None) -> Loaded:
     """Build the model that `settings` describe and move it to `device`.
 
     Args:
@@ -80,7 +118,7 @@ def digest(module: torch.nn.Module) -> str:
     return sha.hexdigest()[:16]
 
 
-def _from_factory(name: str, settings: ModelSettings, named: Collection[str] | None) -> ServedModel:
+def _from_factory(name: str, settings: ModelOrder, named: Collection[str] | None) -> ServedModel:
     where = f"models.{name}.factory = {settings.factory!r}"
     module_name, _, attribute = str(settings.factory).partition(":")
     try:
@@ -199,7 +237,7 @@ def _stamp(file: str) -> tuple[int, int] | None:
 # ---- exported programs
 
 
-def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
+def _from_exported(name: str, settings: ModelOrder) -> ServedModel:
     path = Path(str(settings.exported))
     where = f"models.{name}.exported = {str(path)!r}"
     if not path.is_file():
@@ -213,20 +251,20 @@ def _from_exported(name: str, settings: ModelSettings) -> ServedModel:
     arguments, keywords = program.example_inputs or ((), {})
     names = [str(name) for name in program.graph_signature.user_inputs]
     examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
-    inputs = _given(settings.inputs) or {key: _spec_of(where, key, value) for key, value in examples.items()}
+    inputs = settings.inputs or {key: _spec_of(where, key, value) for key, value in examples.items()}
     module = _ByName(program.module(), list(inputs)[: len(arguments)])
     if not inputs:
         raise LoadError(f"{where} keeps no example inputs: give models.{name}.inputs and .outputs in the config")
-    outputs = _given(settings.outputs) or _probe_outputs(where, module, inputs)
+    outputs = settings.outputs or _probe_outputs(where, module, inputs)
     return ServedModel(module, inputs, outputs)
 
 
-def _from_package(name: str, settings: ModelSettings, device: torch.device) -> Loaded:
+def _from_package(name: str, settings: ModelOrder, device: torch.device) -> Loaded:
     """A package of AOTInductor: a library for this machine, which is code as a factory is."""
     path = Path(str(settings.exported))
     where = f"models.{name}.exported = {str(path)!r}"
     constants = _weights_of(name, Path(settings.weights)) if settings.weights else {}
-    inputs, outputs = _given(settings.inputs), _given(settings.outputs)
+    inputs, outputs = settings.inputs, settings.outputs
     try:
         module = CompiledAhead(path, list(inputs), device, constants)
         digits = digest(module) if constants else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -292,10 +330,6 @@ class _ByName(torch.nn.Module):
     def eval(self) -> _ByName:
         """An exported program has no modes."""
         return self
-
-
-def _given(specs: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
-    return {key: spec.spec() for key, spec in (specs or {}).items()}
 
 
 def _spec_of(where: str, name: str, value: object) -> TensorSpec:

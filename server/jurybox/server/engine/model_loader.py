@@ -28,7 +28,7 @@ from jurybox.server.engine.compiled import Compiled
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device import DeviceServed
 from jurybox.server.engine.device_regions import DeviceRegions
-from jurybox.server.engine.model_code import LoadError
+from jurybox.server.engine.model_code import LoadError, ModelOrder
 from jurybox.server.engine.model_code import load as load_model
 from jurybox.server.engine.open_served import OpenServed
 from jurybox.server.engine.served import Served
@@ -37,7 +37,6 @@ from jurybox.server.groups.group import Member
 from jurybox.server.groups.groups import Groups
 from jurybox.server.logs import traced
 from jurybox.server.models import ServedModel
-from jurybox.server.settings.config import ModelSettings
 
 
 def _ladder(max_batch: int) -> list[int]:
@@ -51,7 +50,7 @@ class _Half:
 
     load: int
     name: str
-    settings: ModelSettings
+    settings: ModelOrder
     model: ServedModel
 
 
@@ -97,7 +96,7 @@ class ModelLoader:
     def load(self, model: int, load: int, name: str, settings: dict[str, Any]) -> None:
         """Begin to load; ends in a message "loaded" or "failed"."""
         self._wanted[model] = load
-        self._jobs.put((model, load, lambda: self._load(model, load, name, ModelSettings.model_validate(settings))))
+        self._jobs.put((model, load, lambda: self._load(model, load, name, ModelOrder.of(settings))))
 
     def arena(self, model: int, load: int, segment: str, number: int, rows: int, weights: str) -> None:
         """Go on with a loaded model: its arena, and its weights channel where it takes publications.
@@ -188,7 +187,7 @@ class ModelLoader:
                     self._failed(model, load, error)
                     self._tell("ends")
 
-    def _load(self, model: int, load: int, name: str, settings: ModelSettings) -> None:
+    def _load(self, model: int, load: int, name: str, settings: ModelOrder) -> None:
         loaded = load_model(name, settings, self._device, self._factories)
         spec = loaded.model.spec(name)
         if self._wanted.get(model) != load:

@@ -13,7 +13,7 @@ from typing import Any
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 # The oldest of each that an engine runs with, and what it cannot run without in whatever version.
-_OLDEST = {"torch": (2, 1), "numpy": (1, 26), "pydantic": (2, 10)}
+_OLDEST = {"torch": (2, 1), "numpy": (1, 26)}
 _NEEDED = ("pyzmq", "safetensors")
 _PYTHON = (3, 10)
 _TIMEOUT = 60.0  # seconds; a cold disk has to be read for it
