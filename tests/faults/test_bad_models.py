@@ -21,8 +21,11 @@ KILLER = np.full((1, 4), 668, np.float32)
 
 
 @pytest.mark.timeout(300)
-def test_a_model_that_keeps_killing_is_put_in_quarantine_and_the_others_are_served(tmp_path, nothing_left):
-    with serving(tmp_path, MODELS, max_restarts=1) as server, server.connect() as client:
+def test_a_model_that_kills_whether_asked_or_loaded_is_put_in_quarantine_and_the_others_are_served(
+    tmp_path, nothing_left
+):
+    factories = ["tests.models:dies"]
+    with serving(tmp_path, MODELS, max_restarts=1, factories=factories) as server, server.connect() as client:
         moody, affine = client.model("moody", rows=2), client.model("affine", rows=2)
         with pytest.raises(ModelFailed, match="'moody' is in quarantine: 2 engines died"):
             moody.infer(KILLER, timeout=200)
@@ -49,35 +52,34 @@ def test_a_model_that_keeps_killing_is_put_in_quarantine_and_the_others_are_serv
         client.load("moody", timeout=100)
         np.testing.assert_array_equal(client.model("moody").infer(X, timeout=60), X + 1)
         assert not_ready(client.status()) == []
-    assert server.text().count("model in quarantine") == 1
-
-
-@pytest.mark.timeout(300)
-def test_a_model_whose_load_kills_is_put_in_quarantine_and_takes_nobody_with_it(tmp_path, nothing_left):
-    factories = ["tests.models:dies"]
-    with serving(tmp_path, MODELS, max_restarts=1, factories=factories) as server, server.connect() as client:
+        assert server.text().count("model in quarantine") == 1
+        # So is one whose load kills, and it takes nobody with it.
         with pytest.raises(ModelFailed, match="in quarantine"):
             client.load("dies", {"factory": "tests.models:dies"}, timeout=200)
-        np.testing.assert_array_equal(client.model("affine").infer(X, timeout=100), 2 * X + 1)
+        np.testing.assert_array_equal(affine.infer(X, timeout=100), 2 * X + 1)
         client.unload("dies")
         assert sorted(client.models()) == ["affine", "moody"]
         assert server.process.poll() is None and children_of(server.process.pid)
 
 
-@pytest.mark.parametrize("mood", [666, 667])
-def test_rows_that_a_model_cannot_bear_fail_alone_whoever_shares_their_batch(server, mood):
+def fails_alone(model, mood):
+    busy = model.submit(np.full((1, 4), 500_000, np.float32))  # the others wait for each other meanwhile
+    time.sleep(0.1)
+    asked = [model.submit(np.full((1, 4), value, np.float32)) for value in (1, 2, mood, 3, 4)]
+    for ticket, value in zip(asked, (1, 2, mood, 3, 4), strict=True):
+        if value == mood:
+            with pytest.raises(ModelFailed):
+                ticket.result(30)
+        else:
+            np.testing.assert_array_equal(ticket.result(30).outputs, np.full((1, 4), value + 1, np.float32))
+    busy.result(30)
+
+
+def test_rows_that_a_model_cannot_bear_fail_alone_whoever_shares_their_batch(server):
     with server.connect() as client:
         model = client.model("moody", rows=8)
-        busy = model.submit(np.full((1, 4), 500_000, np.float32))  # the others wait for each other meanwhile
-        time.sleep(0.1)
-        asked = [model.submit(np.full((1, 4), value, np.float32)) for value in (1, 2, mood, 3, 4)]
-        for ticket, value in zip(asked, (1, 2, mood, 3, 4), strict=True):
-            if value == mood:
-                with pytest.raises(ModelFailed):
-                    ticket.result(30)
-            else:
-                np.testing.assert_array_equal(ticket.result(30).outputs, np.full((1, 4), value + 1, np.float32))
-        busy.result(30)
+        for mood in (666, 667):
+            fails_alone(model, mood)
 
 
 @pytest.mark.slow

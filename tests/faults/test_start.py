@@ -14,8 +14,9 @@ from jurybox.server.inproc import InprocServer
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One that goes on whatever is started beside it."""
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS) as running:
+    """One that goes on whatever is started beside it, without a model that fails."""
+    models = {**MODELS, "broken": {"factory": "tests.models:broken"}}
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), models) as running:
         yield running
 
 
@@ -104,8 +105,7 @@ def test_a_dry_run_says_what_it_tried_and_not_that_it_serves(tmp_path, nothing_l
     assert "tried, with models that failed" in text and "failed=broken" in text and "broken (" not in text
 
 
-def test_a_server_that_serves_without_some_models_says_so(tmp_path, nothing_left):
-    with serving(tmp_path, {"affine": MODELS["affine"], "broken": {"factory": "tests.models:broken"}}) as server:
-        line = next(line for line in server.text().splitlines() if "supervisor serving" in line)
+def test_a_server_that_serves_without_some_models_says_so(server):
+    line = next(line for line in server.text().splitlines() if "supervisor serving" in line)
     assert " warning supervisor serving, without models that failed " in line
     assert "affine (ready)" in line and "failed=broken" in line and "broken (" not in line

@@ -183,11 +183,11 @@ def shared_memory():
 
 
 class RunningDemo:
-    def __init__(self, out, shared_memory, temporary):
+    def __init__(self, out, shared_memory, temporary, steps):
         self.out, self.shared_memory, self.temporary = out, shared_memory, temporary
         temporary.mkdir()
         self.log = out.with_suffix(".log")
-        options = ["demo", "photo", "--out", str(out), "--juror", JUROR, "--steps", "512", "--damages", "2"]
+        options = ["demo", "photo", "--out", str(out), "--juror", JUROR, "--steps", str(steps), "--damages", "2"]
         options += ["--workers", "2"]
         with self.log.open("w") as sink:
             self.process = subprocess.Popen(
@@ -229,8 +229,9 @@ class RunningDemo:
 
 
 @pytest.fixture
-def demo(tmp_path, shared_memory):
-    running = RunningDemo(tmp_path / "demo", shared_memory, tmp_path / "tmp")
+def demo(tmp_path, shared_memory, request):
+    """A demo of 512 steps, long enough to be interrupted anywhere, or of as many as a test asks for."""
+    running = RunningDemo(tmp_path / "demo", shared_memory, tmp_path / "tmp", getattr(request, "param", 512))
     yield running
     running.look()
     for process in (
@@ -240,6 +241,7 @@ def demo(tmp_path, shared_memory):
     running.process.wait()
 
 
+@pytest.mark.parametrize("demo", [128], indirect=True, ids=["128 steps"])
 @pytest.mark.timeout(400)
 def test_a_demo_leaves_its_report_and_nothing_that_runs(demo):
     wait_until(lambda: demo.says("evaluating"), 200, "the evaluation")
@@ -247,6 +249,7 @@ def test_a_demo_leaves_its_report_and_nothing_that_runs(demo):
     assert demo.process.wait(100) == 0, demo.log.read_text()
     assert (demo.out / "report.html").stat().st_size > 10_000
     assert "report:" in demo.log.read_text()
+    assert has_trained(demo)
     demo.leaves_nothing()
 
 

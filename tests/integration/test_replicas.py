@@ -44,8 +44,11 @@ def crowd(server, clients, seconds, transport):
 def uneven(tmp_path_factory):
     """Three engines, of which one takes ten times as long as the others."""
     folder = tmp_path_factory.mktemp("uneven")
-    model = {"factory": "tests.models:paced", "args": {"seconds": 0.02, "slow": str(folder / "slow")}}
-    with serving(folder, {"paced": model}, replicas=3) as server:
+    models = {
+        "paced": {"factory": "tests.models:paced", "args": {"seconds": 0.02, "slow": str(folder / "slow")}},
+        "affine": {"factory": "tests.models:affine"},
+    }
+    with serving(folder, models, replicas=3) as server:
         crowd(server, 4, 1.0, "auto")  # until the engines have shown how long they take
         yield server
 
@@ -57,13 +60,9 @@ def test_a_slow_replica_does_not_hold_up_the_rest(uneven, transport):
     assert min(others) > 0
 
 
-def test_a_dead_replicas_tickets_go_to_a_living_one(tmp_path):
-    model = {"factory": "tests.models:affine"}
-    with (
-        serving(tmp_path, {"affine": model}, replicas=2) as server,
-        server.connect(transport="shm") as native,
-        server.connect(transport="zmq") as zmq,
-    ):
+def test_a_dead_replicas_tickets_go_to_a_living_one(uneven):
+    server = uneven
+    with server.connect(transport="shm") as native, server.connect(transport="zmq") as zmq:
         served = [client.model("affine") for client in (native, zmq)]
         assert all(one.infer(X)[0, 0] == 3 for one in served)
         for role in ("engine-0", "engine-1"):

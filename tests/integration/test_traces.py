@@ -33,8 +33,8 @@ trace.set_tracer_provider(provider)
 ones = np.ones((3, 4), np.float32)
 with connect(sys.argv[1], transport=sys.argv[2], timeout=20) as server:
     model = server.model(sys.argv[3], rows=8)
-    with trace.get_tracer("test").start_as_current_span("step"):
-        for kind in sys.argv[4:]:
+    for kind in sys.argv[4:]:
+        with trace.get_tracer("test").start_as_current_span(kind):
             match kind:
                 case "call":
                     model(ones[0])
@@ -78,15 +78,24 @@ def traced(tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-@pytest.mark.parametrize(("kind", "tickets"), [("call", 1), ("infer", 1), ("submit", 3), ("async", 1), ("rows", 1)])
-def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(traced, transport, kind, tickets):
-    found = spans(traced.address, transport, "affine", kind)
-    (step,) = [span for span in found if span["name"] == "step"]
+TICKETS = {"call": 1, "infer": 1, "submit": 3, "async": 1, "rows": 1}
+
+
+@pytest.fixture(scope="module", params=["shm", "zmq"])
+def asked(traced, request):
+    """The spans of a client that asked in every way there is, one after the other."""
+    return spans(traced.address, request.param, "affine", *TICKETS)
+
+
+@pytest.mark.parametrize(("kind", "tickets"), TICKETS.items())
+def test_a_ticket_is_one_span_with_queue_batch_and_reply_inside(asked, kind, tickets):
+    (step,) = [span for span in asked if span["name"] == kind]
+    assert step["parent"] is None
+    found = [span for span in asked if span["trace"] == step["trace"]]
     outer = [span for span in found if span["name"] == "infer affine"]
     assert len(outer) == tickets
     assert len(found) == 1 + 4 * tickets
-    assert {span["trace"] for span in found} == {step["trace"]}
+    assert len({span["trace"] for span in asked}) == len(TICKETS)
     for span in outer:
         assert span["parent"] == step["id"]
         inside = {part["name"]: part for part in found if part["parent"] == span["id"]}
@@ -107,7 +116,7 @@ def test_a_failed_ticket_is_a_span_in_error(traced):
     (outer,) = [span for span in found if span["name"] == "infer moody"]
     assert outer["error"]
     assert {span["name"] for span in found} == {
-        "step",
+        "fail",
         "infer moody",
     }  # no batch was computed
 
@@ -117,7 +126,7 @@ def test_what_the_sampler_leaves_out_is_not_traced(traced):
 
 
 def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(traced):
-    assert [span["name"] for span in spans(traced.address, "shm", "affine", "infer", traces="false")] == ["step"]
+    assert [span["name"] for span in spans(traced.address, "shm", "affine", "infer", traces="false")] == ["infer"]
     code = (
         "import sys, numpy as np; from jurybox.client import connect\n"
         "with connect(sys.argv[1]) as server: server.model('affine').infer(np.ones((1, 4), np.float32))\n"
@@ -130,4 +139,4 @@ def test_who_does_not_ask_for_traces_gets_none_and_never_imports_opentelemetry(t
 def test_a_server_that_does_not_help_leaves_the_outer_span_alone(tmp_path):
     with serving(tmp_path, {"affine": MODELS["affine"]}) as running:
         found = spans(running.address, "shm", "affine", "infer", "call")
-    assert sorted(span["name"] for span in found) == ["infer affine", "infer affine", "step"]
+    assert sorted(span["name"] for span in found) == ["call", "infer", "infer affine", "infer affine"]

@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.commands.show import health, models, sleep, status, wake
-from jurybox.server.commands.top import top
 
 GROUP = "jurybox.commands"
 _USAGE = 2
+_SHOW, _TOP = "jurybox.server.commands.show", "jurybox.server.commands.top"
+# Our own that print tables: whoever starts a server needs nothing of what they import.
+_LATER = [
+    EntryPoint(name, f"{module}:{name}", GROUP)
+    for module, names in ((_SHOW, ("status", "models", "health", "sleep", "wake")), (_TOP, ("top",)))
+    for name in names
+]
+_OURS = ("serve", "status", "models", "health", "top", "sleep", "wake", "doctor", "keys")  # as they are listed
 
 
 class PluginCommand(TyperCommand):
@@ -57,13 +61,24 @@ class PluginCommand(TyperCommand):
 
 
 class PluginGroup(TyperGroup):
-    """The group of all commands, our own first."""
+    """The group of all commands, our own first. The others are looked for where it is none of those known."""
 
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-            if point.name not in self.commands:
-                self.add_command(PluginCommand(point))
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name, or what stands for it; None if there is none."""
+        if cmd_name not in self.commands:
+            self._find_all()
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        self._find_all()
+        return super().list_commands(ctx)
+
+    def _find_all(self) -> None:
+        points = [*_LATER, *sorted(entry_points(group=GROUP), key=lambda point: point.name)]
+        found = {**{point.name: PluginCommand(point) for point in reversed(points)}, **self.commands}
+        names = dict.fromkeys([*_OURS, *(point.name for point in points), *self.commands])
+        self.commands = {name: found[name] for name in names}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command that is run, imported if it is another package's."""
@@ -133,6 +148,9 @@ def doctor(
         report = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
         typer.echo(json.dumps(report, indent=2))
     else:
+        from rich.console import Console
+        from rich.text import Text
+
         console = Console(soft_wrap=True, highlight=False)
         for finding in findings:
             line = Text(f"{finding.level.upper():<5}", style=_STYLES[finding.level])
@@ -212,5 +230,5 @@ def _options(
     """A long-running inference service for reinforcement learning."""
 
 
-for command in (serve, status, models, health, top, sleep, wake, doctor, keys):
+for command in (serve, doctor, keys):
     app.command()(command)
