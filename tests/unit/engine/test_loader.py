@@ -69,6 +69,21 @@ def test_code_that_changed_is_imported_anew_and_what_serves_keeps_the_old(code):
     assert (old(one).item(), new(one).item()) == (2, 3)
 
 
+def test_code_behind_a_symbolic_link_is_imported_anew_too(tmp_path, monkeypatch):
+    (tmp_path / "release").mkdir()
+    (tmp_path / "current").symlink_to("release")
+    monkeypatch.syspath_prepend(str(tmp_path / "current"))
+    name = f"linked_{os.getpid()}"
+    (tmp_path / "release" / f"{name}nets.py").write_text(NETS.format(package=name))
+    try:
+        for scale in (2, 3):
+            (tmp_path / "release" / f"{name}layers.py").write_text(f"SCALE = {scale}")
+            assert load("user", ordered(f"{name}nets:net"), CPU).model.module(torch.ones(1, 1)).item() == scale
+    finally:
+        for module in ("nets", "layers"):
+            sys.modules.pop(f"{name}{module}", None)
+
+
 def test_code_that_cannot_be_imported_leaves_what_was_there(code):
     write, loaded = code
     write("SCALE = 2")

@@ -202,17 +202,34 @@ def _family(module: ModuleType) -> dict[str, str]:
     root = Path(file).resolve().parents[module.__name__.count(".") + package]
     if package or "." in module.__name__:
         root /= module.__name__.partition(".")[0]  # what lies beside a package is somebody else's
-    foreign = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    inside, folders = str(root).rstrip(os.sep) + os.sep, dict[str, str]()
     found = {}
     for name, other in list(sys.modules.items()):
         source = getattr(other, "__file__", None)
         if not source or not source.endswith(".py") or name == "__main__" or name.partition(".")[0] == "jurybox":
             continue
-        path = Path(source).resolve()
-        installed = {"site-packages", "dist-packages"} & set(path.parts) or any(at in path.parents for at in foreign)
-        if root in path.parents and not installed:
+        path = _resolved(source, folders)
+        if path.startswith(inside) and not _is_installed(Path(path)):
             found[name] = source
     return found
+
+
+def _resolved(file: str, folders: dict[str, str]) -> str:
+    """A file's path without symbolic links; `folders` keeps those of folders.
+
+    PyTorch alone is a thousand modules: a Path of each would be most of the time that a small model takes to load.
+    """
+    folder, name = os.path.split(file)
+    if os.path.islink(file):  # noqa: PTH114
+        return os.path.realpath(file)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    return f"{folders[folder].rstrip(os.sep)}{os.sep}{name}"
+
+
+def _is_installed(path: Path) -> bool:
+    foreign = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    return bool({"site-packages", "dist-packages"} & set(path.parts)) or any(at in path.parents for at in foreign)
 
 
 def _changed(file: str) -> bool:
