@@ -54,6 +54,11 @@ def brightness():
     return ServedModel(Brightness(), {"image": IMAGE}, OUTPUTS)
 
 
+def large_brightness():
+    """Of pictures of 512 x 512."""
+    return ServedModel(Brightness(), {"image": TensorSpec("uint8", (512, 512, 3))}, OUTPUTS)
+
+
 def brightness_and_prompt():
     """The same, plus the length of the prompt in bytes."""
     return ServedModel(Brightness(), {"image": IMAGE, "prompt": TEXT}, OUTPUTS)

@@ -25,7 +25,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -162,6 +162,15 @@ class Juror:
         turn.append(asked)
         if len(turn) == 1:
             loop.call_soon(self._end_turn, loop)
+        return await self._scored(asked)
+
+    def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
+        """Send a request now, from any thread; what is returned waits for its scores, as `scores_async`."""
+        asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
+        self._hand_over([asked])
+        return partial(self._scored, asked)
+
+    async def _scored(self, asked: _Asked) -> Scores:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(asked.answer), self._timeout + _GRACE)
         except (TimeoutError, asyncio.TimeoutError):

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -21,6 +22,9 @@ MODELS = {
     name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 512, "lane_rows": 64}
     for name in ("text_length", "brightness", "brightness_and_prompt", "judged")
 }
+MODELS["large_brightness"] = {
+    "factory": "tests.reward_models:large_brightness", "max_batch": 4, "rows": 32, "lane_rows": 4,
+}  # fmt: skip
 DIALECTS = {
     "flow_grpo": {"model": "brightness", "output": "score", "port": 0},
     "cosmos": {"model": "brightness_and_prompt", "output": "score", "reward": "fine", "port": 0},
@@ -34,6 +38,7 @@ DIALECTS = {
     "flow_factory": {"model": "brightness_and_prompt", "output": "score"},
     "geneval": {"speaks": "flow_grpo", "model": "geneval"},
     "gen_eval": {"speaks": "verl_omni", "model": "geneval"},
+    "large": {"speaks": "flow_grpo", "model": "large_brightness", "output": "score"},
     "nobody": {"speaks": "openrlhf", "model": "brightness"},
 }
 
@@ -183,6 +188,25 @@ def test_verl_omni_gets_scores(http):
     assert status == 200 and np.allclose(answer["scores"], [2.2], atol=1e-3)
     body["prompts"] = [np.str_("abc")]  # from a column of NumPy's
     assert np.allclose(pickled(http, "/verl_omni", body)[1]["scores"], [3.2], atol=1e-3)
+
+
+def test_decoded_pictures_do_not_cost_their_memory_anew_each_time(http, server):
+    """Mapped anew for each picture, it costs as much as decoding: of this one 800 pages."""
+
+    def page_faults() -> int:
+        return int(Path(f"/proc/{server.pids()['gateway']}/stat").read_text().rsplit(")", 1)[1].split()[7])
+
+    def ask(times: int) -> None:
+        for _ in range(times):
+            assert pickled(http, "/large", {"images": [large]})[0] == 200
+
+    sink = io.BytesIO()
+    Image.fromarray(np.full((512, 512, 3), 51, np.uint8)).save(sink, "JPEG")
+    large = sink.getvalue()
+    ask(10)
+    before = page_faults()
+    ask(50)
+    assert page_faults() - before < 50 * 50
 
 
 def test_exif_turns_a_picture_before_it_is_scored():

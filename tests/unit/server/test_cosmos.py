@@ -23,8 +23,8 @@ class Intake:
     async def off_loop(self, action, *arguments):
         return action(*arguments)
 
-    async def rows(self, _columns, n, *, pictures):
-        return Scores([0.5] * n)
+    async def rows(self, request):
+        return Scores([0.5] * request.n)
 
 
 def body() -> bytes:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from jurybox.protocol import TensorSpec
 from jurybox.processes import keep_freed_memory
+from jurybox.protocol import TensorSpec
 from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure, Naturalness, Sharpness, slices, split
 from jurybox.server.models import ServedModel
 

@@ -31,7 +31,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, listed
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
 _HOLD = 4.0  # seconds that a question waits for the scores; the client's own time-out is 5
@@ -87,7 +87,7 @@ class Cosmos:
             raise Busy(f"{len(self._sent)} requests with {waiting} bytes of pictures are held: ask again later")
         key = str(uuid.uuid4())
         columns = {"prompt": prompts, "text": prompts}
-        scoring = asyncio.create_task(self._scored(columns, list(pictures)))
+        scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), list(pictures))))
         self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
         return Response(json.dumps({"uuid": key}), media_type=MEDIA)
 
@@ -112,13 +112,13 @@ class Cosmos:
         """Says that somebody is there."""
         return Response(json.dumps({"status": "ok"}), media_type=MEDIA)
 
-    async def _scored(self, columns: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
+    async def _scored(self, request: Request) -> dict[str, Any]:
         """The answer; never raises, for the client would ask for an hour."""
         began = self._clock()
-        n = len(pictures)
+        n = request.n
         names = self._intake.rewards
         try:
-            found = await self._intake.rows(columns, n, pictures=pictures)
+            found = await self._intake.rows(request)
             version = found.version
             scored: dict[str, list[Any]] = {name: found.parts.get(name, found) for name in names}
             if wrong := [why for why in found if isinstance(why, str)]:

@@ -15,7 +15,7 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from jurybox.client.rewards import Juror, Passing
 from jurybox.client.rewards import Scores as Found
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 
+Waiting = Callable[[], Awaitable[Found]]
 VERSION_HEADER = "X-Jurybox-Weights-Version"
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -53,6 +54,22 @@ class Scores:
     values: list[float]
     version: int
     parts: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The rows that a request wants scores of.
+
+    Attributes:
+        columns: values of each field, n of each.
+        pictures: n for the field "image": encoded ones, bytes or base64 text, or uint8 (height, width, 3).
+        told: more of the request, for its answer.
+    """
+
+    columns: Mapping[str, Any]
+    n: int
+    pictures: Sequence[Any] | None = None
+    told: Any = None
 
 
 class NoPicture(str):
@@ -97,81 +114,81 @@ class Intake:
         self._juror = Juror(address=address, **juror)
         self._size = size
 
-    async def score(self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None) -> Scores:
-        """Scores of n rows; arguments as for `rows`. Raises Unscored if a row has none.
+    async def score(self, request: Request) -> Scores:
+        """The scores of a request's rows. Raises Unscored if a row has none.
 
         Raises:
             Unscored: a row failed, its picture is none, or its score is not finite.
             Refused (code NOT_READY): no row got a score in time; a moment later they may.
             What `rows` raises.
         """
-        found = await self.rows(columns, n, pictures=pictures)
-        wrong = {i: why for i, why in enumerate(found) if isinstance(why, str)}
-        if wrong:
-            first = min(wrong)
-            why = f"{len(wrong)} of {n} samples have no score; sample {first}: {wrong[first]}"
-            passing = all(isinstance(one, Passing) for one in wrong.values())
-            raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
-        values = [score for score in found if not isinstance(score, str)]
-        # Where the total is there, so is every member's score.
-        parts = {name: [score for score in part if not isinstance(score, str)] for name, part in found.parts.items()}
-        return Scores(values, found.version, parts)
+        return _all_scored(await self.rows(request))
 
-    async def rows(self, columns: Mapping[str, Any], n: int, *, pictures: Sequence[Any] | None = None) -> Found:
-        """For each of n rows its score, or why it has none; and the weights version, and a panel's parts.
-
-        Args:
-            columns: values of each field, n of each.
-            pictures: n for the field "image": encoded ones, bytes or base64 text, or uint8 (height, width, 3).
+    async def rows(self, request: Request) -> Found:
+        """For each row its score, or why it has none; and the weights version, and a panel's parts.
 
         Raises:
             SpecMismatch: what came does not fit the model.
             Timeout, Busy, ServerGone, ModelNotFound, Refused.
         """
-        if n > _MOST_ROWS:
-            raise Refused(f"{n} samples came in one request, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
-        found = Found([""] * n)
-        given, good = dict(columns), list(range(n))
-        if pictures is not None:
-            images = await self._decoded(pictures)
-            good = [i for i, image in enumerate(images) if not isinstance(image, str)]
-            found = Found(image if isinstance(image, str) else "" for image in images)
-            given = {name: [values[i] for i in good] for name, values in columns.items()}
-            given["image"] = [images[i] for i in good]
-        if not good:
-            return found
-        scored = await self._juror.scores_async(given, len(good))
-        found.version = scored.version
-        found.parts = {name: list(found) for name in scored.parts}
-        for into, scores in ((found, scored), *((found.parts[name], part) for name, part in scored.parts.items())):
-            for i, score in zip(good, scores, strict=True):
-                into[i] = score
-        return found
+        _check_rows(request)
+        images = None if request.pictures is None else await self._decoded(request.pictures)
+        return await self._sent(request, images)()
 
-    async def parsed(self, parse: Callable[[bytes], Any], body: bytes, only: Callable[[Any], Any]) -> Any:
-        """Parse a body in the thread pool; where it has one picture, that is decoded there at once.
+    async def score_body(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Scores]:
+        """As `rows_of_body`; raises as `score` where a row has no score."""
+        request, found = await self.rows_of_body(read, body)
+        return request, _all_scored(found)
+
+    async def rows_of_body(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Found]:
+        """Read a body in the thread pool, and ask for its rows' scores.
+
+        What has at most one picture is decoded and sent by the thread that read it, without coming by the event loop:
+        each change of threads costs a lone request 0.1 ms.
 
         Args:
-            parse: raises what it finds wrong.
-            only: of what was parsed the container and the key of its picture, where there is one; anything else it may
-                raise or give is none.
-        """
-        return await self.off_loop(self._parse, parse, body, only)
+            read: raises what it finds wrong.
 
-    def _parse(self, parse: Callable[[bytes], Any], body: bytes, only: Callable[[Any], Any]) -> Any:
-        given = parse(body)
-        try:
-            container, key = only(given)
-            picture = container[key]
-        except (LookupError, TypeError, ValueError, AttributeError):
-            return given  # several, none, or what is told later
-        if type(picture) in (bytes, str):
-            container[key] = self._picture(picture)
-        return given
+        Raises:
+            What `read` and `rows` raise.
+        """
+        request, found = await self.off_loop(self._begun, read, body)
+        return request, await (self.rows(request) if found is None else found())
+
+    def _begun(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Waiting | None]:
+        request = read(body)
+        _check_rows(request)
+        if request.pictures is None:
+            return request, self._sent(request, None)
+        return request, self._sent(request, self._several(request.pictures)) if len(request.pictures) == 1 else None
+
+    def _sent(self, request: Request, images: Sequence[Any] | None) -> Waiting:
+        """Ask for the rows whose pictures could be decoded; what is returned waits for all rows' scores."""
+        found, good, given = Found([""] * request.n), list(range(request.n)), dict(request.columns)
+        if images is not None:
+            found = Found(image if isinstance(image, str) else "" for image in images)
+            good = [i for i, image in enumerate(images) if not isinstance(image, str)]
+            if len(good) < request.n:
+                given = {name: [values[i] for i in good] for name, values in given.items()}
+            given["image"] = [images[i] for i in good]
+        waiting = self._juror.ask(given, len(good)) if good else None
+
+        async def scored() -> Found:
+            if waiting is None:
+                return found
+            scores = await waiting()
+            found.version = scores.version
+            found.parts = {name: list(found) for name in scores.parts}
+            for into, part in ((found, scores), *((found.parts[name], part) for name, part in scores.parts.items())):
+                for i, score in zip(good, part, strict=True):
+                    into[i] = score
+            return found
+
+        return scored
 
     async def _decoded(self, pictures: Sequence[Any]) -> list[Any]:
         """Arrays, and the reason where one cannot be decoded. Those of a large request share a few tasks."""
-        if len(pictures) == 1 and (type(pictures[0]) is NoPicture or self._is_ready(pictures[0])):
+        if all(isinstance(one, np.ndarray) and self._fits(one) for one in pictures):
             return list(pictures)
         step = 1 + len(pictures) // (4 * _WORKERS)
         parts = (pictures[i : i + step] for i in range(0, len(pictures), step))
@@ -181,8 +198,8 @@ class Intake:
     def _several(self, pictures: Sequence[Any]) -> list[Any]:
         return [self._picture(one) for one in pictures]
 
-    def _is_ready(self, picture: Any) -> bool:
-        return isinstance(picture, np.ndarray) and (self._size is None or picture.shape[:2] == self._size)
+    def _fits(self, picture: NDArray[np.uint8]) -> bool:
+        return self._size is None or picture.shape[:2] == self._size
 
     async def off_loop(self, action: Any, *arguments: Any) -> Any:
         """Run a function in the thread pool."""
@@ -200,13 +217,31 @@ class Intake:
     def _picture(self, given: Any) -> NDArray[np.uint8] | NoPicture:
         """Decode a picture; returns the reason where it cannot be decoded."""
         if isinstance(given, np.ndarray):
-            if self._size is None or given.shape[:2] == self._size:
+            if self._fits(given) or self._size is None:
                 return given
             return np.asarray(_resized(Image.fromarray(given), self._size))
         try:
             return decoded(encoded_bytes(given), self._size)
         except SpecMismatch as error:
             return NoPicture(error)
+
+
+def _check_rows(request: Request) -> None:
+    if request.n > _MOST_ROWS:
+        raise Refused(f"{request.n} samples came in one request, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
+
+
+def _all_scored(found: Found) -> Scores:
+    wrong = {i: why for i, why in enumerate(found) if isinstance(why, str)}
+    if wrong:
+        first = min(wrong)
+        why = f"{len(wrong)} of {len(found)} samples have no score; sample {first}: {wrong[first]}"
+        passing = all(isinstance(one, Passing) for one in wrong.values())
+        raise Refused(why, Code.NOT_READY) if passing else Unscored(why)
+    values = [score for score in found if not isinstance(score, str)]
+    # Where the total is there, so is every member's score.
+    parts = {name: [score for score in part if not isinstance(score, str)] for name, part in found.parts.items()}
+    return Scores(values, found.version, parts)
 
 
 def encoded_bytes(given: Any) -> bytes:
@@ -281,10 +316,3 @@ def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any
     if n is not None and len(values) != n:
         raise SpecMismatch(f"expected {n} values in {name!r}, came {len(values)}")
     return values
-
-
-def only(values: Any) -> tuple[list[Any], int]:
-    """A list of one, and where that one is. Raises ValueError where it is none."""
-    if type(values) is not list or len(values) != 1:
-        raise ValueError("expected a list of one")
-    return values, 0

@@ -9,7 +9,7 @@ from fastapi import Response
 
 from jurybox.client.rewards import Passing
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, listed, only
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, listed
 
 MEDIA = "application/json"
 _NOT_SERVED = ("video", "condition_images", "condition_videos")
@@ -25,20 +25,23 @@ async def openrlhf(intake: Intake, body: bytes) -> Response:
     Its client repeats what is not 2xx five times, a second apart; then the sample goes on with reward None. A client of
     several URLs sends empty lists to the second and further ones.
     """
-    given = await intake.off_loop(read, body)
-    queries = listed(given, "query")
-    n = len(queries)
-    columns = {"query": queries, "text": queries}
-    for field, name in (("prompts", "prompt"), ("labels", "label")):
-        if given.get(field) is not None:
-            columns[name] = listed(given, field, n)
-    scores = await intake.score(columns, n)
+    request, scores = await intake.score_body(_openrlhf, body)
     rewards = {
         "rewards": scores.values,
         "scores": scores.values,
-        "extra_logs": {**scores.parts, "weights_version": [scores.version] * n} if n else {},
+        "extra_logs": {**scores.parts, "weights_version": [scores.version] * request.n} if request.n else {},
     }
     return Response(json.dumps(rewards, allow_nan=False), media_type=MEDIA)
+
+
+def _openrlhf(body: bytes) -> Request:
+    given = read(body)
+    queries = listed(given, "query")
+    columns = {"query": queries, "text": queries}
+    for field, name in (("prompts", "prompt"), ("labels", "label")):
+        if given.get(field) is not None:
+            columns[name] = listed(given, field, len(queries))
+    return Request(columns, len(queries))
 
 
 def read(body: bytes) -> dict[str, Any]:
@@ -64,11 +67,14 @@ async def slime(intake: Intake, body: bytes) -> Response:
 
     The whole body is the reward, so a sample without a score gets an error status: slime asks ten times, then stops.
     """
-    given = await intake.off_loop(read, body)
-    columns = {name: [given[name]] for name in ("prompt", "response", "label") if given.get(name) is not None}
-    scores = await intake.score(columns, 1)
+    _, scores = await intake.score_body(_slime, body)
     headers = {VERSION_HEADER: str(scores.version)}
     return Response(json.dumps(scores.values[0], allow_nan=False), 200, headers, MEDIA)
+
+
+def _slime(body: bytes) -> Request:
+    given = read(body)
+    return Request({name: [given[name]] for name in ("prompt", "response", "label") if given.get(name) is not None}, 1)
 
 
 async def flow_factory(intake: Intake, body: bytes) -> Response:
@@ -79,14 +85,18 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
     An "error" that comes with status 200 stops its training with our text; any other status is repeated three times
     without a pause, and its text is lost.
     """
-    given = await intake.parsed(read, body, lambda given: only(given["image"]))
+    _, scores = await intake.score_body(_flow_factory, body)
+    rewards = json.dumps({"rewards": scores.values}, allow_nan=False)
+    return Response(rewards, 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+
+
+def _flow_factory(body: bytes) -> Request:
+    given = read(body)
     prompts = listed(given, "prompt")
     if others := [name for name in _NOT_SERVED if given.get(name)]:
         raise Refused(f"{', '.join(others)} came: pictures and prompts alone are scored here", Code.UNSUPPORTED)
     pictures = listed(given, "image", len(prompts)) if given.get("image") is not None else None
-    scores = await intake.score({"prompt": prompts, "text": prompts}, len(prompts), pictures=pictures)
-    rewards = json.dumps({"rewards": scores.values}, allow_nan=False)
-    return Response(rewards, 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+    return Request({"prompt": prompts, "text": prompts}, len(prompts), pictures)
 
 
 def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
@@ -108,23 +118,14 @@ async def unirl(intake: Intake, body: bytes) -> Response:
     mean or the greatest), so nothing does. It repeats what is not 2xx three times, and stops at a sample with an error.
     The last turn is scored; a file name on the server's host ("video_path") is never opened.
     """
-    given = await intake.parsed(read, body, _only_turn)
-    requests = listed(given, "requests")
-    turns = [_last_turn(intake, request) for request in requests]
-    seen = [turn.get("image_b64") is not None for turn in turns]
-    if any(seen) and not all(seen):
-        raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
-    texts = [turn.get("text") or "" for turn in turns]
-    metadata = [json.dumps(request.get("metadata")) for request in requests]
-    pictures = [turn["image_b64"] for turn in turns] if any(seen) else None
-    columns = {"text": texts, "prompt": texts, "metadata": metadata}
-    found = await intake.rows(columns, len(turns), pictures=pictures)
+    request, found = await intake.rows_of_body(lambda body: _unirl(intake, body), body)
+    required: list[list[str]] = request.told
     scores = {name: found.parts.get(name, found) for name in intake.rewards}
-    wanted = [(i, name) for i, request in enumerate(requests) for name in request["required_rewards"]]
+    wanted = [(i, name) for i, names in enumerate(required) for name in names]
     if late := next((why for i, name in wanted if isinstance(why := scores[name][i], Passing)), ""):
         raise Refused(late, Code.NOT_READY)  # worth another try
-    results: list[dict[str, Any]] = [{} for _ in turns]
-    errors: list[dict[str, str]] = [{} for _ in turns]
+    results: list[dict[str, Any]] = [{} for _ in required]
+    errors: list[dict[str, str]] = [{} for _ in required]
     for name, column in scores.items():
         for i, score in enumerate(column):
             if not isinstance(score, str):
@@ -136,9 +137,17 @@ async def unirl(intake: Intake, body: bytes) -> Response:
     return Response(answer, 200, {VERSION_HEADER: str(found.version)}, MEDIA)
 
 
-def _only_turn(given: dict[str, Any]) -> tuple[Any, str]:
-    requests, at = only(given["requests"])
-    return requests[at]["history"][-1], "image_b64"
+def _unirl(intake: Intake, body: bytes) -> Request:
+    requests = listed(read(body), "requests")
+    turns = [_last_turn(intake, request) for request in requests]
+    seen = [turn.get("image_b64") is not None for turn in turns]
+    if any(seen) and not all(seen):
+        raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
+    texts = [turn.get("text") or "" for turn in turns]
+    metadata = [json.dumps(request.get("metadata")) for request in requests]
+    pictures = [turn["image_b64"] for turn in turns] if any(seen) else None
+    columns = {"text": texts, "prompt": texts, "metadata": metadata}
+    return Request(columns, len(turns), pictures, [request["required_rewards"] for request in requests])
 
 
 def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:

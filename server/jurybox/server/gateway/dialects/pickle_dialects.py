@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Response
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, said
-from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Scores, listed, only
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
 
 MEDIA = "application/octet-stream"
@@ -22,28 +22,26 @@ async def flow_grpo(intake: Intake, body: bytes) -> Response:
 
         {"images": [bytes, ...]}                        -> {"outputs": [float, ...]}
         {"images": [bytes, ...], "prompts": [str, ...]} -> {"outputs": [float, ...]}
-        {"images": [bytes, ...], "meta_datas": [{...}, ...], "only_strict": bool} -> as `geneval`
+        {"images": [bytes, ...], "meta_datas": [{...}, ...], "only_strict": bool} -> as `_geneval`
 
     The client looks at no status but 500, which it repeats for a day and a half, and at 503 with Retry-After, which it
     obeys. So what cannot be scored is answered with a 4xx whose body has no "outputs": its training stops, and says so.
     """
-    given = await read(intake, body)
-    if "meta_datas" in given:
-        return await geneval(intake, given, given)
-    scores = await scored(intake, given)
+    request, scores = await intake.score_body(lambda body: _asked(intake, given := read(body), given), body)
+    if request.told is not None:
+        return _judged(request.told, scores)
     # Lists, not arrays: the client adds them up with +=.
     return Response(dumps({"outputs": scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
 
 
-async def geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Response:
+def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Request:
     """GenEval's judgements, of a panel with the members `rewards` and `strict_rewards`; its total is `scores`.
 
-    Each picture has a dict that says what is to be seen on it: the field "metadata", as JSON. What is under another
-    tag than the picture's own is -10, which its clients leave out.
+    Each picture has a dict that says what is to be seen on it: the field "metadata", as JSON.
 
     Args:
         given: with "images".
-        told: with "meta_datas" and "only_strict": then `rewards` are 0, as upstream's.
+        told: with "meta_datas" and "only_strict".
     """
     if missing := [name for name in _JUDGED if name not in intake.rewards]:
         raise Refused(
@@ -63,9 +61,18 @@ async def geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -
     except (TypeError, ValueError) as error:
         raise SpecMismatch(f"expected plain values in 'meta_datas': {said(error, 200)}") from error
     columns = {"prompt": prompts, "text": prompts, "metadata": metadata}
-    scores = await intake.score(columns, len(pictures), pictures=pictures)
+    return Request(columns, len(pictures), pictures, (tags, told.get("only_strict")))
+
+
+def _judged(told: tuple[list[Any], Any], scores: Scores) -> Response:
+    """GenEval's answer; what is under another tag than the picture's own is -10, which its clients leave out.
+
+    Args:
+        told: tags, and whether `rewards` are 0, as upstream's are then.
+    """
+    tags, only_strict = told
     rewards, strict = (scores.parts.get(name, []) for name in _JUDGED)
-    if told.get("only_strict"):
+    if only_strict:
         rewards = [0.0] * len(rewards)
     groups = [
         {
@@ -84,22 +91,24 @@ async def geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -
     return Response(dumps(answer), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
 
 
-async def read(intake: Intake, body: bytes) -> dict[str, Any]:
+def read(body: bytes) -> dict[str, Any]:
     """Parse a body that must be a pickled dict. Raises NotPlain, SpecMismatch."""
-    given = await intake.parsed(loads, body, lambda given: only(given["images"]))
+    given = loads(body)
     if type(given) is not dict:
         raise SpecMismatch(f"expected a pickled dict with 'images', came a {type(given).__name__}")
     return given
 
 
-async def scored(intake: Intake, given: dict[str, Any]) -> Scores:
-    """Score the pictures of a request, with their prompts if it has any."""
+def _asked(intake: Intake, given: dict[str, Any], told: Any) -> Request:
+    """The pictures of a request, with their prompts if it has any; GenEval's, where it is told of metadata."""
+    if type(told) is dict and "meta_datas" in told:
+        return _geneval(intake, given, told)
     pictures = listed(given, "images")
     n = len(pictures)
     columns = {"prompt": listed(given, "prompts", n)} if "prompts" in given else {}
     if not all(type(prompt) is str for prompt in columns.get("prompt", ())):
         raise SpecMismatch("expected prompts of text", Code.SPEC_MISMATCH)
-    return await intake.score(columns, n, pictures=pictures)
+    return Request(columns, n, pictures)
 
 
 def refusal(why: str) -> tuple[bytes, str]:
@@ -111,14 +120,14 @@ async def verl_omni(intake: Intake, body: bytes) -> Response:
     """The HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
 
         {"images": [bytes, ...], "prompts": [str, ...], "metadata": {...}} -> {"scores": [float, ...]}
-        the same with "meta_datas" and "only_strict" in the metadata (deepgen_rl's gen_eval) -> as `geneval`
+        the same with "meta_datas" and "only_strict" in the metadata (deepgen_rl's gen_eval) -> as `_geneval`
 
     verl-omni asks again after 408, 429 and 5xx; any other 4xx stops with the text of "error". Bodies of errors are
     unpickled too, so they are pickles always.
     """
-    given = await read(intake, body)
-    told = given.get("metadata")
-    if type(told) is dict and "meta_datas" in told:
-        return await geneval(intake, given, told)
-    scores = await scored(intake, given)
+    request, scores = await intake.score_body(
+        lambda body: _asked(intake, given := read(body), given.get("metadata")), body
+    )
+    if request.told is not None:
+        return _judged(request.told, scores)
     return Response(dumps({"scores": scores.values}), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
