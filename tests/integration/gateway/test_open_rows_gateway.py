@@ -19,6 +19,7 @@ from tests.serving import serving, wait_until
 from tritonclient.utils import InferenceServerException
 
 from jurybox.client import RowFailed, SessionLost, SpecMismatch, connect
+from jurybox.client.rewards import Juror
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.row_frames import joined_strings, split_strings
@@ -571,6 +572,27 @@ def test_sequences_wait_a_moment_for_the_rows_that_others_gave_back(tmp_path):
                 assert one_step("alone") == [5]
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(one_step, range(1, 41))) == [[5]] * 40
+
+
+@pytest.mark.parametrize("asked", ["model", "panel", "juror"])
+def test_requests_without_state_wait_a_moment_for_the_rows_that_others_gave_back(tmp_path, asked):
+    """As where a gateway has died: no row is free until its lane is taken back. A dialect asks as a juror does."""
+    models = {"length": {"factory": "tests.reward_models:text_length", "max_batch": 4, "rows": 16}}
+    panel = "[panels.both.members]\nlength = {weight = 1.0, output = 'score'}\n"
+    with serving(tmp_path, models, more=panel, http="127.0.0.1:0") as running, running.connect() as near:
+        way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
+
+        def ask():
+            if asked == "juror":
+                return Juror("length", output="score", address=running.address).scores({"text": ["abc"]}, 1)[0]
+            outputs, _ = way.infer("both" if asked == "panel" else "length", {"text": [b"abc"]})
+            return outputs["score"][0]
+
+        with ThreadPoolExecutor(1) as pool:
+            with near.model("length", rows=16):
+                answer = pool.submit(ask)
+                time.sleep(0.5)
+            assert answer.result(60) == 3
 
 
 def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(tmp_path):

@@ -18,7 +18,7 @@ from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.cuda_memory import CudaRegions
-from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held, Lanes
+from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Held, Lanes
 from jurybox.server.gateway.inference.models import Repository
 from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, Turn
 from jurybox.server.gateway.inference.shared_memory import Regions, Stretch
@@ -124,7 +124,6 @@ class InferResponse:
 
 
 _TRIES = 3  # lanes that a request is asked on where one after another is taken back
-_SOON, _EXCHANGED = 0.02, 1.5  # seconds until another lane may be there, and is there unless others keep its rows
 _GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 _FINAL = {"triton_final_response": True}
 
@@ -185,8 +184,9 @@ class Inference:
 
     async def _infer_on_device(self, cuda: CudaRegions, request: InferRequest, asked: Asked) -> InferResponse:
         """Run a request whose tensors lie in device memory, all of them."""
-        spec = (await self._lanes.hold(request.model)).spec
         seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
+        until = time.monotonic() + min(seconds - SOON, MOMENT)
+        spec = (await self._lanes.hold_soon(request.model, until)).spec
         version = weights_version(request.version)
         inputs, outputs = {}, {}
         tensors: list[Input | Wanted] = [*request.inputs, *request.outputs]
@@ -230,11 +230,11 @@ class Inference:
         version = weights_version(request.version)
         seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + seconds
-        exchanged = min(until - _SOON, time.monotonic() + _EXCHANGED)
+        exchanged = min(until - SOON, time.monotonic() + MOMENT)
         tries = _TRIES
         failed: Mapping[int, str] = {}
         while True:
-            held = await self._lanes.hold(request.model)
+            held = await self._lanes.hold_soon(request.model, exchanged)
             _require_sequence(held, turn)
             takes, gives = _specs(held.spec, asked)
             inputs, n = self._inputs(held, takes, request.inputs)
@@ -261,7 +261,7 @@ class Inference:
                 if not held.makeshift or time.monotonic() > exchanged:
                     self._told(request.model, False)
                     raise
-                await asyncio.sleep(_SOON)
+                await asyncio.sleep(SOON)
             except Error as error:
                 tries -= 1
                 if turn is not None and error.code in _GONE:
@@ -298,7 +298,9 @@ class Inference:
         names = [wanted.name for wanted in request.outputs] or list(made)
         if strange := [name for name in names if name not in made]:
             raise SpecMismatch(f"output {strange[0]!r} is not the panel's; there are {', '.join(made)}")
-        specs = [(await self._lanes.hold(member["model"])).spec for member in members.values()]
+        seconds = min(value for value in (asked.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
+        until = time.monotonic() + min(seconds - SOON, MOMENT)
+        specs = [(await self._lanes.hold_soon(member["model"], until)).spec for member in members.values()]
         takes = {name for spec in specs for name in spec.inputs}
         if unknown := [tensor.name for tensor in request.inputs if tensor.name not in takes]:
             raise SpecMismatch(f"input {unknown[0]!r} is not the panel's; it takes {', '.join(sorted(takes))}")

@@ -32,6 +32,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0  # seconds a request has that brings no time-out of its own
 _CONNECT = 2.0  # seconds the server has for an answer on the control socket
 _AGAIN = 1.0  # seconds between two tries to lease more rows than one
+SOON, MOMENT = 0.02, 1.5  # seconds until another lane may be there, and is there unless others keep its rows
 _BATCHES = 2  # in flight on a lane: one computed, one waiting
 _SESSIONS = 1024  # sequences of a model at most: each has a row of the lane, and a state on the engines' device
 
@@ -109,6 +110,19 @@ class Lanes:
             self._holding[name] = holding
             holding.add_done_callback(lambda done: self._leased(name, done))
         return await asyncio.shield(holding)  # who gives up must not cancel it for the others
+
+    async def hold_soon(self, name: str, until: float) -> Held:
+        """As `hold`; where no row is free, it waits for one until `until`, s of the monotonic clock.
+
+        A gateway that was just started asks for rows before those of its predecessor, which died, were taken back.
+        """
+        while True:
+            try:
+                return await self.hold(name)
+            except Busy:
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(SOON)
 
     async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
         """Compute n rows; more than a batch are sent in pieces.
