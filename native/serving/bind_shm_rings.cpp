@@ -164,7 +164,7 @@ void bind_shm_rings(nb::module_& m) {
                 nb::gil_scoped_release release;
                 return self.rings.wait(self.fds.data(), self.fds.size(), static_cast<std::int64_t>(timeout * 1e9));
             },
-            nb::arg("timeout"), "Wait, seconds at most, for a posting (True) or for a descriptor to be readable.")
+            nb::arg("timeout"), "Wait, seconds at most, for a posting or a descriptor to be readable; True for a posting, and for the second descriptor alone.")
         .def("mend", [](Engine& self) { return self.rings.mend(); }, nb::lock_self(),
              "Write the engine's positions anew where somebody else overwrote them; returns in how many lanes.")
         .def("renew", [](Engine& self, std::uint64_t incarnation) { self.rings.renew(incarnation); }, nb::arg("incarnation"), nb::lock_self(),

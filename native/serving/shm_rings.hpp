@@ -204,8 +204,10 @@ class ShmRingsEngine {
         return dropped;
     }
 
-    // Wait until something was posted or one of the descriptors is readable; true for a posting. `fds[0]` is the
-    // pipe into which clients write to wake a sleeping engine.
+    // Wait until something was posted or one of the descriptors is readable; true for a posting, and where of the
+    // descriptors only `fds[1]` is readable: tickets come through it as well. `fds[0]` is the pipe into which clients
+    // write to wake a sleeping engine. It spins for postings alone: what comes through a descriptor comes by threads or
+    // processes that want the core.
     bool wait(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
         const auto posted = [this] { return memory_->summary.load(std::memory_order_seq_cst) != 0; };
         if (posted()) return true;
@@ -217,12 +219,16 @@ class ShmRingsEngine {
             if (n_fds > 1 && ++turns % 64 == 0) other = ::poll(fds + 1, n_fds - 1, 0) > 0;
             return other;
         });
-        spin_.ended(found, budget);
-        if (found) return !other;
-        memory_->sleeping.store(1, std::memory_order_seq_cst);
-        if (!posted()) sleep(fds, n_fds, timeout_ns);
-        memory_->sleeping.store(0, std::memory_order_seq_cst);
-        return posted();
+        spin_.ended(found && !other, budget);
+        if (!found) {
+            memory_->sleeping.store(1, std::memory_order_seq_cst);
+            if (!posted()) {
+                sleep(fds, n_fds, timeout_ns);
+                other = true;
+            }
+            memory_->sleeping.store(0, std::memory_order_seq_cst);
+        }
+        return posted() || (other && tickets_only(fds, n_fds));
     }
 
     // Leave the core to the clients until tickets of so many lanes are there to be collected, or the time is over.
@@ -235,9 +241,16 @@ class ShmRingsEngine {
     }
 
   private:
+    static bool tickets_only(const pollfd* fds, std::size_t n_fds) {
+        for (std::size_t i = 2; i < n_fds; ++i)
+            if (fds[i].revents != 0) return false;
+        return n_fds > 1 && fds[1].revents != 0;
+    }
+
     void sleep(pollfd* fds, std::size_t n_fds, std::int64_t timeout_ns) {
         const timespec timeout = timespec_of(timeout_ns);
-        ::ppoll(fds, n_fds, &timeout, nullptr);
+        if (::ppoll(fds, n_fds, &timeout, nullptr) < 0)  // a signal came: it says nothing of the descriptors
+            for (std::size_t i = 0; i < n_fds; ++i) fds[i].revents = 0;
         char bytes[64];  // each only says: wake up
         while (::read(fds[0].fd, bytes, sizeof bytes) == static_cast<ssize_t>(sizeof bytes)) {
         }

@@ -23,7 +23,7 @@ class ShmTransport:
 
     Args:
         segment: name of the rings' segment.
-        others: descriptors that also end `wait`.
+        others: descriptors that also end `wait`; the first is another transport's.
         incarnation: of this life of the engine; tickets for another are dropped.
         spin_us: how long `wait` may spin before it sleeps; what is useful below that it finds out itself.
     """

@@ -242,7 +242,7 @@ class EngineProcess:
             self._obey()
 
     def _sleep(self) -> bool:
-        """Wait for tickets, orders, or a batch that is held back; True where tickets came through the rings."""
+        """Wait for tickets, orders, or a batch that is held back; True where tickets came and nothing else."""
         due = self._engine.ready_in()
         if due is None and self._draining:
             self._tell("drained")
