@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <tuple>
 
 #include "bindings.hpp"
@@ -14,6 +15,29 @@ namespace jurybox::replay {
 using FieldTuple = std::tuple<nb::str, nb::object, std::vector<std::size_t>, std::size_t, std::size_t, std::uint32_t, double, std::size_t>;
 
 constexpr std::size_t kWithoutGil = 4096;  // copies of this many bytes are worth letting other threads run
+
+// Above it, a copy always lets others run: it takes longer than they should wait.
+constexpr std::size_t kAlwaysWithoutGil = 1 << 20;
+
+// A thread that copies rows while others run Python. As many as there are cores gain by that. One more would copy no
+// sooner, and every change of hands would cost it more than its copy: eight threads had two thirds of one's rate.
+class Copying {
+  public:
+    Copying() { threads_.fetch_add(1, std::memory_order_relaxed); }
+    ~Copying() { threads_.fetch_sub(1, std::memory_order_relaxed); }
+    Copying(const Copying&) = delete;
+    Copying& operator=(const Copying&) = delete;
+
+    static bool room() {
+        static const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
+        return threads_.load(std::memory_order_relaxed) < cores;
+    }
+    // In a forked child, which has none of the parent's other threads.
+    static void forget() { threads_.store(0, std::memory_order_relaxed); }
+
+  private:
+    static inline std::atomic<unsigned> threads_{0};  // of all rings
+};
 
 inline bool python_interrupts() {
     const nb::gil_scoped_acquire gil;
@@ -235,7 +259,9 @@ struct PyRing {
         Written outcome = Written::yes;
         std::size_t bad = 0;
         std::uint64_t done = 0;
-        if (n * row_bytes >= kWithoutGil || ring.limited() || ring.control->full == Full::block) {
+        const bool waits = ring.limited() || ring.control->full == Full::block;
+        if (waits || (n * row_bytes >= kWithoutGil && (n * row_bytes >= kAlwaysWithoutGil || Copying::room()))) {
+            const Copying counted;
             const nb::gil_scoped_release without;
             done = write(sources, n, streams, stream_rows != 0, final_row, timed_out, interrupted, outcome, bad);
         } else {
@@ -257,6 +283,7 @@ struct PyRing {
     // A forked child's copy: its rows begin episodes of their own and its draws are not its parent's. The threads that copy
     // are the parent's, and so may be the locks they held: they are left behind.
     void after_fork(std::uint64_t seed) {
+        Copying::forget();
         stream = Stream{};
         reseed(seed);
         if (!threads) return;
