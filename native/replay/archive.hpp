@@ -228,21 +228,6 @@ struct Piece {
 
 enum class Brought : std::int32_t { whole = 0, damaged = 1, no_room = 2, unreadable = 3 };
 
-// Get the pages of memory[at, at + bytes), which maps `fd`, and map them: more than filling them, this is what the
-// loading of a new replay costs. Brought::no_room where there are none, which a touch would make a SIGBUS.
-// (madvise(2), MADV_POPULATE_WRITE, Linux 5.14; where there is none they are mapped when they are touched.)
-inline Brought populate(int fd, std::byte* memory, std::size_t at, std::size_t bytes) {
-    const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    const std::size_t begin = at / page * page;
-    constexpr int kPopulateWrite = 23;
-    while (madvise(memory + begin, at + bytes - begin, kPopulateWrite) != 0) {
-        if (errno == EINTR || errno == EAGAIN) continue;
-        if (errno != EINVAL) return Brought::no_room;
-        return posix_fallocate(fd, static_cast<off_t>(begin), static_cast<off_t>(at + bytes - begin)) == 0 ? Brought::whole : Brought::no_room;
-    }
-    return Brought::whole;
-}
-
 // One piece to `to`, checked. `keep`: where it is damaged, what lies at `to` must stay; otherwise what was stored as it is
 // is read straight to its place and checked there: no copy, and no page fault of the file's mapping.
 inline Brought bring(int fd, const std::uint8_t* file, const Piece& piece, std::byte* to, bool keep) {
@@ -262,6 +247,24 @@ inline Brought bring(int fd, const std::uint8_t* file, const Piece& piece, std::
     } else if (!lz4::decompress(payload, piece.stored_bytes, reinterpret_cast<std::uint8_t*>(to), piece.raw_bytes)) {
         std::memset(to, 0, piece.raw_bytes);  // behind a right checksum that is a faulty writer's: no rows
         return Brought::damaged;
+    }
+    return Brought::whole;
+}
+
+// One piece to its place in the new file `fresh` that is the memory, by way of memory that stays in the caches. write(2)
+// fills the pages that it gets, where a touch of the mapping has each cleared first, and faulted in: half the price of a
+// page, which is most of what loading a new replay costs. Pages are mapped when they are first used. What is damaged is
+// not written. Brought::no_room where there is no memory, which a touch would make a SIGBUS.
+inline Brought bring_fresh(int fd, const std::uint8_t* file, const Piece& piece, int fresh) {
+    thread_local std::vector<std::byte> own;
+    if (own.size() < piece.raw_bytes) own.resize(piece.raw_bytes);
+    const Brought outcome = bring(fd, file, piece, own.data(), false);
+    if (outcome != Brought::whole) return outcome;
+    for (std::size_t done = 0; done < piece.raw_bytes;) {
+        const ssize_t put = pwrite(fresh, own.data() + done, piece.raw_bytes - done, static_cast<off_t>(piece.target + done));
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return Brought::no_room;
+        done += static_cast<std::size_t>(put);
     }
     return Brought::whole;
 }

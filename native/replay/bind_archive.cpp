@@ -64,9 +64,7 @@ std::vector<int> bring_pieces(int fd, File file, Pieces pieces, Bytes memory, st
     auto* to = reinterpret_cast<std::byte*>(memory.data());
     const nb::gil_scoped_release without;
     for (std::size_t i = 0; i < n; ++i) {
-        Brought outcome = fresh ? populate(*fresh, to, all[i].target, all[i].raw_bytes) : Brought::whole;
-        if (outcome == Brought::whole) outcome = bring(fd, file.data(), all[i], to + all[i].target, keep);
-        found[i] = static_cast<int>(outcome);
+        found[i] = static_cast<int>(fresh ? bring_fresh(fd, file.data(), all[i], *fresh) : bring(fd, file.data(), all[i], to + all[i].target, keep));
     }
     return found;
 }

@@ -144,18 +144,31 @@ void test_records_come_back_beside_a_writer(bool compressed) {
     std::fclose(kept);
 }
 
-void test_pages_are_had_before_they_are_touched() {
-    std::FILE* file = std::tmpfile();
-    CHECK(file != nullptr && ftruncate(fileno(file), 1 << 20) == 0);
-    void* memory = mmap(nullptr, 2 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+void test_a_new_memory_is_filled_through_its_file() {
+    std::FILE *kept = std::tmpfile(), *fresh = std::tmpfile();
+    CHECK(kept != nullptr && fresh != nullptr && ftruncate(fileno(fresh), 1 << 20) == 0);
+    std::vector<std::uint8_t> bytes(300'000);
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i * 7 + i / 999);
+    CHECK(std::fwrite(bytes.data(), 1, bytes.size(), kept) == bytes.size() && std::fflush(kept) == 0);
+    void* memory = mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(fresh), 0);
     CHECK(memory != MAP_FAILED);
-    auto* at = static_cast<std::byte*>(memory);
-    CHECK(populate(fileno(file), at, 5000, 100'000) == Brought::whole);
-    at[5000] = at[104'999] = std::byte{1};
-    // Behind the file's end. qemu's user emulation takes madvise for a hint, and says that all is well.
-    if (std::getenv("JURYBOX_EMULATED") == nullptr) CHECK(populate(fileno(file), at, (1 << 20) - 100, 8192) == Brought::no_room);
-    munmap(memory, 2 << 20);
-    std::fclose(file);
+    const auto* at = static_cast<const std::uint8_t*>(memory);
+    // Two pieces share a page; neither begins with one.
+    const Piece first{kAsIs, 0, 100'001, 100'001, crc32c(bytes.data(), 100'001), 5000};
+    const Piece second{kAsIs, 100'001, 199'999, 199'999, crc32c(bytes.data() + 100'001, 199'999), 105'001};
+    Piece wrong = second;
+    wrong.checksum ^= 1;
+    CHECK(bring_fresh(fileno(kept), bytes.data(), wrong, fileno(fresh)) == Brought::damaged);
+    CHECK(at[105'001] == 0);  // nothing of it is there
+    CHECK(bring_fresh(fileno(kept), bytes.data(), second, fileno(fresh)) == Brought::whole);
+    CHECK(bring_fresh(fileno(kept), bytes.data(), first, fileno(fresh)) == Brought::whole);
+    CHECK(std::memcmp(at + 5000, bytes.data(), bytes.size()) == 0);
+    CHECK(at[4999] == 0 && at[305'000] == 0);
+    // Full: of a file that may not be written, here.
+    CHECK(bring_fresh(fileno(kept), bytes.data(), first, -1) == Brought::no_room);
+    munmap(memory, 1 << 20);
+    std::fclose(kept);
+    std::fclose(fresh);
 }
 
 }  // namespace
@@ -166,7 +179,7 @@ int main() {
     test_garbage_stays_inside_its_buffers();
     test_records_come_back_beside_a_writer(true);
     test_records_come_back_beside_a_writer(false);
-    test_pages_are_had_before_they_are_touched();
+    test_a_new_memory_is_filled_through_its_file();
     std::puts("replay pieces: ok");
     return 0;
 }
