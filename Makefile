@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench gpu gpu-wheels monitoring proto sbom docs reward-kills clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz chaos soak lint licences audit wheel matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring proto sbom docs reward-kills clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -117,8 +117,19 @@ format: setup  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## the serving benchmark; results land in benchmarks/results/
-	$(BIN)/python -m benchmarks.serving
+# Of a clean tree only, on a machine that does nothing else. Each writes its results to benchmarks/serving/results and has
+# docs/performance.md cite them. The peers' environments, in ~/.cache/jurybox-bench, are made by the first run.
+bench: bench-peers  ## the serving benchmark in 20 minutes on two cores; benchmarks/serving/results and docs/performance.md
+	$(BIN)/python -m benchmarks.serving --set bench --page
+
+bench-full: bench-peers  ## the same with everybody and up to 256 clients, 90 minutes
+	$(BIN)/python -m benchmarks.serving --set full --page
+
+bench-crossover: setup  ## from which model size on a server beats a copy in every client, 7 minutes; docs/performance.md
+	$(BIN)/python -m benchmarks.serving.crossover --page
+
+bench-peers: setup  ## the peers of the benchmarks, each in an environment of its own; 5 GB, left alone where it is there
+	-$(BIN)/python -m benchmarks.serving.peers.install
 
 monitoring: setup  ## generate docs/metrics.md, the Grafana dashboard and Prometheus's rules
 	$(BIN)/python docker/monitoring/generate.py

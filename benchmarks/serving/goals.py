@@ -63,6 +63,18 @@ def goals(results: Results) -> list[Goal]:
              ratio(figure("vector", _NATIVE, 256), figure("vector", _NATIVE, 16)), "x"),
         Goal("ZeroMQ transport: throughput over plain ZeroMQ, the least of all cases", 1.0, True, least(behind), "x"),
     ]  # fmt: skip
+    found.append(
+        Goal("shm transport, vector, 4 clients: throughput over a copy in every client", 0.8, True,
+             ratio(figure("vector", _NATIVE, 4), figure("vector", "own-copy", 4)), "x")
+    )  # fmt: skip
+    for says, ours, theirs, bound, asked in (
+        ("gRPC: throughput over Triton's", "jurybox-grpc", "triton-grpc", 1.2, ("vector", "image")),
+        ("tcp://: throughput over plain ZeroMQ over TCP", "jurybox-tcp", "plain-zmq-tcp", 0.9, ("vector",)),
+        ("HTTP with binary tensors: throughput over mosec's", "jurybox-http", "mosec", 1.0, ("vector",)),
+    ):
+        ratios = [ratio(figure(case, ours, n), figure(case, theirs, n)) for case in asked for n in (1, 4, 16)]
+        found.append(Goal(f"{says}, {' and '.join(asked)}, the least of 1, 4 and 16 clients", bound, True,
+                          least(ratios), "x"))  # fmt: skip
     for name in (_NATIVE, _ZMQ):
         transport = "native" if name == _NATIVE else "ZeroMQ"
         for case_name, clients, bound in (("image", 16, 0.97), ("image", 4, 0.93), ("vector64", 4, 0.90)):

@@ -207,6 +207,12 @@ def _reap() -> None:
             return
 
 
+def available_bytes() -> int:
+    """Memory that programs can still have without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
+
+
 def describe() -> dict[str, str | int]:
     """The hardware and the system."""
     model = next(

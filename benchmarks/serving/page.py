@@ -25,15 +25,17 @@ PARTS = ("crossover", "measured")
 def cited(results: Results) -> str:
     """When, where and what was measured, in a sentence or two."""
     about, machine = results.about, results.about["machine"]
-    versions: dict[str, str] = {}
+    found: dict[str, set[str]] = {}
     for listed in about["versions"].values():
-        versions.update(listed)
+        for package, version in listed.items():
+            found.setdefault(package, set()).add(version)
+    versions = ", ".join(f"{package} {' or '.join(sorted(which))}" for package, which in sorted(found.items()))
     took = f" in {about['duration_s'] / 60:.0f} minutes" if "duration_s" in about else ""
     return (
         f"Measured {about['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, "
         f"{machine['kernel']}, Python {machine['python']}, commit {about['commit']}{took}: `{about['command']}`. "
-        f"Medians of {about['rounds']} interleaved windows of {about['window_s']:g} s, every answer checked. Versions: "
-        f"{', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}."
+        f"Medians of {about['rounds']} interleaved windows of {about['window_s']:g} s, every answer checked. "
+        f"Versions: {versions}."
     )
 
 
@@ -41,23 +43,16 @@ def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
     """A part of the page, between and with its two comments."""
     from benchmarks.serving import crossover, report
 
-    lines = [
-        f"<!-- {name}: {' '.join(file.name for file in files)}; written by python -m benchmarks.serving.page -->",
-        "",
-    ]
+    named = " ".join(file.name for file in files) or "none"
+    lines = [f"<!-- {name}: {named}; written by python -m benchmarks.serving.page -->", ""]
+    if not files:
+        lines += ["No run is cited yet.", ""]
     for file in files:
         results = Results.read(file)
         drawn = file.with_suffix(".svg")
         if name == "crossover":
-            answer, *rest = crossover.tables(results)
-            lines += [
-                answer,
-                "",
-                _picture(drawn, "a server over own copies, by width", page),
-                *rest,
-                cited(results),
-                "",
-            ]
+            lines += [*crossover.answer(results), "", _picture(drawn, "a server over own copies, by width", page), ""]
+            lines += [*crossover.tables(results), cited(results), ""]
         else:
             lines += [cited(results), "", _picture(drawn, "throughput and p99 over clients", page), ""]
             lines += [*report.cases(results, "###"), *report.missing(results, "###")]
@@ -67,7 +62,8 @@ def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
 def sources(name: str, text: str) -> list[Path]:
     """The JSON files that a part cites."""
     found = re.search(rf"<!-- {name}: ([^;]*);", text)
-    return [ROOT / "benchmarks" / "serving" / "results" / file for file in found[1].split()] if found else []
+    names = found[1].split() if found else []
+    return [ROOT / "benchmarks" / "serving" / "results" / name for name in names if name != "none"]
 
 
 def rewritten(text: str, name: str, files: Sequence[Path]) -> str:

@@ -1,0 +1,137 @@
+"""What docs/performance.md says was measured is what the runs it cites found, all of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from benchmarks.serving import __main__ as serving
+from benchmarks.serving import crossover, page, report
+from benchmarks.serving.cases import WIDTHS
+from benchmarks.serving.results import Failure, Results, Window
+from benchmarks.serving.rounds import BENCH, FULL
+
+MACHINE = {"cores": 2, "cpu": "a CPU", "memory_gib": 24, "kernel": "Linux 6", "libc": "glibc 2.36", "python": "3.11.7"}
+
+
+def window(rate: float, cpu: float = 10.0) -> Window:
+    return Window(rate, rate, 50.0, 90.0, 99.0, cpu, 1.0, 0.0, "", 1, 1)
+
+
+def run(titles: dict[str, str]) -> Results:
+    about = {
+        "date": "2026-11-22T12:00:00", "command": "python -m benchmarks.serving", "commit": "abc1234",
+        "machine": MACHINE, "rounds": 3, "window_s": 5.0, "titles": titles,
+        "versions": {name: {"numpy": "2"} for name in titles},
+    }  # fmt: skip
+    return Results(about)
+
+
+@pytest.mark.parametrize("name", page.PARTS)
+def test_the_page_equals_what_its_json_says(name):
+    text = page.PAGE.read_text()
+    assert page.rewritten(text, name, page.sources(name, text)) == text, (
+        "write it anew: python -m benchmarks.serving.page"
+    )
+
+
+def test_every_contender_of_a_cited_run_has_its_row_in_every_table_of_its_case():
+    text = page.PAGE.read_text()
+    for file in page.sources("measured", text):
+        results = Results.read(file)
+        for point in results.points:
+            # Requests a second, latency, CPU and memory.
+            tables = [part for part in text.split("\n### ") if part.startswith(f"{point.case}: ")]
+            rows = [
+                line
+                for part in tables
+                for line in part.splitlines()
+                if line.startswith(f"| {results.title(point.contender)} |")
+            ]
+            assert len(rows) >= 3, f"{point.contender} in {point.case} of {file.name}"
+
+
+def test_the_copy_in_every_client_is_asked_in_every_case_of_both_runs():
+    assert all("own-copy" in names for asked in (BENCH, FULL) for names, _ in asked.values())
+
+
+def test_a_contender_that_failed_stands_in_the_tables_with_its_reason_below():
+    results = run({"plain-zmq": "plain ZeroMQ", "mosec": "mosec"})
+    results.point("vector", "plain-zmq", 4).windows.append(window(1000))
+    results.failures.append(Failure("vector", "mosec", 0, "not installed"))
+    text = "\n".join([*report.cases(results, "##"), *report.missing(results, "##")])
+    assert text.count("| mosec | - |") == 3 and "- vector, mosec: not installed" in text
+
+
+def test_results_that_nothing_cites_are_not_kept_and_plots_are_small():
+    listed = subprocess.run(
+        ["git", "ls-files", "benchmarks/serving/results"], cwd=page.ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not listed:
+        pytest.skip("no git here")
+    text = page.PAGE.read_text()
+    for file in map(Path, listed):
+        assert f"{file.stem}.json" in text, f"{file}: cite it or remove it"
+        if file.suffix == ".svg" and (page.ROOT / file).exists():
+            assert (page.ROOT / file).stat().st_size < 80_000
+
+
+def test_citing_another_run_removes_the_one_before_and_names_the_new(tmp_path, monkeypatch):
+    results = tmp_path / "benchmarks" / "serving" / "results"
+    results.mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    cited = tmp_path / "docs" / "performance.md"
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(page, "PAGE", cited)
+    for stem, rate in (("2026-11-21-1200", 1000.0), ("2026-11-22-1200", 2000.0)):
+        measured = run({"plain-zmq": "plain ZeroMQ"})
+        measured.point("vector", "plain-zmq", 4).windows.append(window(rate))
+        measured.write(results / f"{stem}.json")
+    (results / "2026-11-21-1200.md").write_text("old")
+    cited.write_text("before\n<!-- measured: none; x -->\n<!-- end of measured -->\nafter\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    page.cite("measured", results / "2026-11-21-1200.json")
+    assert "| plain ZeroMQ | 1,000 (1.00) |" in cited.read_text()
+    page.cite("measured", results / "2026-11-22-1200.json")
+    text = cited.read_text()
+    assert "| plain ZeroMQ | 2,000 (1.00) |" in text and "1,000" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert sorted(file.name for file in results.iterdir()) == ["2026-11-22-1200.json"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"dirty": True, "out": serving.RESULTS}, {"quick": True, "page": True}])
+def test_a_run_of_a_changed_tree_or_of_short_windows_does_not_pass_for_a_result(monkeypatch, asked):
+    monkeypatch.setattr(serving, "_git", lambda *words: " M server/engine.py" if "status" in words else "abc1234")
+    options = {"quick": False, "dirty": False, "page": False, "out": None, **asked}
+    with pytest.raises(SystemExit) as ended:
+        serving.commit_measured(Namespace(**options))
+    assert ended.value.code == 2
+
+
+def test_a_changed_tree_is_marked_where_it_is_measured_all_the_same(monkeypatch):
+    monkeypatch.setattr(serving, "_git", lambda *words: " M server/engine.py" if "status" in words else "abc1234")
+    options = Namespace(quick=False, dirty=True, page=False, out=serving.ELSEWHERE)
+    assert serving.commit_measured(options) == "abc1234+changes"
+
+
+def test_the_crossing_is_where_the_server_stays_ahead():
+    results = run({crossover.OWN: "own", crossover.SERVER: "server"})
+    for width, own, server in zip(WIDTHS, (9, 5, 9, 4, 2, 1), (5, 6, 8, 5, 4, 3), strict=True):
+        results.point(f"hidden{width}", crossover.OWN, 4).windows.append(window(own * 100.0))
+        results.point(f"hidden{width}", crossover.SERVER, 4).windows.append(window(server * 100.0, cpu=5.0))
+    assert crossover.ahead_from(results, 4) == 1024  # ahead at 256, too, but not at 512
+    assert crossover.ahead_from(results, 4, "cpu_us") == WIDTHS[0]
+    said = "\n".join(crossover.answer(results))
+    assert said.startswith("**With a small model and few clients the answer is: don't use a server.**")
+    assert "more requests a second with 4 clients from hidden 1,024 on" in said
+    assert re.search(r"\| \*\*500 / 400 = 1.25\*\* \|", "\n".join(crossover.tables(results)))
+
+
+def test_figures_survive_the_file(tmp_path):
+    results = run({"plain-zmq": "plain ZeroMQ"})
+    results.point("vector", "plain-zmq", 4).windows += [window(1000.125), window(3.5)]
+    results.write(tmp_path / "run.json")
+    assert Results.read(tmp_path / "run.json") == results
