@@ -26,7 +26,7 @@ from benchmarks.serving.rounds import SETS, Plan, run
 RESULTS = Path(__file__).with_name("results")
 ELSEWHERE = ROOT / "build" / "bench"  # for runs that are no results: of a changed tree, or of short windows
 # What a run itself writes is no change of the tree that it measures.
-_WRITTEN = (":!benchmarks/*/results", ":!docs/performance.md")
+_WRITTEN = (":!benchmarks/*/results/*", ":!docs/performance.md")
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from argparse import Namespace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -102,19 +103,49 @@ def test_citing_another_run_removes_the_one_before_and_names_the_new(tmp_path, m
     assert sorted(file.name for file in results.iterdir()) == ["2026-11-22-1200.json"]
 
 
-@pytest.mark.parametrize("asked", [{}, {"dirty": True, "out": serving.RESULTS}, {"quick": True, "page": True}])
-def test_a_run_of_a_changed_tree_or_of_short_windows_does_not_pass_for_a_result(monkeypatch, asked):
-    monkeypatch.setattr(serving, "_git", lambda *words: " M server/engine.py" if "status" in words else "abc1234")
-    options = {"quick": False, "dirty": False, "page": False, "out": None, **asked}
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """A clean tree that is measured."""
+    for name in ("server/engine.py", "docs/performance.md", "benchmarks/serving/results/old.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("committed\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(serving, "ROOT", tmp_path)
+    return tmp_path
+
+
+def asked(**options: object) -> Namespace:
+    return Namespace(**{"quick": False, "dirty": False, "page": False, "out": serving.RESULTS, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"dirty": True}, {"quick": True, "page": True, "out": serving.ELSEWHERE}])
+def test_a_run_of_a_changed_tree_or_of_short_windows_does_not_pass_for_a_result(repository, options):
+    (repository / "server" / "engine.py").write_text("changed\n")
     with pytest.raises(SystemExit) as ended:
-        serving.commit_measured(Namespace(**options))
+        serving.commit_measured(asked(**options))
     assert ended.value.code == 2
 
 
-def test_a_changed_tree_is_marked_where_it_is_measured_all_the_same(monkeypatch):
-    monkeypatch.setattr(serving, "_git", lambda *words: " M server/engine.py" if "status" in words else "abc1234")
-    options = Namespace(quick=False, dirty=True, page=False, out=serving.ELSEWHERE)
-    assert serving.commit_measured(options) == "abc1234+changes"
+def test_a_changed_tree_is_marked_where_it_is_measured_all_the_same(repository):
+    (repository / "server" / "new.py").write_text("new\n")
+    assert serving.commit_measured(asked(dirty=True, out=serving.ELSEWHERE)).endswith("+changes")
+
+
+def test_what_a_run_before_has_written_is_no_change_of_the_tree(repository):
+    (repository / "docs" / "performance.md").write_text("another run's figures\n")
+    (repository / "benchmarks" / "serving" / "results" / "new.json").write_text("another run\n")
+    (repository / "benchmarks" / "serving" / "results" / "old.json").unlink()
+    assert not serving.commit_measured(asked(page=True)).endswith("+changes")
+
+
+def test_a_tree_that_changes_while_it_is_measured_is_marked(repository):
+    results = run({})
+    results.about["commit"] = serving.commit_measured(asked())
+    (repository / "server" / "engine.py").write_text("changed\n")
+    serving.finish(results, datetime.now().astimezone())
+    assert results.about["commit"].endswith("+changes")
 
 
 def test_the_crossing_is_where_the_server_stays_ahead():
