@@ -27,6 +27,7 @@ from benchmarks.serving.rounds import Plan, quiet_window
 
 OWN, SERVER = "own-copy", "jurybox-sizes"
 COUNTS = (1, 4, 16, 64)
+FIRST = "**With a small model and few clients the answer is: don't use a server.**"
 _TORCH_MIB = 150  # that a process with torch holds
 
 
@@ -153,7 +154,7 @@ def answer(results: Results) -> list[str]:
         server, own = (memory(point) if point is not None else 0.0 for point in points)
         held.append(f"{server:,.0f} against {own:,.0f} MiB with {count}")
     return [
-        "**With a small model and few clients the answer is: don't use a server.** Give every client its own copy, "
+        f"{FIRST} Give every client its own copy, "
         "which `client.weights(model)` keeps up to date. One policy of two hidden layers, asked a row at a time, one "
         "server on the same cores as its clients, beside a copy in each of them:",
         "",
@@ -211,7 +212,7 @@ def main() -> int:
     arguments = settled(
         parser.parse_args(),
         {"rounds": 1, "window": 0.5, "warm_up": 0.2},
-        {"rounds": 3, "window": 2.0, "warm_up": 0.25, "retries": 3, "spare": 60.0},
+        {"rounds": 3, "window": 2.0, "warm_up": 0.25, "retries": 3, "spare": 30.0},
     )
     plan = Plan(
         asked={}, rounds=arguments.rounds, window=arguments.window, warm_up=arguments.warm_up, noise=arguments.noise,

@@ -31,7 +31,7 @@ START_TIMEOUT = 180.0
 _STOP_TIMEOUT = 30.0
 _GRACE = 45.0  # longer than the host's own, which can say more about what went wrong
 _CLIENT_START = 60.0
-_CLIENT_START_EACH = 1.5  # seconds; 256 processes on two cores take their time
+_CLIENT_START_EACH = 3.0  # seconds; 256 processes on two cores take their time
 
 
 class Failed(Exception):

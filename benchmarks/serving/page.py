@@ -46,7 +46,7 @@ def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
     named = " ".join(file.name for file in files) or "none"
     lines = [f"<!-- {name}: {named}; written by python -m benchmarks.serving.page -->", ""]
     if not files:
-        lines += ["No run is cited yet.", ""]
+        lines += [f"{crossover.FIRST} No run is cited yet." if name == "crossover" else "No run is cited yet.", ""]
     for file in files:
         results = Results.read(file)
         drawn = file.with_suffix(".svg")

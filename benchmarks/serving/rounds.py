@@ -23,10 +23,7 @@ BENCH = {
         (1, 4, 16),
     ),
     "vector64": (("limit", "own-copy", "plain-zmq", "jurybox-native"), (4,)),
-    "image": (
-        ("limit", "own-copy", "plain-zmq", "jurybox-native", "jurybox-native-rows", "jurybox-grpc", "triton-grpc"),
-        (4,),
-    ),
+    "image": (("own-copy", "plain-zmq", "jurybox-native", "jurybox-grpc", "triton-grpc"), (4,)),
 }  # fmt: skip
 SETS = {"bench": BENCH, "full": FULL}
 
