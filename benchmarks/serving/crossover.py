@@ -129,6 +129,8 @@ def ahead_from(results: Results, count: int, figure: str = "requests_per_s") -> 
         own, server = (results.find(f"hidden{width}", side, count) for side in (OWN, SERVER))
         if own is None or server is None or not own.windows or not server.windows:
             continue
+        if not own.median(figure):
+            continue  # the kernel's clock ticks saw nothing in so short a window
         ratio = server.median(figure) / own.median(figure)
         if (ratio > 1) if figure == "cpu_us" else (ratio < 1):
             break

@@ -118,7 +118,7 @@ class Host:
         requests = len(latencies) * weight
         # The bare model is not to be charged for the checking of its answers.
         spent = float(latencies.sum()) / 1e9 if self.kind.one_process else seconds
-        self._shared_memory |= machine.shared_memory_of(set(last.ours) - set(self._clients[1:]))
+        self._shared_memory |= machine.shared_memory_of(set(last.ours) - set(self._clients[1:]) - waiting)
         p50, p99, p999 = (float(value) / 1e3 for value in np.percentile(latencies, [50, 99, 99.9]))
         # CPU was read over a stretch that differs from the window by the readings' own length.
         answered = requests * usage.seconds / seconds
