@@ -73,7 +73,8 @@ def draw(
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "jurybox"  # the same file from the same figures
+    # The same file from the same figures, and a small one: text as text, not as its outlines.
+    matplotlib.rcParams.update({"svg.hashsalt": "jurybox", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
     figure, ((memory, files, threads), (segments, median, tail)) = pyplot.subplots(2, 3, figsize=(14, 7))
