@@ -118,24 +118,31 @@ def tables(results: Results) -> list[str]:
     ]
 
 
-def ahead_from(results: Results, count: int, figure: str = "requests_per_s") -> int | None:
-    """The width from which on the server is ahead in every larger one, too; None where it never is.
+def ahead(results: Results, count: int, figure: str = "requests_per_s") -> list[int]:
+    """The widths at which the server is ahead with so many clients.
 
     Args:
         figure: of Window; of ``cpu_us`` less is better.
     """
-    found = None
-    for width in reversed(WIDTHS):
+    found = []
+    for width in WIDTHS:
         own, server = (results.find(f"hidden{width}", side, count) for side in (OWN, SERVER))
         if own is None or server is None or not own.windows or not server.windows:
             continue
-        if not own.median(figure):
-            continue  # the kernel's clock ticks saw nothing in so short a window
-        ratio = server.median(figure) / own.median(figure)
-        if (ratio > 1) if figure == "cpu_us" else (ratio < 1):
-            break
-        found = width
+        ours, theirs = server.median(figure), own.median(figure)
+        if (ours < theirs) if figure == "cpu_us" else (ours > theirs):
+            found.append(width)
     return found
+
+
+def _where(widths: list[int]) -> str:
+    if not widths:
+        return "at no size"
+    if widths == list(WIDTHS):
+        return "at every size"
+    if len(widths) > 1 and widths == list(WIDTHS[-len(widths) :]):
+        return f"from hidden {widths[0]:,} on"
+    return f"at hidden {', '.join(f'{width:,}' for width in widths)}"
 
 
 def answer(results: Results) -> list[str]:
@@ -143,12 +150,8 @@ def answer(results: Results) -> list[str]:
     counts = sorted({point.clients for point in results.points})
 
     def said(figure: str) -> str:
-        parts = []
-        for count in counts:
-            width = ahead_from(results, count, figure)
-            where = "never" if width is None else f"from hidden {width:,} on" if width != WIDTHS[0] else "at every size"
-            parts.append(f"with {count} client{'s' if count > 1 else ''} {where}")
-        return "; ".join(parts)
+        each = (f"with {n} client{'s' if n > 1 else ''} {_where(ahead(results, n, figure))}" for n in counts)
+        return "; ".join(each)
 
     held = []
     for count in counts:
@@ -162,7 +165,7 @@ def answer(results: Results) -> list[str]:
         "",
         f"- The server answers more requests a second {said('requests_per_s')}.",
         f"- It costs less CPU a request {said('cpu_us')}.",
-        f"- It needs less memory, one torch and one set of weights instead of one a client: at hidden 256 "
+        f"- Memory, one torch and one set of weights against one a client: at hidden 256 "
         f"{', '.join(held)} client{'s' if counts[-1] > 1 else ''}.",
     ]
 

@@ -23,7 +23,7 @@ def draw(results: Results, file: Path) -> Path | None:
     if not cases:
         return None
     plots = pyplot()
-    figure, axes = plots.subplots(2, len(cases), figsize=(4 * len(cases), 6.5), squeeze=False)
+    figure, axes = plots.subplots(2, len(cases), figsize=(max(8, 4 * len(cases)), 6.5), squeeze=False)
     colours = iter(plots.get_cmap("tab20").colors)  # type: ignore[attr-defined]
     labelled: dict[str, Any] = {}
     for name in CONTENDERS:
@@ -47,7 +47,7 @@ def draw(results: Results, file: Path) -> Path | None:
                 axes[1][column].plot(clients, [point.median("p99_us") / 1e3 for point in points], **style)
             labelled.setdefault(results.title(name), line)
     for column, case in enumerate(cases):
-        axes[0][column].set_title(f"{case.name}\n{case.title}", fontsize=9)
+        axes[0][column].set_title(f"{case.name}\n{case.title}", fontsize=7)
         axes[1][column].set_xlabel("clients")
         for row in (0, 1):
             axis = axes[row][column]
@@ -59,8 +59,8 @@ def draw(results: Results, file: Path) -> Path | None:
             axis.grid(True, alpha=0.25)
     axes[0][0].set_ylabel("requests/s")
     axes[1][0].set_ylabel("p99, ms")
-    figure.legend(list(labelled.values()), list(labelled), loc="lower center", ncol=4, fontsize=8, frameon=False)
-    save(figure, file, (0, 0.14, 1, 1))
+    figure.legend(list(labelled.values()), list(labelled), loc="lower center", ncol=3, fontsize=8, frameon=False)
+    save(figure, file, (0, 0.16, 1, 1))
     return file
 
 

@@ -148,16 +148,17 @@ def test_a_tree_that_changes_while_it_is_measured_is_marked(repository):
     assert results.about["commit"].endswith("+changes")
 
 
-def test_the_crossing_is_where_the_server_stays_ahead():
+def test_the_page_says_where_the_server_is_ahead():
     results = run({crossover.OWN: "own", crossover.SERVER: "server"})
-    for width, own, server in zip(WIDTHS, (9, 5, 9, 4, 2, 1), (5, 6, 8, 5, 4, 3), strict=True):
+    for width, own, server in zip(WIDTHS, (9, 7, 9, 4, 2, 1), (5, 6, 8, 5, 4, 3), strict=True):
         results.point(f"hidden{width}", crossover.OWN, 4).windows.append(window(own * 100.0))
         results.point(f"hidden{width}", crossover.SERVER, 4).windows.append(window(server * 100.0, cpu=5.0))
-    assert crossover.ahead_from(results, 4) == 1024  # ahead at 256, too, but not at 512
-    assert crossover.ahead_from(results, 4, "cpu_us") == WIDTHS[0]
+        results.point(f"hidden{width}", crossover.OWN, 64).windows.append(window(100.0))
+        results.point(f"hidden{width}", crossover.SERVER, 64).windows.append(window(50.0 if width == 4096 else 200.0))
     said = "\n".join(crossover.answer(results))
     assert said.startswith("**With a small model and few clients the answer is: don't use a server.**")
-    assert "more requests a second with 4 clients from hidden 1,024 on" in said
+    assert "second with 4 clients from hidden 1,024 on; with 64 clients at hidden 64, 256, 512, 1,024, 2,048." in said
+    assert "less CPU a request with 4 clients at every size; with 64 clients at no size." in said
     assert re.search(r"\| \*\*500 / 400 = 1.25\*\* \|", "\n".join(crossover.tables(results)))
 
 
