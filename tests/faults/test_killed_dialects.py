@@ -326,12 +326,15 @@ def check(told: Told) -> None:
     assert set(told.answered) == set(ASK), told.answered
 
 
-def test_no_dialect_invents_or_loses_a_score_when_engine_and_gateway_are_killed(tmp_path):
-    told = Told()
-    with (
-        serving(tmp_path, MODELS, dialects=DIALECTS, http="127.0.0.1:0") as server,
-        clients(server.listening("http"), CLIENTS, told),
-    ):
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), MODELS, dialects=DIALECTS, http="127.0.0.1:0") as running:
+        yield running
+
+
+def test_no_dialect_invents_or_loses_a_score_when_engine_and_gateway_are_killed(lasting):
+    server, told = lasting, Told()
+    with clients(server.listening("http"), CLIENTS, told):
         wait_until(lambda: len(told.answered) == len(ASK), CALL, "an answer in every dialect")
         Killer(server, told).kill(2, 60)
     check(told)
@@ -435,24 +438,23 @@ def delays(where: str, seconds: float, beside: list[tuple[str, bytes]]) -> tuple
     return statistics.median(honest), sent
 
 
-def test_one_client_that_sends_bombs_costs_others_no_more_than_one_that_is_honest(tmp_path):
+def test_one_client_that_sends_bombs_costs_others_no_more_than_one_that_is_honest(lasting):
     """The better of three windows each, in turns: the machine may do other things, too."""
     honest = [("flow_grpo", pickle.dumps({"images": [PICTURES[100]]}))]
     found: dict[str, list[float]] = {"honest": [], "bombs": []}
-    with serving(tmp_path, MODELS, dialects=DIALECTS, http="127.0.0.1:0") as server:
-        where = server.listening("http")
-        for path, body in bombs():
-            connection = HTTPConnection(where, timeout=CALL)
-            connection.request("POST", f"/dialects/{path}", body)
-            answer = connection.getresponse()
-            told = answer.read()
-            refused = 400 <= answer.status < 500 or (answer.status == 200 and b'"error"' in told)
-            assert refused, (path, answer.status, told[:100])
-            connection.close()
-        for _ in range(3):
-            found["honest"].append(delays(where, 1.0, honest)[0])
-            median, sent = delays(where, 1.0, bombs())
-            found["bombs"].append(median)
-            assert sent
+    where = lasting.listening("http")
+    for path, body in bombs():
+        connection = HTTPConnection(where, timeout=CALL)
+        connection.request("POST", f"/dialects/{path}", body)
+        answer = connection.getresponse()
+        told = answer.read()
+        refused = 400 <= answer.status < 500 or (answer.status == 200 and b'"error"' in told)
+        assert refused, (path, answer.status, told[:100])
+        connection.close()
+    for _ in range(3):
+        found["honest"].append(delays(where, 1.0, honest)[0])
+        median, sent = delays(where, 1.0, bombs())
+        found["bombs"].append(median)
+        assert sent
     print(found)
     assert min(found["bombs"]) < 4 * min(found["honest"]) + 10, found

@@ -29,8 +29,10 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One server for all but the last: it survives whatever happens to its parts."""
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0") as running:
+    """One server for all: it survives whatever happens to its parts."""
+    before, open_to = segments(), {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, **open_to) as running:
+        running.before = before
         yield running
 
 
@@ -212,34 +214,18 @@ def test_rows_lost_with_a_connection_are_refused_until_taken_again(server, where
         np.testing.assert_array_equal(model.infer(X, timeout=30), 2 * X + 1)
 
 
-def test_a_killed_server_is_told_to_remote_clients(tmp_path, monkeypatch):
-    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 1.0)
-    before = segments()
-    with serving(tmp_path, MODELS, tcp="127.0.0.1:0") as server:
-        client = connect(f"tcp://{server.listening('tcp')}")
-        model = client.model("moody", rows=4)
-        ticket = model.submit(np.full((1, 4), 30_000_000, np.float32))
-        os.killpg(server.process.pid, signal.SIGKILL)
-        with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
-            ticket.result(timeout=60)
-        client.close()
-    # What was the server's is swept only when the last of its killed threads has let go of it.
-    wait_until(lambda: (sweep(), segments() <= before)[1], 30, "shared memory as it was before")
-
-
-def test_a_killed_gateway_is_nothing_to_a_client_over_grpc_but_a_wait(tmp_path):
-    with serving(tmp_path, MODELS, grpc="127.0.0.1:0") as server:
-        with connect(f"grpc://{server.listening('grpc')}", timeout=30) as client:
-            model = client.model("affine", rows=4)
-            np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
-            os.kill(server.pids()["gateway"], signal.SIGKILL)
-            until = time.monotonic() + 30
-            while True:  # on a busy machine it may take longer than a call tries again by itself
-                try:
-                    np.testing.assert_array_equal(model.infer(X, timeout=20), 2 * X + 1)
-                    break
-                except ServerGone:
-                    assert time.monotonic() < until
+def test_a_killed_gateway_is_nothing_to_a_client_over_grpc_but_a_wait(server):
+    with connect(f"grpc://{server.listening('grpc')}", timeout=30) as client:
+        model = client.model("affine", rows=4)
+        np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
+        os.kill(server.pids()["gateway"], signal.SIGKILL)
+        until = time.monotonic() + 30
+        while True:  # on a busy machine it may take longer than a call tries again by itself
+            try:
+                np.testing.assert_array_equal(model.infer(X, timeout=20), 2 * X + 1)
+                break
+            except ServerGone:
+                assert time.monotonic() < until
 
 
 def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server):
@@ -274,3 +260,17 @@ def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server):
     finally:
         asking.clear()
         thread.join(20)
+
+
+def test_a_killed_server_is_told_to_remote_clients(server, where, monkeypatch):
+    """The last, since it ends the server of all."""
+    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 1.0)
+    client = connect(where)
+    model = client.model("moody", rows=4)
+    ticket = model.submit(np.full((1, 4), 30_000_000, np.float32))
+    os.killpg(server.process.pid, signal.SIGKILL)
+    with pytest.raises(ServerGone, match="1 tickets of 'moody' in flight"):
+        ticket.result(timeout=60)
+    client.close()
+    # What was the server's is swept only when the last of its killed threads has let go of it.
+    wait_until(lambda: (sweep(), segments() <= server.before)[1], 30, "shared memory as it was before")

@@ -58,6 +58,7 @@ def server(tmp_path_factory):
         "big": {**big, "max_batch": 1, "rows": 2, "lane_rows": 1},
     }
     models["fixed"] = {"factory": "tests.models:affine"}
+    models |= {name: {"factory": "tests.models:affine", "publish": "double_buffer"} for name in ("unseen", "silent")}
     with serving(tmp_path_factory.mktemp("server"), models) as running:
         yield running
 
@@ -201,22 +202,21 @@ def test_a_stream_that_breaks_off_in_the_middle_publishes_nothing_and_frees_the_
         publisher.close()
 
 
-def test_a_killed_gateway_or_server_is_told_and_the_publisher_goes_on_with_the_next(tmp_path):
-    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
-    with serving(tmp_path, models) as server, server.connect() as client, gateway(server.address) as (process, channel):
-        publisher = RemotePublisher(channel, "policy", timeout=10.0)
+def test_a_killed_gateway_is_told_and_the_publisher_goes_on_with_the_next(server, client):
+    with gateway(server.address) as (process, channel):
+        publisher = RemotePublisher(channel, "unseen", timeout=10.0)
         assert publisher.publish(affine(1)) == 1
-        reader = RemoteWeightsReader(channel, "policy")
+        reader = RemoteWeightsReader(channel, "unseen")
         process.kill()
         process.wait()
         with pytest.raises((ServerGone, Timeout)):
             publisher.publish(affine(2))
         with pytest.raises((ServerGone, Timeout)):
             reader.read()
-        assert client.weights("policy").newest == 1
+        assert client.weights("unseen").newest == 1
         publisher.close()
         reader.close()
-        with gateway(server.address) as (_, second), RemotePublisher(second, "policy") as successor:
+        with gateway(server.address) as (_, second), RemotePublisher(second, "unseen") as successor:
             assert successor.publish(affine(2)) == 2
 
 
@@ -278,24 +278,6 @@ def test_readers_and_publishers_go_on_with_a_gateway_that_was_restarted(server, 
         channel.close()
         process.kill()
         process.wait()
-
-
-def test_a_read_waits_for_a_first_publication_as_long_as_it_is_told(tmp_path):
-    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
-    with serving(tmp_path, models) as server, server.connect() as client, gateway(server.address) as (_, channel):
-        reader = RemoteWeightsReader(channel, "policy")
-        for options in ({}, {"timeout": 0.3}):
-            with pytest.raises(Timeout, match="nothing has been published"):
-                reader.read(**options)
-        later = threading.Timer(0.5, published, (client,))
-        later.start()
-        assert reader.read(timeout=60).version == 1
-        later.join()
-        server.process.kill()
-        server.process.wait()
-        with pytest.raises(ServerGone):
-            reader.read(timeout=60)
-        reader.close()
 
 
 def test_a_closed_reader_frees_a_thread_that_waits(server, client):
@@ -482,3 +464,21 @@ def test_a_version_or_an_extra_that_nobody_could_use_is_refused(remote, client):
             assert isinstance(caught.value, ProtocolMismatch), caught.value
         assert newest_of(client) == before
         assert publisher.publish(affine(2)) == before + 1
+
+
+def test_a_read_waits_for_a_first_publication_as_long_as_it_is_told_and_hears_of_the_servers_death(server, client):
+    """The last, since it ends the server of all."""
+    with gateway(server.address) as (_, channel):
+        reader = RemoteWeightsReader(channel, "silent")
+        for options in ({}, {"timeout": 0.3}):
+            with pytest.raises(Timeout, match="nothing has been published"):
+                reader.read(**options)
+        later = threading.Timer(0.5, published, (client, "silent"))
+        later.start()
+        assert reader.read(timeout=60).version == 1
+        later.join()
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(ServerGone):
+            reader.read(timeout=60)
+        reader.close()

@@ -250,19 +250,19 @@ def test_an_engine_that_starts_while_the_others_pause_waits_with_them(server, cl
     assert model.infer(X, timeout=30)[0, 0] == 7
 
 
-def test_a_paused_server_stops_when_it_is_told_to(tmp_path):
-    with serving(tmp_path, {"m": {"factory": "tests.models:affine"}}) as running:
-        process = held(running)
-        try:
-            assert running.stop(timeout=30) == 0
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-
-
 def test_only_processes_of_the_host_pause_its_engines(server):
     for scheme in ("grpc", "tcp"):
         with connect(f"{scheme}://{server.listening(scheme)}", timeout=60) as far:
             with pytest.raises(Refused, match="own host"), far.pause():
                 pass
+
+
+def test_a_paused_server_stops_when_it_is_told_to(server):
+    """The last, since it ends the server of all."""
+    process = held(server)
+    try:
+        assert server.stop(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -29,7 +29,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("watched"), MODELS, http="127.0.0.1:0") as running:
+    with serving(tmp_path_factory.mktemp("watched"), MODELS, http="127.0.0.1:0", drain_timeout=100.0) as running:
         with running.connect() as connection:
             running.http = f"http://{connection.status()['server']['http']}"
         yield running
@@ -237,10 +237,8 @@ def test_top_says_that_nobody_is_there(tmp_path):
     assert "is a server running there?" in run.stderr
 
 
-def test_a_page_that_is_open_does_not_hold_the_server_back_when_it_stops(tmp_path):
-    with serving(tmp_path, {"affine": MODELS["affine"]}, http="127.0.0.1:0", drain_timeout=100.0) as running:
-        with running.connect() as connection:
-            http = f"http://{connection.status()['server']['http']}"
-        with httpx.stream("GET", f"{http}/events", timeout=10) as answer:
-            next(answer.iter_lines())
-            assert running.stop(timeout=50) == 0
+def test_a_page_that_is_open_does_not_hold_the_server_back_when_it_stops(server):
+    """The last, since it ends the server of all."""
+    with httpx.stream("GET", f"{server.http}/events", timeout=10) as answer:
+        next(answer.iter_lines())
+        assert server.stop(timeout=50) == 0

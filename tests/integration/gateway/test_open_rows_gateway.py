@@ -558,71 +558,77 @@ def test_health_asks_a_model_with_state_and_leaves_its_sequences_alone(raw, curl
     assert raw.one("sum", {"x": numbers(1)}, sequence_id="ill", sequence_end=True)[0] == 6
 
 
-def test_sequences_wait_a_moment_for_the_rows_that_others_gave_back(tmp_path):
+@pytest.fixture(scope="module")
+def near(tmp_path_factory):
+    """A connection to a server whose models have few rows."""
+    running_sum = {"factory": "tests.open_models:running_sum", "max_batch": 4}
+    models = {"few": {**running_sum, "rows": 18}, "fewer": {**running_sum, "rows": 9}}
+    length = {"factory": "tests.reward_models:text_length", "max_batch": 4, "rows": 16}
+    models |= {f"length-{asked}": length for asked in ("model", "panel", "juror")}
+    options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    options["more"] = "[panels.both.members]\nlength-panel = {weight = 1.0, output = 'score'}\n"
+    with serving(tmp_path_factory.mktemp("near"), models, **options) as running, running.connect() as connection:
+        yield connection
+
+
+def test_sequences_wait_a_moment_for_the_rows_that_others_gave_back(near):
     """As where a gateway has died: its lane is taken back after the next one has asked for rows."""
-    models = {"sum": {"factory": "tests.open_models:running_sum", "max_batch": 4, "rows": 18}}
-    with serving(tmp_path, models, http="127.0.0.1:0") as running, running.connect() as near:
-        way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
+    way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
 
-        def one_step(name):
-            return way.one("sum", {"x": numbers(5)}, sequence_id=name, sequence_start=True, sequence_end=True)
+    def one_step(name):
+        return way.one("few", {"x": numbers(5)}, sequence_id=name, sequence_start=True, sequence_end=True)
 
-        with near.model("sum", rows=1).sessions(16):
-            for _ in range(2):  # in the one row that is left; the second time no more are to be had
-                assert one_step("alone") == [5]
-        with ThreadPoolExecutor(6) as pool:
-            assert list(pool.map(one_step, range(1, 41))) == [[5]] * 40
+    with near.model("few", rows=1).sessions(16):
+        for _ in range(2):  # in the one row that is left; the second time no more are to be had
+            assert one_step("alone") == [5]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(one_step, range(1, 41))) == [[5]] * 40
 
 
 @pytest.mark.parametrize("asked", ["model", "panel", "juror"])
-def test_requests_without_state_wait_a_moment_for_the_rows_that_others_gave_back(tmp_path, asked):
+def test_requests_without_state_wait_a_moment_for_the_rows_that_others_gave_back(near, asked):
     """As where a gateway has died: no row is free until its lane is taken back. A dialect asks as a juror does."""
-    models = {"length": {"factory": "tests.reward_models:text_length", "max_batch": 4, "rows": 16}}
-    panel = "[panels.both.members]\nlength = {weight = 1.0, output = 'score'}\n"
-    with serving(tmp_path, models, more=panel, http="127.0.0.1:0") as running, running.connect() as near:
-        way = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False)
+    way, length = Http(SimpleNamespace(http=near.status()["server"]["http"]), binary=False), f"length-{asked}"
 
-        def ask():
-            if asked == "juror":
-                return Juror("length", output="score", address=running.address).scores({"text": ["abc"]}, 1)[0]
-            outputs, _ = way.infer("both" if asked == "panel" else "length", {"text": [b"abc"]})
-            return outputs["score"][0]
+    def ask():
+        if asked == "juror":
+            return Juror(length, output="score", address=near.address).scores({"text": ["abc"]}, 1)[0]
+        outputs, _ = way.infer("both" if asked == "panel" else length, {"text": [b"abc"]})
+        return outputs["score"][0]
 
-        with ThreadPoolExecutor(1) as pool:
-            with near.model("length", rows=16):
-                answer = pool.submit(ask)
-                time.sleep(0.5)
-            assert answer.result(60) == 3
+    with ThreadPoolExecutor(1) as pool:
+        with near.model(length, rows=16):
+            answer = pool.submit(ask)
+            time.sleep(0.5)
+        assert answer.result(60) == 3
 
 
-def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(tmp_path):
-    models = {"sum": {"factory": "tests.open_models:running_sum", "max_batch": 4, "rows": 9}}
-    with serving(tmp_path, models, http="127.0.0.1:0", grpc="127.0.0.1:0") as running, running.connect() as near:
-        where = near.status()["server"]["http"]
+def test_asking_for_health_takes_no_rows_from_those_who_open_sessions(near):
+    where = near.status()["server"]["http"]
+    assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
+    with near.model("fewer", rows=1).sessions(7) as sessions:
+        np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32), session=range(4)), [1] * 4)
+        # No row is left, so the one that health asks with is all that a sequence can have.
+        way = Http(SimpleNamespace(http=where), binary=False)
+        assert way.one("fewer", {"x": numbers(5)}, sequence_id=1, sequence_start=True) == [5]
+        with pytest.raises(Failed, match="429"):
+            way.infer("fewer", {"x": numbers(5)}, sequence_id=2, sequence_start=True)
+    for _ in range(2):
         assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
-        with near.model("sum", rows=1).sessions(7) as sessions:
-            np.testing.assert_array_equal(sessions.infer(np.ones((4, 1), np.float32), session=range(4)), [1] * 4)
-            # No row is left, so the one that health asks with is all that a sequence can have.
-            way = Http(SimpleNamespace(http=where), binary=False)
-            assert way.one("sum", {"x": numbers(5)}, sequence_id=1, sequence_start=True) == [5]
-            with pytest.raises(Failed, match="429"):
-                way.infer("sum", {"x": numbers(5)}, sequence_id=2, sequence_start=True)
-        for _ in range(2):
-            assert httpx.get(f"http://{where}/health/ready", timeout=30).status_code == 200
-        assert way.one("sum", {"x": numbers(2)}, sequence_id=1, sequence_end=True) == [7]
+    assert way.one("fewer", {"x": numbers(2)}, sequence_id=1, sequence_end=True) == [7]
 
-        def two_at_once():  # where the rows are back, there are more sequences
-            try:
-                for name in (1, 2):
-                    way.infer("sum", {"x": numbers(5)}, sequence_id=name, sequence_start=True)
-            except Failed as error:
-                assert "429" in str(error)
-                way.infer("sum", {"x": numbers(5)}, sequence_id=1, sequence_end=True)
-                return False
-            return True
+    def two_at_once():  # where the rows are back, there are more sequences
+        try:
+            for name in (1, 2):
+                way.infer("fewer", {"x": numbers(5)}, sequence_id=name, sequence_start=True)
+        except Failed as error:
+            assert "429" in str(error)
+            way.infer("fewer", {"x": numbers(5)}, sequence_id=1, sequence_end=True)
+            return False
+        return True
 
-        wait_until(two_at_once)
-        way.close()
+    wait_until(two_at_once)
+    way.close()
 
 
 def test_our_client_sends_rows_of_any_size(ours):

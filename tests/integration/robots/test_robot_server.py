@@ -45,13 +45,27 @@ listen = "127.0.0.1:0"
 clients = 100
 timeout = 30.0
 """
+LATE = """
+[robots.late]
+model = "counting"
+listen = "127.0.0.1:0"
+clients = 2
+timeout = 0.5
+"""
+ALONE = """
+[robots.alone]
+model = "seen"
+listen = "127.0.0.1:0"
+clients = 1
+"""
 SECRET = "0123456789abcdef0123"
+KNOWN = {"Authorization": f"Bearer {SECRET}"}
 VLLM = "/v1/realtime/robot/openpi"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, more=ROBOTS) as running:
+    with serving(tmp_path_factory.mktemp("server"), MODELS, more=ROBOTS + LATE) as running:
         yield running
 
 
@@ -59,6 +73,21 @@ def server(tmp_path_factory):
 def where(server):
     with server.connect() as client:
         return client.status()["server"]["robots"]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with a token, metrics and messages of a MiB at most: its addresses."""
+    with serving(
+        tmp_path_factory.mktemp("guarded"),
+        MODELS,
+        env={"JURYBOX_TOKEN": SECRET},
+        more=ROBOTS + ALONE,
+        http="127.0.0.1:0",
+        max_message_mib=1,
+    ) as running:
+        with running.connect() as client:
+            yield client.status()["server"]
 
 
 @contextlib.contextmanager
@@ -189,34 +218,26 @@ def test_a_web_page_may_not_steer_a_robot(where):
         pass
 
 
-def test_a_frame_too_large_ends_its_connection_alone(tmp_path):
-    with serving(
-        tmp_path, {"seen": MODELS["seen"]}, more=ROBOTS.partition("[robots.counter]")[0], max_message_mib=1
-    ) as own:
-        with own.connect() as client:
-            address = client.status()["server"]["robots"]["arm"]
-        with robot(address) as ask, robot(address) as other:
-            with pytest.raises(ConnectionClosed):
-                ask(b"\0" * (2 << 20))
-            np.testing.assert_allclose(other(observation())["actions"], expected(16, 4))
+def test_a_frame_too_large_ends_its_connection_alone(guarded):
+    address = guarded["robots"]["arm"]
+    with robot(address, additional_headers=KNOWN) as ask, robot(address, additional_headers=KNOWN) as other:
+        with pytest.raises(ConnectionClosed):
+            ask(b"\0" * (2 << 20))
+        np.testing.assert_allclose(other(observation())["actions"], expected(16, 4))
 
 
-def test_the_token_is_asked_for_in_openpis_words(tmp_path):
-    secret = SECRET
-    one = ROBOTS.partition("[robots.counter]")[0]
-    with serving(tmp_path, {"seen": MODELS["seen"]}, env={"JURYBOX_TOKEN": secret}, more=one) as own:
-        with own.connect() as client:
-            address = client.status()["server"]["robots"]["arm"]
-        for header in (None, "Api-Key wrong", f"Api-Key {secret}x", "Bearer "):
-            headers = {"Authorization": header} if header else None
-            with pytest.raises(InvalidStatus) as refused, robot(address, additional_headers=headers):
-                pass
-            assert refused.value.response.status_code == 401
-        for header in (f"Api-Key {secret}", f"Bearer {secret}"):
-            with robot(address, additional_headers={"Authorization": header}) as ask:
-                np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
-        with urllib.request.urlopen(f"http://{address}/healthz", timeout=60) as answer:
-            assert answer.status == 200
+def test_the_token_is_asked_for_in_openpis_words(guarded):
+    address = guarded["robots"]["arm"]
+    for header in (None, "Api-Key wrong", f"Api-Key {SECRET}x", "Bearer "):
+        headers = {"Authorization": header} if header else None
+        with pytest.raises(InvalidStatus) as refused, robot(address, additional_headers=headers):
+            pass
+        assert refused.value.response.status_code == 401
+    for header in (f"Api-Key {SECRET}", f"Bearer {SECRET}"):
+        with robot(address, additional_headers={"Authorization": header}) as ask:
+            np.testing.assert_allclose(ask(observation())["actions"], expected(16, 4))
+    with urllib.request.urlopen(f"http://{address}/healthz", timeout=60) as answer:
+        assert answer.status == 200
 
 
 @pytest.fixture(scope="module")
@@ -331,59 +352,52 @@ def test_another_session_id_begins_another_episode_and_an_ended_one_never_goes_o
         assert ask(step | {"session_id": "b"})[0, 1] == 3
 
 
-def test_what_robots_do_is_in_the_metrics(tmp_path):
-    secret = SECRET
-    more = ROBOTS.replace("clients = 8", "clients = 1")
-    with serving(tmp_path, MODELS, env={"JURYBOX_TOKEN": secret}, more=more, http="127.0.0.1:0") as own:
-        with own.connect() as client:
-            server = client.status()["server"]
-        headers = {"Authorization": f"Bearer {secret}"}
-
-        def metrics():
-            asking = urllib.request.Request(f"http://{server['http']}/metrics", headers=headers)
-            with urllib.request.urlopen(asking, timeout=60) as answer:
-                families = text_string_to_metric_families(answer.read().decode())
-            return {
-                (sample.name.removeprefix("jurybox_robot_"), *sorted(sample.labels.values())): sample.value
-                for family in families
-                for sample in family.samples
-                if "_robot_" in sample.name
-            }
-
-        assert metrics()["requests_total", "arm"] == metrics()["connections_opened_total", "counter"] == 0
-        with pytest.raises(InvalidStatus), robot(server["robots"]["arm"]):
-            pass
-        with robot(server["robots"]["arm"], additional_headers=headers) as ask:
-            for report in ({}, {"chunk_report": {"delay": 0.5, "stale": 2, "starved": 3}}):
-                assert "actions" in ask(observation() | report)
-            assert "chunk_report" in ask(observation() | {"chunk_report": {"delay": -1.0}})
-            assert isinstance(ask(WRONG["a state too short"][0]), str)
-            with pytest.raises(ConnectionClosed), robot(server["robots"]["arm"], additional_headers=headers):
-                pass
-            assert metrics()["connections", "arm"] == 1
-        with robot(server["robots"]["counter"], additional_headers=headers) as ask:
-            for _ in range(2):
-                ask({"state": np.array([1.0])})
-                ask({"endpoint": "reset"})
-        wait_until(lambda: metrics()["connections", "arm"] == 0, 60)
-        told = metrics()
-        wanted = {
-            ("connections_opened_total", "arm"): 1,
-            ("connections_refused_total", "arm", "token"): 1,
-            ("connections_refused_total", "arm", "full"): 1,
-            ("requests_total", "arm"): 2,
-            ("request_failures_total", "arm", "malformed"): 1,
-            ("request_failures_total", "arm", "observation"): 1,
-            ("delay_seconds_count", "arm"): 2,
-            ("batch_wait_seconds_count", "arm"): 2,
-            ("client_delay_seconds_sum", "arm"): 0.5,
-            ("client_chunks_dropped_total", "arm", "stale"): 2,
-            ("client_starved_steps_total", "arm"): 3,
-            ("requests_total", "counter"): 2,
-            ("sessions_total", "counter"): 2,
+def test_what_robots_do_is_in_the_metrics(guarded):
+    def metrics():
+        asking = urllib.request.Request(f"http://{guarded['http']}/metrics", headers=KNOWN)
+        with urllib.request.urlopen(asking, timeout=60) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name.removeprefix("jurybox_robot_"), *sorted(sample.labels.values())): sample.value
+            for family in families
+            for sample in family.samples
+            if "_robot_" in sample.name
         }
-        assert {key: told[key] for key in wanted} == wanted
-        assert told["jitter_seconds", "arm"] >= 0 and told["delay_seconds_sum", "arm"] > 0
+
+    assert metrics()["requests_total", "alone"] == metrics()["connections_opened_total", "counter"] == 0
+    with pytest.raises(InvalidStatus), robot(guarded["robots"]["alone"]):
+        pass
+    with robot(guarded["robots"]["alone"], additional_headers=KNOWN) as ask:
+        for report in ({}, {"chunk_report": {"delay": 0.5, "stale": 2, "starved": 3}}):
+            assert "actions" in ask(observation() | report)
+        assert "chunk_report" in ask(observation() | {"chunk_report": {"delay": -1.0}})
+        assert isinstance(ask(WRONG["a state too short"][0]), str)
+        with pytest.raises(ConnectionClosed), robot(guarded["robots"]["alone"], additional_headers=KNOWN):
+            pass
+        assert metrics()["connections", "alone"] == 1
+    with robot(guarded["robots"]["counter"], additional_headers=KNOWN) as ask:
+        for _ in range(2):
+            ask({"state": np.array([1.0])})
+            ask({"endpoint": "reset"})
+    wait_until(lambda: metrics()["connections", "alone"] == 0, 60)
+    told = metrics()
+    wanted = {
+        ("connections_opened_total", "alone"): 1,
+        ("connections_refused_total", "alone", "token"): 1,
+        ("connections_refused_total", "alone", "full"): 1,
+        ("requests_total", "alone"): 2,
+        ("request_failures_total", "alone", "malformed"): 1,
+        ("request_failures_total", "alone", "observation"): 1,
+        ("delay_seconds_count", "alone"): 2,
+        ("batch_wait_seconds_count", "alone"): 2,
+        ("client_delay_seconds_sum", "alone"): 0.5,
+        ("client_chunks_dropped_total", "alone", "stale"): 2,
+        ("client_starved_steps_total", "alone"): 3,
+        ("requests_total", "counter"): 2,
+        ("sessions_total", "counter"): 2,
+    }
+    assert {key: told[key] for key in wanted} == wanted
+    assert told["jitter_seconds", "alone"] >= 0 and told["delay_seconds_sum", "alone"] > 0
 
 
 def test_a_hundred_robots_that_come_and_go_lose_nothing_and_leave_nothing(server, where):
@@ -465,29 +479,25 @@ def test_an_engine_that_dies_ends_the_episodes_it_held_and_never_goes_on_from_no
         assert ask(step)["actions"][0, 1] == 1
 
 
-def test_an_episode_whose_answer_came_too_late_never_goes_on_from_a_step_nobody_saw(tmp_path):
-    one = ROBOTS.partition("[robots.counter]")[2].replace("timeout = 30.0", "timeout = 0.5")
-    with serving(tmp_path, {"counting": MODELS["counting"]}, more=f"[robots.counter]{one}") as own:
-        with own.connect() as client:
-            address = client.status()["server"]["robots"]["counter"]
-        step, slow = {"state": np.array([1.0])}, {"state": np.array([1000.0])}
-        with robot(address) as ask, robot(address, VLLM) as other:
-            wait_until(lambda: not isinstance(ask(step | {"reset": True}), str), 60, "an answer in time")
-            assert other(step | {"reset": True}) is not None
-            assert "within 0.5" in ask(slow)
-            assert "lost" in ask(step)
-            with pytest.raises(ConnectionClosed):
-                ask(step)
-            assert "within 0.5" in other(slow)["message"]
-            wait_until(lambda: "lost" in other(step)["message"], 60)
-            other({"endpoint": "reset"})
+def test_an_episode_whose_answer_came_too_late_never_goes_on_from_a_step_nobody_saw(where):
+    step, slow = {"state": np.array([1.0])}, {"state": np.array([1000.0])}
+    with robot(where["late"]) as ask, robot(where["late"], VLLM) as other:
+        wait_until(lambda: not isinstance(ask(step | {"reset": True}), str), 60, "an answer in time")
+        assert other(step | {"reset": True}) is not None
+        assert "within 0.5" in ask(slow)
+        assert "lost" in ask(step)
+        with pytest.raises(ConnectionClosed):
+            ask(step)
+        assert "within 0.5" in other(slow)["message"]
+        wait_until(lambda: "lost" in other(step)["message"], 60)
+        other({"endpoint": "reset"})
 
-            def first():
-                answer = other(step | {"reset": True})  # the engine may be at the slow one yet
-                return isinstance(answer, np.ndarray) and answer[0].tolist() == [1, 1]
+        def first():
+            answer = other(step | {"reset": True})  # the engine may be at the slow one yet
+            return isinstance(answer, np.ndarray) and answer[0].tolist() == [1, 1]
 
-            wait_until(first, 60, "the first step of another episode")
-            assert other(step)[0].tolist() == [2, 2]
+        wait_until(first, 60, "the first step of another episode")
+        assert other(step)[0].tolist() == [2, 2]
 
 
 def test_an_observation_that_is_of_no_use_any_more_is_given_up_and_not_computed(where):
