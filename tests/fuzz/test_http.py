@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.fuzz.messages import CLIENTS, EXTENTS, OPEN, SEQUENCES, STEPS, STRINGS, bent, sending
@@ -82,6 +81,8 @@ def answer_of(lines: BinaryIO) -> tuple[int, bytes, bool]:
 
 @pytest.mark.parametrize("examples", [SHORT, LONG])
 def test_every_path_of_the_description_answers_what_it_does_not_understand(server, nothing_leaks, examples):
+    import schemathesis  # not above, nor as pytest's plugin: each worker of a run would import it
+
     base = f"http://{server.told['http']}"
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
     paths = 0
