@@ -54,6 +54,30 @@ def brightness():
     return ServedModel(Brightness(), {"image": IMAGE}, OUTPUTS)
 
 
+class Changed(nn.Module):
+    """How much brighter a picture is than its source."""
+
+    def forward(self, image, source):
+        mean = torch.stack([(a.float().mean() - b.float().mean()) / 255 for a, b in zip(image, source, strict=True)])
+        return {"score": mean, "batch": torch.full_like(mean, len(image))}
+
+
+def changed():
+    return ServedModel(Changed(), {"image": IMAGE, "source": IMAGE}, OUTPUTS)
+
+
+class Frames(nn.Module):
+    """The number of frames, and their mean brightness behind the point."""
+
+    def forward(self, video):
+        score = torch.stack([len(one) + one.float().mean() / 255 for one in video])
+        return {"score": score, "batch": torch.full_like(score, len(video))}
+
+
+def frames():
+    return ServedModel(Frames(), {"video": TensorSpec("uint8", (-1, -1, -1, 3), capacity=3 * 128 * 128 * 4)}, OUTPUTS)
+
+
 def large_brightness():
     """Of pictures of 512 x 512."""
     return ServedModel(Brightness(), {"image": TensorSpec("uint8", (512, 512, 3))}, OUTPUTS)

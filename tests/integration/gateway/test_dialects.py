@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
 import threading
 from pathlib import Path
@@ -19,8 +20,8 @@ from PIL import Image
 from tests.serving import serving
 
 MODELS = {
-    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 512, "lane_rows": 64}
-    for name in ("text_length", "brightness", "brightness_and_prompt", "judged")
+    name: {"factory": f"tests.reward_models:{name}", "max_batch": 64, "rows": 640, "lane_rows": 64}
+    for name in ("text_length", "brightness", "brightness_and_prompt", "judged", "changed", "frames")
 }
 MODELS["large_brightness"] = {
     "factory": "tests.reward_models:large_brightness", "max_batch": 4, "rows": 32, "lane_rows": 4,
@@ -38,6 +39,11 @@ DIALECTS = {
     "flow_factory": {"model": "brightness_and_prompt", "output": "score"},
     "geneval": {"speaks": "flow_grpo", "model": "geneval"},
     "gen_eval": {"speaks": "verl_omni", "model": "geneval"},
+    "edits": {"speaks": "unirl", "model": "changed", "output": "score", "inputs": {"source": "source"}},
+    "edited": {"speaks": "verl_omni", "model": "changed", "output": "score", "inputs": {"source": "source"}},
+    "factory": {"speaks": "flow_factory", "model": "changed", "output": "score", "inputs": {"source": "source"}},
+    "films": {"speaks": "flow_factory", "model": "frames", "output": "score", "inputs": {"video": "video"}},
+    "unifiedreward": {"model": "brightness_and_prompt", "output": "score"},
     "large": {"speaks": "flow_grpo", "model": "large_brightness", "output": "score"},
     "nobody": {"speaks": "openrlhf", "model": "brightness"},
 }
@@ -353,6 +359,110 @@ def test_flow_factory_gets_rewards_or_an_error_that_it_raises(http):
     for wrong in ({"image": [b64(b"x")] * 2}, {"image": []}, {"prompt": "a"}, {"video": [["x"]]}, {"image": None}):
         answer = http.post("/flow_factory/compute", json={**body, **wrong})
         assert (answer.status_code, list(answer.json())) == (200, ["error"])
+
+
+def test_an_edit_is_scored_with_its_source_and_never_without(http):
+    """Source first: UniRL's two turns, deepgen_rl's dict of lists, Flow-Factory's conditions."""
+    source, edited = picture(51, form="PNG"), picture(153, form="PNG")
+    turns = [{"text": "a", "image_b64": b64(one)} for one in (source, edited)]
+
+    def unirl(*histories):
+        asked = [{"history": history, "required_rewards": ["changed"]} for history in histories]
+        return http.post("/edits/score", json={"requests": asked})
+
+    for n in (1, 3):
+        results = unirl(*[turns] * n).json()["results"]
+        np.testing.assert_allclose([one["changed"]["score"] for one in results], [0.4] * n, atol=1e-3)
+        body = {"images": {"source": [source] * n, "edited": [edited] * n}, "prompts": ["a"] * n, "metadata": {}}
+        status, answer = pickled(http, "/edited", body)
+        assert status == 200 and np.allclose(answer["scores"], [0.4] * n, atol=1e-3)
+        body = {"prompt": ["a"] * n, "image": [b64(edited)] * n, "condition_images": [[b64(source)]] * n}
+        answer = http.post("/factory/compute", json=body).json()
+        assert np.allclose(answer["rewards"], [0.4] * n, atol=1e-3), answer
+    broken = unirl(turns, [{**turns[0], "image_b64": b64(b"x")}, turns[1]]).json()
+    assert abs(broken["results"][0]["changed"]["score"] - 0.4) < 1e-3
+    assert broken["results"][1] == {} and "JPEG" in broken["errors"][1]["changed"]
+    assert "two turns" in unirl(turns[1:]).json()["detail"]
+    images = {"source": [source], "edited": [edited]}
+    for path, given, why in (
+        ("/verl_omni", images, "name 'source'"),
+        ("/edited", {"edited": [edited], "mask": [source]}, "name 'mask'"),
+        ("/edited", {**images, "source": []}, "expected 0 values"),
+        ("/edited", {"source": [source]}, "image"),
+        ("/edited", [edited], "source"),
+        ("/edited", {}, "empty"),
+    ):
+        status, answer = pickled(http, path, {"images": given, "prompts": ["a"], "metadata": {}})
+        assert 400 <= status < 500 and why in answer["error"], (given, answer)
+    body = {"prompt": ["a"], "image": [b64(edited)]}
+    for path, more, why in (
+        ("/flow_factory", {"condition_images": [[b64(source)]]}, "inputs = {INPUT = 'source'}"),
+        ("/flow_factory", {"condition_videos": [[[b64(source)]]]}, "condition_videos"),
+        ("/factory", {"condition_images": [[b64(source)] * 2]}, "one picture"),
+        ("/factory", {}, "source"),
+    ):
+        answer = http.post(f"{path}/compute", json={**body, **more})
+        assert answer.status_code == 200 and why in answer.json()["error"], answer.json()
+
+
+def test_flow_factory_sends_videos_as_frames(http):
+    film = [b64(picture(value, form="PNG")) for value in (51, 153)]
+    for videos in ([film], [film, film[:1], film * 2]):
+        answer = http.post(
+            "/films/compute", json={"prompt": ["a"] * len(videos), "video": videos, "image": None}
+        ).json()
+        right = [len(one) + (0.2 if len(one) == 1 else 0.4) for one in videos]
+        np.testing.assert_allclose(answer["rewards"], right, atol=1e-3)
+    tall = b64(picture(51, 32, form="PNG"))
+    for wrong, why in (
+        ([film, [*film, b64(b"x")]], "frame 2"),
+        ([[]], "without frames"),
+        ([[film[0], tall]], "of one size"),
+        ([[film]], "frame 0"),
+        (["x"], "a list of frames"),
+    ):
+        body = {"prompt": ["a"] * len(wrong), "video": wrong, "image": None}
+        answer = http.post("/films/compute", json=body).json()
+        assert list(answer) == ["error"] and why in answer["error"], answer
+    answer = http.post("/flow_factory/compute", json={"prompt": ["a"], "video": [film], "image": None}).json()
+    assert "inputs = {INPUT = 'video'}" in answer["error"]
+
+
+def chat(prompt: str, data: bytes, **more) -> dict:
+    """A body as Flow-GRPO's client of UnifiedReward has the OpenAI library write it."""
+    url = f"data:image;base64,{b64(data)}"
+    question = f"<image>\nJudge.\nText Caption: [{prompt}]"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+    return {"model": "U-7b", "messages": [{"role": "user", "content": content}], "temperature": 0, **more}
+
+
+def test_unifiedreward_answers_a_sentence_that_its_client_reads(http):
+    where = "/unifiedreward/v1/chat/completions"
+    for prompt, score in (("ab", 2.2), ("[a]", 3.2)):
+        answer = http.post(where, json=chat(prompt, picture(51, form="PNG"))).json()
+        (found,) = re.findall(r"Final Score:\s*([1-5](?:\.\d+)?)", answer["choices"][0]["message"]["content"])
+        assert abs(float(found) - score) < 5e-3
+    good = chat("ab", picture(51))
+    content = good["messages"][0]["content"]
+    for wrong in (
+        chat("", picture(51)),  # 0.2: its client would make 0.0 of it
+        chat("abcdef", picture(51)),  # 6.2: of 6 and more, too
+        chat("ab", picture(0)),
+        chat("ab", b"x"),
+        {**good, "messages": []},
+        {**good, "messages": good["messages"] * 2},
+        {**good, "messages": [{"content": "text"}]},
+        {**good, "messages": [{"content": content[:1]}]},
+        {**good, "messages": [{"content": [*content, {"type": "audio"}]}]},
+        {
+            **good,
+            "messages": [{"content": [{**content[0], "image_url": {"url": "http://127.0.0.1/a.png"}}, content[1]]}],
+        },
+        {},
+    ):
+        answer = http.post(where, json=wrong)
+        assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"], answer.text
+    assert http.get("/unifiedreward/v1/models").json()["data"][0]["id"] == "brightness_and_prompt"
 
 
 def sent_by_cosmos(pictures: np.ndarray, **more) -> bytes:

@@ -389,7 +389,7 @@ def _numbered(models: Any) -> Any:
 
 
 _PICKLED = ("flow_grpo", "verl_omni")  # dialects whose clients send pickles
-_SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory", "cosmos")
+_SPOKEN = (*_PICKLED, "openrlhf", "slime", "unirl", "flow_factory", "cosmos", "unifiedreward")
 
 
 class DialectSettings(_Strict):

@@ -87,7 +87,7 @@ class Cosmos:
             raise Busy(f"{len(self._sent)} requests with {waiting} bytes of pictures are held: ask again later")
         key = str(uuid.uuid4())
         columns = {"prompt": prompts, "text": prompts}
-        scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), list(pictures))))
+        scoring = asyncio.create_task(self._scored(Request(columns, len(pictures), {"image": list(pictures)})))
         self._sent[key] = _Sent(scoring, pictures.nbytes, self._clock())
         return Response(json.dumps({"uuid": key}), media_type=MEDIA)
 

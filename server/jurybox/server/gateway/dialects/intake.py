@@ -62,13 +62,14 @@ class Request:
 
     Attributes:
         columns: values of each field, n of each.
-        pictures: n for the field "image": encoded ones, bytes or base64 text, or uint8 (height, width, 3).
+        pictures: of fields that are pictures ("image", "source", ...) n each: encoded ones, bytes or base64 text, or
+            uint8 (height, width, 3); of "video" lists of such, the frames, all of one size.
         told: more of the request, for its answer.
     """
 
     columns: Mapping[str, Any]
     n: int
-    pictures: Sequence[Any] | None = None
+    pictures: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     told: Any = None
 
 
@@ -113,6 +114,7 @@ class Intake:
         self._pool = pool
         self._juror = Juror(address=address, **juror)
         self._size = size
+        self._named = {name for name in (juror.get("inputs") or {}).values() if type(name) is str}
 
     async def score(self, request: Request) -> Scores:
         """The scores of a request's rows. Raises Unscored if a row has none.
@@ -132,8 +134,8 @@ class Intake:
             Timeout, Busy, ServerGone, ModelNotFound, Refused.
         """
         _check_rows(request)
-        images = None if request.pictures is None else await self._decoded(request.pictures)
-        return await self._sent(request, images)()
+        decoded = {name: await self._decoded(pictures) for name, pictures in request.pictures.items()}
+        return await self._sent(request, decoded)()
 
     async def score_body(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Scores]:
         """As `rows_of_body`; raises as `score` where a row has no score."""
@@ -158,19 +160,21 @@ class Intake:
     def _begun(self, read: Callable[[bytes], Request], body: bytes) -> tuple[Request, Waiting | None]:
         request = read(body)
         _check_rows(request)
-        if request.pictures is None:
-            return request, self._sent(request, None)
-        return request, self._sent(request, self._several(request.pictures)) if len(request.pictures) == 1 else None
+        if request.n > 1 and request.pictures:
+            return request, None
+        return request, self._sent(request, {name: self._several(some) for name, some in request.pictures.items()})
 
-    def _sent(self, request: Request, images: Sequence[Any] | None) -> Waiting:
+    def _sent(self, request: Request, decoded: Mapping[str, Sequence[Any]]) -> Waiting:
         """Ask for the rows whose pictures could be decoded; what is returned waits for all rows' scores."""
         found, good, given = Found([""] * request.n), list(range(request.n)), dict(request.columns)
-        if images is not None:
-            found = Found(image if isinstance(image, str) else "" for image in images)
-            good = [i for i, image in enumerate(images) if not isinstance(image, str)]
-            if len(good) < request.n:
-                given = {name: [values[i] for i in good] for name, values in given.items()}
-            given["image"] = [images[i] for i in good]
+        for images in decoded.values():
+            for i, image in enumerate(images):
+                if isinstance(image, str):
+                    found[i] = image
+        given |= decoded
+        if any(found):
+            good = [i for i, why in enumerate(found) if not why]
+            given = {name: [values[i] for i in good] for name, values in given.items()}
         waiting = self._juror.ask(given, len(good)) if good else None
 
         async def scored() -> Found:
@@ -210,12 +214,18 @@ class Intake:
         with suppress(Error):
             await self._juror.scores_async({}, 0)
 
+    def takes(self, name: str) -> bool:
+        """Whether an input of the model is said to be this field: of what is not sent unless it is wanted."""
+        return name in self._named
+
     def close(self) -> None:
         """Release the lane."""
         self._juror.close()
 
     def _picture(self, given: Any) -> NDArray[np.uint8] | NoPicture:
-        """Decode a picture; returns the reason where it cannot be decoded."""
+        """Decode a picture, or the frames of a video; returns the reason where it cannot be decoded."""
+        if type(given) is list:
+            return self._video(given)
         if isinstance(given, np.ndarray):
             if self._fits(given) or self._size is None:
                 return given
@@ -224,6 +234,20 @@ class Intake:
             return decoded(encoded_bytes(given), self._size)
         except SpecMismatch as error:
             return NoPicture(error)
+
+    def _video(self, frames: list[Any]) -> NDArray[np.uint8] | NoPicture:
+        """(frames, height, width, 3) of encoded frames, bounded as one picture is."""
+        pictures: list[NDArray[np.uint8]] = []
+        for frame in frames:
+            picture = self._picture(frame) if type(frame) is not list else NoPicture("a frame is a list")
+            if isinstance(picture, NoPicture):
+                return NoPicture(f"frame {len(pictures)}: {picture}")
+            if pictures and picture.shape != pictures[0].shape:
+                return NoPicture(f"frames of {pictures[0].shape} and {picture.shape}, expected all of one size")
+            if (len(pictures) + 1) * picture.size > 3 * MOST_PIXELS:
+                return NoPicture(f"a video of more than {MOST_PIXELS} pixels in its frames")
+            pictures.append(picture)
+        return np.stack(pictures) if pictures else NoPicture("a video without frames")
 
 
 def _check_rows(request: Request) -> None:

@@ -12,7 +12,6 @@ from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatc
 from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, listed
 
 MEDIA = "application/json"
-_NOT_SERVED = ("video", "condition_images", "condition_videos")
 _METRIC = "score"
 
 
@@ -81,22 +80,41 @@ async def flow_factory(intake: Intake, body: bytes) -> Response:
     """Flow-Factory's remote reward: JSON with PNG pictures in base64.
 
         {"prompt": [str, ...], "image": [base64, ...], "video": null, ...} -> {"rewards": [float, ...]}
+        with "video": [[base64, ...], ...], the frames, and "condition_images": [[base64], ...], the field source
 
     An "error" that comes with status 200 stops its training with our text; any other status is repeated three times
     without a pause, and its text is lost.
     """
-    _, scores = await intake.score_body(_flow_factory, body)
+    _, scores = await intake.score_body(lambda body: _flow_factory(intake, body), body)
     rewards = json.dumps({"rewards": scores.values}, allow_nan=False)
     return Response(rewards, 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
 
 
-def _flow_factory(body: bytes) -> Request:
+def _flow_factory(intake: Intake, body: bytes) -> Request:
     given = read(body)
     prompts = listed(given, "prompt")
-    if others := [name for name in _NOT_SERVED if given.get(name)]:
-        raise Refused(f"{', '.join(others)} came: pictures and prompts alone are scored here", Code.UNSUPPORTED)
-    pictures = listed(given, "image", len(prompts)) if given.get("image") is not None else None
-    return Request({"prompt": prompts, "text": prompts}, len(prompts), pictures)
+    n = len(prompts)
+    if given.get("condition_videos"):
+        raise Refused("condition_videos came: videos that condition a sample are not scored here", Code.UNSUPPORTED)
+    pictures = {name: listed(given, name, n) for name in ("image", "video") if given.get(name) is not None}
+    if not all(type(frames) is list for frames in pictures.get("video", ())):
+        raise SpecMismatch("expected a list of frames for each sample in 'video'")
+    if given.get("condition_images"):
+        pictures["source"] = [_only_condition(one) for one in listed(given, "condition_images", n)]
+    for name in ("video", "source"):
+        if name in pictures and not intake.takes(name):
+            came = "condition_images" if name == "source" else name
+            raise Refused(
+                f"{came} came: the model scores none. For one that does: inputs = {{INPUT = {name!r}}}",
+                Code.UNSUPPORTED,
+            )
+    return Request({"prompt": prompts, "text": prompts}, n, pictures)
+
+
+def _only_condition(given: Any) -> Any:
+    if type(given) is not list or len(given) != 1:
+        raise Refused("expected one picture for each sample in 'condition_images'", Code.UNSUPPORTED)
+    return given[0]
 
 
 def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
@@ -116,7 +134,8 @@ async def unirl(intake: Intake, body: bytes) -> Response:
 
     A panel's members are rewards, too. The client makes one number of all that stands beside a score (the first, the
     mean or the greatest), so nothing does. It repeats what is not 2xx three times, and stops at a sample with an error.
-    The last turn is scored; a file name on the server's host ("video_path") is never opened.
+    The last turn is scored, as an edit of the first turn's picture where the dialect's inputs name "source"; a file
+    name on the server's host ("video_path") is never opened.
     """
     request, found = await intake.rows_of_body(lambda body: _unirl(intake, body), body)
     required: list[list[str]] = request.told
@@ -145,9 +164,20 @@ def _unirl(intake: Intake, body: bytes) -> Request:
         raise ProtocolMismatch("some samples came with a picture and some without: send them apart", Code.MALFORMED)
     texts = [turn.get("text") or "" for turn in turns]
     metadata = [json.dumps(request.get("metadata")) for request in requests]
-    pictures = [turn["image_b64"] for turn in turns] if any(seen) else None
+    pictures = {"image": [turn["image_b64"] for turn in turns]} if any(seen) else {}
+    if intake.takes("source"):
+        pictures["source"] = [_source(request) for request in requests]
     columns = {"text": texts, "prompt": texts, "metadata": metadata}
     return Request(columns, len(turns), pictures, [request["required_rewards"] for request in requests])
+
+
+def _source(request: dict[str, Any]) -> str:
+    """The picture before its edit: that of the first of two turns."""
+    first = request["history"][0]
+    if len(request["history"]) < 2 or type(first) is not dict or type(first.get("image_b64")) is not str:
+        raise ProtocolMismatch("expected two turns with image_b64, the picture before its edit first", Code.MALFORMED)
+    source: str = first["image_b64"]
+    return source
 
 
 def _last_turn(intake: Intake, request: Any) -> dict[str, Any]:

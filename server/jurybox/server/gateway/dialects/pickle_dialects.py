@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Response
 
-from jurybox.protocol.errors import Code, Refused, SpecMismatch, said
+from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Scores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
 
@@ -61,7 +61,7 @@ def _geneval(intake: Intake, given: dict[str, Any], told: dict[str, Any]) -> Req
     except (TypeError, ValueError) as error:
         raise SpecMismatch(f"expected plain values in 'meta_datas': {said(error, 200)}") from error
     columns = {"prompt": prompts, "text": prompts, "metadata": metadata}
-    return Request(columns, len(pictures), pictures, (tags, told.get("only_strict")))
+    return Request(columns, len(pictures), {"image": pictures}, (tags, told.get("only_strict")))
 
 
 def _judged(told: tuple[list[Any], Any], scores: Scores) -> Response:
@@ -103,12 +103,30 @@ def _asked(intake: Intake, given: dict[str, Any], told: Any) -> Request:
     """The pictures of a request, with their prompts if it has any; GenEval's, where it is told of metadata."""
     if type(told) is dict and "meta_datas" in told:
         return _geneval(intake, given, told)
-    pictures = listed(given, "images")
-    n = len(pictures)
+    pictures, n = _pictures(intake, given)
     columns = {"prompt": listed(given, "prompts", n)} if "prompts" in given else {}
     if not all(type(prompt) is str for prompt in columns.get("prompt", ())):
         raise SpecMismatch("expected prompts of text", Code.SPEC_MISMATCH)
     return Request(columns, n, pictures)
+
+
+def _pictures(intake: Intake, given: dict[str, Any]) -> tuple[dict[str, list[Any]], int]:
+    """Pictures by field, and how many of each; of an edit they come as a dict of lists, "edited" among them."""
+    if type(given.get("images")) is not dict:
+        pictures = listed(given, "images")
+        return {"image": pictures}, len(pictures)
+    came = given["images"]
+    names = {"image" if name == "edited" else plain(name, 50): name for name in came}
+    if strange := [name for name in names if name != "image" and not intake.takes(name)]:
+        raise Refused(
+            f"pictures {', '.join(map(repr, came))} of an edit came: name {strange[0]!r} in the dialect's inputs, or "
+            "send the edited ones alone",
+            Code.UNSUPPORTED,
+        )
+    if not names:
+        raise SpecMismatch("expected pictures, came an empty dict")
+    n = len(listed(came, next(iter(came))))
+    return {name: listed(came, key, n) for name, key in names.items()}, n
 
 
 def refusal(why: str) -> tuple[bytes, str]:
@@ -120,6 +138,8 @@ async def verl_omni(intake: Intake, body: bytes) -> Response:
     """The HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
 
         {"images": [bytes, ...], "prompts": [str, ...], "metadata": {...}} -> {"scores": [float, ...]}
+        the same with {"edited": [bytes, ...], NAME: [bytes, ...]} as images (deepgen_rl's edits): "edited" is the field
+            image, every other must be named in the dialect's inputs
         the same with "meta_datas" and "only_strict" in the metadata (deepgen_rl's gen_eval) -> as `_geneval`
 
     verl-omni asks again after 408, 429 and 5xx; any other 4xx stops with the text of "error". Bodies of errors are

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
 from jurybox.server.gateway.app import NeverCached
-from jurybox.server.gateway.dialects import cosmos, json_dialects, pickle_dialects
+from jurybox.server.gateway.dialects import chat, cosmos, json_dialects, pickle_dialects
 from jurybox.server.gateway.dialects.intake import Intake, thread_pool
 from jurybox.server.logs import Log
 
@@ -54,6 +54,7 @@ _DIALECTS = {
     # Its client raises the text of an error that comes with 200, and repeats anything else without it.
     "flow_factory": Dialect(_at("/compute", json_dialects.flow_factory), json_dialects.refusal, status=200),
     "unirl": Dialect(_at("/score", json_dialects.unirl), json_dialects.unirl_refusal, about=json_dialects.unirl_about),
+    "unifiedreward": Dialect(_at(chat.PATH, chat.unifiedreward), chat.refusal, about=chat.about),
     "cosmos": Dialect(lambda intake, log: cosmos.Cosmos(intake, log).answers(), cosmos.refusal),
 }
 # The server is busy, or an engine is starting: the same request may be answered a moment later.

@@ -1,0 +1,93 @@
+"""Flow-GRPO's UnifiedReward: an OpenAI chat of one picture and one question for the sentence "Final Score: X".
+
+    POST v1/chat/completions   {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:image;..."}},
+                                                          {"type": "text", "text": str}]}], ...}
+        -> {"choices": [{"message": {"content": "Final Score: 3.5"}}], ...}
+
+Its client takes X where it is 1 to 5 and makes 0.0 of anything else, so the juror's scores are on that scale, and one
+that is not gets an error status, which ends the training with the reason. It asks twice more after 408, 409, 429, 5xx.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from fastapi import Response
+
+from jurybox.protocol.errors import Code, ProtocolMismatch, SpecMismatch, plain
+from jurybox.server.gateway.dialects.intake import VERSION_HEADER, Intake, Request, Unscored
+from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
+
+PATH = "/v1/chat/completions"
+_LEAST, _MOST = 1.0, 5.0
+_CAPTION = "Text Caption: ["  # before the prompt, in the client's question
+_SPOKEN = "expected a chat of one message with a picture (image_url) and a text"
+
+
+async def unifiedreward(intake: Intake, body: bytes) -> Response:
+    """Answer one question. Raises ProtocolMismatch, SpecMismatch, Unscored, and what `Intake.score_body` raises."""
+    request, scores = await intake.score_body(_asked, body)
+    (score,) = scores.values
+    if not _LEAST <= score <= _MOST:
+        raise Unscored(
+            f"the score is {score:g}, expected {_LEAST:g} to {_MOST:g}: the client would read anything else as 0"
+        )
+    answer = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.told,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": f"Final Score: {score:.6f}"},
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+    return Response(json.dumps(answer), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+
+
+def refusal(why: str) -> tuple[bytes, str]:
+    """A body that says why there is no answer, and its media type."""
+    return json.dumps({"error": {"message": why, "type": "invalid_request_error"}}).encode(), MEDIA
+
+
+def about(intake: Intake) -> dict[str, dict[str, Any]]:
+    """What is told of the server."""
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "jurybox"} for name in intake.rewards]
+    return {"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": models}}
+
+
+def _asked(body: bytes) -> Request:
+    given = read(body)
+    messages = given.get("messages")
+    if type(messages) is not list or len(messages) != 1 or type(messages[0]) is not dict:
+        raise ProtocolMismatch(_SPOKEN, Code.MALFORMED)
+    parts = messages[0].get("content")
+    if type(parts) is not list or not all(type(part) is dict for part in parts):
+        raise ProtocolMismatch(_SPOKEN, Code.MALFORMED)
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    pictures = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
+    if len(texts) + len(pictures) != len(parts) or len(texts) != 1 or len(pictures) != 1:
+        raise ProtocolMismatch(_SPOKEN, Code.MALFORMED)
+    (text,), (picture,) = texts, pictures
+    url = picture.get("url") if type(picture) is dict else None
+    if type(text) is not str or type(url) is not str:
+        raise ProtocolMismatch(_SPOKEN, Code.MALFORMED)
+    if not url.startswith("data:"):
+        raise SpecMismatch(f"expected the picture itself, data:image;base64,..., came {plain(url, 50)!r}")
+    columns = {"prompt": [_caption(text)], "text": [text]}
+    return Request(columns, 1, {"image": [url]}, plain(given.get("model", ""), 100))
+
+
+def _caption(text: str) -> str:
+    """The prompt in the client's question; of another question all of it."""
+    start = text.find(_CAPTION)
+    if start < 0 or not text.endswith("]"):
+        return text
+    return text[start + len(_CAPTION) : -1]
