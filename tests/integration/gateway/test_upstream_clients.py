@@ -17,12 +17,16 @@ from tests.serving import serving
 
 MODELS = {
     name: {"factory": f"tests.reward_models:{name}", "max_batch": 32, "rows": 512, "lane_rows": 32}
-    for name in ("brightness", "brightness_and_prompt", "judged")
+    for name in ("brightness", "brightness_and_prompt", "judged", "changed", "frames")
 }
 DIALECTS = {
     "flow_grpo": {"model": "brightness", "output": "score", "port": 0},
     "geneval": {"speaks": "flow_grpo", "model": "geneval", "port": 0},
     "verl_omni": {"model": "brightness_and_prompt", "output": "score"},
+    "edited": {"speaks": "verl_omni", "model": "changed", "output": "score", "inputs": {"source": "source"}},
+    "unifiedreward": {"model": "brightness_and_prompt", "output": "score", "resize": [64, 64]},  # it sends 512 x 512
+    "flow_factory": {"model": "changed", "output": "score", "inputs": {"source": "source"}},
+    "films": {"speaks": "flow_factory", "model": "frames", "output": "score", "inputs": {"video": "video"}},
     "gen_eval": {"speaks": "verl_omni", "model": "geneval"},
 }
 PANEL = """
@@ -69,18 +73,54 @@ def test_flow_grpo(server, monkeypatch):
     assert told["strict_accuracy"] == [0.0, 1.0] and told["colors_strict_accuracy"] == [-10.0, 1.0]
 
 
+def test_unifiedreward_of_flow_grpo(server, monkeypatch):
+    """Its address is a constant, too; nothing else is changed."""
+    rewards = pytest.importorskip("flow_grpo.rewards", reason="flow_grpo is not installed")
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    real, where = openai.AsyncOpenAI, f"http://{server.listening('http')}/dialects/unifiedreward/v1"
+    monkeypatch.setattr(openai, "AsyncOpenAI", lambda base_url, **more: real(base_url=where, **more))
+    asked = rewards.unifiedreward_score_sglang("cpu")
+    pictures = torch.stack([torch.full((3, 64, 64), value / 255) for value in (51, 102)])
+    scores, _ = asked(pictures, ["ab", "abc"], {})
+    assert np.allclose(scores, [2.2 / 5, 3.4 / 5], atol=1e-3)
+    with pytest.raises(openai.APIStatusError, match="expected 1 to 5"):
+        asked(pictures[:1], [""], {})
+
+
+def test_flow_factory(server):
+    module = "flow_factory.rewards.my_reward_remote"
+    remote = pytest.importorskip(module, reason="flow_factory is not installed")
+    base = f"http://{server.listening('http')}/dialects"
+    images = [Image.new("RGB", (32, 32), (value,) * 3) for value in (51, 153)]
+    client = remote.RemoteRewardClient(f"{base}/flow_factory")
+    assert client.health_check()
+    found = client.compute(["a", "b"], images[::-1], condition_images=[[images[0]]] * 2)
+    assert np.allclose(found, [0.4, 0.0], atol=1e-3)
+    with pytest.raises(RuntimeError, match="source"):
+        client.compute(["a", "b"], images)
+    found = remote.RemoteRewardClient(f"{base}/films").compute(["a"], video=[images])
+    assert np.allclose(found, [2.4], atol=1e-3)
+
+
 def test_deepgen_rl(server):
     module = "deepgen_rl.reward_evaluator.reward_evaluator"
     evaluator = pytest.importorskip(module, reason="deepgen_rl is not installed")
     base = f"http://{server.listening('http')}/dialects"
     client = evaluator.RewardEvaluatorClient(
-        {"aesthetic": f"{base}/verl_omni/", "threads": f"{base}/verl_omni/", "gen_eval": f"{base}/gen_eval/"},
+        {
+            "aesthetic": f"{base}/verl_omni/",
+            "threads": f"{base}/verl_omni/",
+            "gen_eval": f"{base}/gen_eval/",
+            "editreward": f"{base}/edited/",
+        },
         {"threads": 2},
     )
     images = [Image.new("RGB", (32, 32), (value,) * 3) for value in (102, 153)]
     for name in ("aesthetic", "threads"):
         found = client.evaluate(name, images, ["ab", "abc"])
         assert np.allclose(found["scores"] if isinstance(found, dict) else found, [2.4, 3.6], atol=1e-3)
+    found = client.evaluate("editreward", {"source": images[:1] * 2, "edited": images}, ["a", "b"])
+    assert np.allclose(found["scores"] if isinstance(found, dict) else found, [0.0, 0.2], atol=1e-3)
     judged = client.evaluate("gen_eval", images, ["a", "b"], {"meta_datas": TOLD, "only_strict": False})
     assert judged["rewards"] == [1.0, 1.0] and judged["group_rewards"]["colors"] == [-10.0, 1.0]
     with pytest.raises(RuntimeError, match="422"):

@@ -6,6 +6,7 @@
 
 Its client takes X where it is 1 to 5 and makes 0.0 of anything else, so the juror's scores are on that scale, and one
 that is not gets an error status, which ends the training with the reason. It asks twice more after 408, 409, 429, 5xx.
+It makes an event loop for each step and keeps its connections, which break in the next one: none is kept open here.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ async def unifiedreward(intake: Intake, body: bytes) -> Response:
         ],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
-    return Response(json.dumps(answer), 200, {VERSION_HEADER: str(scores.version)}, MEDIA)
+    headers = {VERSION_HEADER: str(scores.version), "Connection": "close"}
+    return Response(json.dumps(answer), 200, headers, MEDIA)
 
 
 def refusal(why: str) -> tuple[bytes, str]:
