@@ -61,7 +61,7 @@ def beside_torchrl(what: str, rates: Rates) -> list[Goal]:
     return [
         Goal(f"{what}: {column}, times TorchRL's", rates["jurybox"][column] / rates[peer][column], 1.0)
         for peer, column in pairs
-        if peer in rates
+        if column in rates.get(peer, {}) and column in rates["jurybox"]
     ]
 
 
@@ -74,7 +74,7 @@ def of_small(small: Rates) -> list[Goal]:
         Goal("168 B: sample 256, part of the gather (one thread)", own["sample 256, reused/1"], 0.6, unit="%"),
         Goal("168 B: sample 256, part of the gather (two threads)", own["sample 256, reused/2"], 0.6, unit="%"),
     ]
-    if "cpprb" in small:
+    if "cpprb" in small and "prioritized, fresh" in own:
         times = own["prioritized, fresh"] / small["cpprb"]["prioritized, fresh"]
         goals.append(Goal("168 B: prioritised sample and update, fresh, times cpprb", times, 3.0))
     return goals + beside_torchrl("168 B", small)
