@@ -55,7 +55,11 @@ def part(name: str, files: Sequence[Path], page: Path = PAGE) -> str:
             lines += [*crossover.tables(results), cited(results), ""]
         else:
             lines += [cited(results), "", _picture(drawn, "throughput and p99 over clients", page), ""]
-            lines += [*report.cases(results, "###"), *report.missing(results, "###")]
+            lines += [
+                *report.cases(results, "###"),
+                *report.missing(results, "###"),
+                *report.goal_table(results, "###"),
+            ]
     return "\n".join([*lines, f"<!-- end of {name} -->"])
 
 

@@ -39,13 +39,8 @@ def _page(results: Results, drawn: Path | None) -> list[str]:
     if drawn:
         lines += [f"![throughput and p99 over clients]({drawn.name})", ""]
     lines += cases(results, "##")
-    lines += ["## Goals", "", "| goal | asked | found | |", "| --- | --- | --- | --- |"]
-    for goal in goals(results):
-        asked = f"{'at least' if goal.at_least else 'at most'} {goal.bound:g} {goal.unit}"
-        found = "not measured" if goal.found is None else f"{goal.found:.2f} {goal.unit}"
-        verdict = {True: "met", False: "not met", None: ""}[goal.met]
-        lines.append(f"| {goal.says} | {asked} | {found} | {verdict} |")
-    lines += ["", "## Versions", "", "| contender | versions |", "| --- | --- |"]
+    lines += goal_table(results, "##")
+    lines += ["## Versions", "", "| contender | versions |", "| --- | --- |"]
     for name, versions in about["versions"].items():
         lines.append(f"| {name} | {', '.join(f'{package} {version}' for package, version in versions.items())} |")
     lines += ["", *missing(results, "##")]
@@ -63,6 +58,18 @@ def cases(results: Results, heading: str) -> list[str]:
         if counts:
             lines += _case(results, case, counts, heading)
     return lines
+
+
+def goal_table(results: Results, heading: str) -> list[str]:
+    """What was to be reached and whether it was, of the goals that the run has figures for."""
+    lines = [f"{heading} Goals", "", "| goal | asked | found | |", "| --- | --- | --- | --- |"]
+    for goal in goals(results):
+        if goal.found is not None:
+            asked = f"{'at least' if goal.at_least else 'at most'} {goal.bound:g} {goal.unit}"
+            lines.append(
+                f"| {goal.says} | {asked} | {goal.found:.2f} {goal.unit} | {'met' if goal.met else 'not met'} |"
+            )
+    return [*lines, ""] if len(lines) > 4 else []
 
 
 def missing(results: Results, heading: str) -> list[str]:
