@@ -223,3 +223,36 @@ def test_a_hill_climber_improves_every_held_out_photo_and_random_edits_do_not(ma
     randomly = evaluate(environment, RandomEdits(0), range(2))
     assert climbed.improvement > 0.15 and climbed.improved_share == 1.0
     assert randomly.improvement < climbed.improvement / 2
+
+
+def test_with_a_price_an_intact_photo_is_best_left_alone(make):
+    class Content:
+        """Finds every picture as good as any other."""
+
+        def __init__(self):
+            self.buffer = np.zeros((384, 384, 3), np.uint8)
+
+        def score(self):
+            return 0.5
+
+        def close(self):
+            pass
+
+    environment = make(scorer=Content(), price=0.01)
+    environment.reset(seed=4, options={"intact": True})
+    assert environment.step(np.zeros(9, np.float32))[1] == 0.0
+    for tool in range(9):
+        environment.reset(seed=4, options={"intact": True})
+        action = np.zeros(9, np.float32)
+        action[tool] = 1.0
+        assert environment.step(action)[1] < 0.0
+
+
+def test_the_price_is_of_the_distance_and_comes_back_with_the_edit(make, actions):
+    free, priced = rollout(make(), 1, actions), rollout(make(price=0.01), 1, actions)
+    environment = make(price=0.01)
+    rollout(environment, 1, actions)
+    paid = sum(step[1] for step in free) - sum(step[1] for step in priced)
+    assert paid == pytest.approx(10.0 * 0.01 * environment.moved())
+    back = rollout(make(price=0.01), 1, [actions[0] / 4, -actions[0] / 4])
+    assert sum(step[1] for step in back) == pytest.approx(0.0, abs=0.02)

@@ -221,7 +221,8 @@ def juror_of(
 TRAINING = Training("photo", PhotoTraining, _work)
 
 
-JUROR = "jurybox.server.jurors:panel"
+JUROR = "jurybox.server.jurors:jury"
+PRICE = 0.004  # of the score, for each unit of CIELAB: a photo that has no fault gains less by the panel's taste
 STEPS = 5120
 DAMAGES = 24
 # So short a training needs many small updates; the usual 4000 steps would leave it one.
@@ -237,11 +238,13 @@ def settings(
     workers: int = WORKERS,
     damages: int = DAMAGES,
     address: str | None = None,
+    photos: str | None = None,
+    price: float = PRICE,
 ) -> PhotoTraining:
     """The demo's settings: the training's, with a rollout of 256 steps instead of 4000."""
     return PhotoTraining.checked(
         {
-            "environment": PhotoConfig(address=address),
+            "environment": PhotoConfig(address=address, photos=photos, price=price),
             "seed": seed,
             "steps": steps,
             "seconds": seconds,

@@ -56,6 +56,12 @@ def psnr(picture: Image, reference: Image) -> float:
     return _HIGHEST_PSNR if error == 0 else min(_HIGHEST_PSNR, float(10.0 * np.log10(255.0**2 / error)))
 
 
+def distance(one: Image, other: Image) -> float:
+    """The mean distance in CIELAB of two small pictures of one size: what CIEDE2000 refines, in a fifth of its time."""
+    first, second = (cv2.cvtColor(each.astype(np.float32) / 255, cv2.COLOR_RGB2LAB) for each in (one, other))
+    return float(np.linalg.norm(first - second, axis=2).mean())
+
+
 def measure(picture: Image, reference: Image, perceptual: Perceptual | None = None) -> dict[str, float]:
     """What tells a picture from its registered reference, both uint8 (side, side, 3).
 

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 
 from jurybox.training.environments.photo import observation
-from jurybox.training.environments.photo.audit import psnr, registered
+from jurybox.training.environments.photo.audit import distance, psnr, registered
 from jurybox.training.environments.photo.edits import TOOLS, Degradation, Edits, Image, apply, degrade, draw
 from jurybox.training.environments.photo.photos import Photo, PhotoLibrary, Split
 from jurybox.training.environments.photo.scorer import LocalScorer, Scorer, ServerScorer
@@ -24,6 +24,8 @@ Action = npt.NDArray[np.float32]
 
 # What an action of 1 moves, in the units of Edits: about half of what a typical fault asks for.
 STEP_SIZES = np.array([0.8, 0.5, 0.6, 0.5, 0.25, 0.4, 8.0, 2.0, 0.1])
+_PER_DEGREE, _PER_STOP_OF_CROP = 0.3, 5.0  # what turning and cropping count, in units of CIELAB
+_SMALL = 96  # pixels of the picture that the distance from the input is measured at
 AUDITED = 4  # one episode of so many is audited, which takes as long as half of its scores
 
 
@@ -40,7 +42,9 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
     **Observations** are the flat vector of :mod:`.observation`: statistics, the recipe, time, score, a small view.
 
     **Rewards** are ``reward_scale * (score after - score before)`` in shares of ``score_range``. They sum to the whole
-    improvement, and a step that helps pays at once, so a small discount (0 to 0.5) learns fastest.
+    improvement, and a step that helps pays at once, so a small discount (0 to 0.5) learns fastest. With a ``price``
+    the score is taken less the price of what the edits moved so far, so that an edit pays only if the juror finds the
+    picture better by more than that, and to leave an intact photo alone pays best.
 
     **The end**: an episode has exactly ``steps`` steps, and this is ``terminated``, never ``truncated``. The number of
     steps is part of the task, the time left is in the observation, and no reward lies beyond the end; a learner that
@@ -60,6 +64,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         strength: how badly photos are damaged; 1 is ordinary.
         reward_scale: see above.
         score_range: the juror's ordinary lowest and highest score; only a scale, scores beyond it are fine.
+        price: score that is paid for each unit of CIELAB (about a just noticeable difference of colour) that the edits
+            move the picture away from the one that came in, see `moved`.
         seed: seeds the first episode and what follows, until ``reset(seed=...)`` says otherwise.
         render_mode: "rgb_array" or None.
     """
@@ -80,11 +86,14 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         seed: int | None = None,
         render_mode: str | None = None,
         auditors: Mapping[str, Scorer] | None = None,
+        price: float = 0.0,
     ) -> None:
         if steps < 1:
             raise ValueError(f"expected at least one edit step, got steps={steps}")
         if not score_range[0] < score_range[1]:
             raise ValueError(f"expected score_range to be (lowest, highest), got {score_range}")
+        if not price >= 0.0:
+            raise ValueError(f"expected a price of 0 or more, got {price}")
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"expected render_mode to be 'rgb_array' or None, got {render_mode!r}")
         self.scorer = scorer
@@ -94,6 +103,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self.steps = steps
         self.strength = strength
         self.reward_scale = reward_scale
+        self.price = price
         self.render_mode = render_mode
         self.observation_space = cast("spaces.Space[observation.Observation]", observation.space())
         self.action_space = cast("spaces.Space[Action]", spaces.Box(-1.0, 1.0, (len(TOOLS),), np.float32))
@@ -101,12 +111,13 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._lowest, self._span = score_range[0], score_range[1] - score_range[0]
         self._photo: Photo | None = None
         self._damaged: Image | None = None
+        self._small: Image | None = None
         self._undamaged: Image | None = None
         self._episodes = 0
         self._degradation = Degradation()
         self._edits = Edits()
         self._taken = 0
-        self._score = self._score_before = 0.0
+        self._score = self._score_before = self._paid = 0.0
         if seed is not None:
             self.np_random, self._np_random_seed = seeding.np_random(seed)
 
@@ -135,7 +146,9 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._episodes += 1
         self._edits = Edits()
         self._taken = 0
+        self._small = _shrunk(self._damaged)
         self._score = self._score_before = self._rendered_score()
+        self._paid = 0.0
         return self._observation(), self._info()
 
     def step(self, action: Action) -> tuple[observation.Observation, float, bool, bool, dict[str, Any]]:
@@ -147,8 +160,9 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             raise ValueError(f"expected an action of {len(TOOLS)} finite numbers in [-1, 1], got {action!r}")
         self._edits = self._edits.moved(np.clip(moves, -1.0, 1.0) * STEP_SIZES)
         self._taken += 1
-        before, self._score = self._score, self._rendered_score()
-        reward = self.reward_scale * (self._score - before) / self._span
+        before, self._score = self._score - self._paid, self._rendered_score()
+        self._paid = self.price * self.moved() if self.price else 0.0
+        reward = self.reward_scale * (self._score - self._paid - before) / self._span
         over = self._taken == self.steps
         seen, info = self._observation(), self._info()
         if over and self._episodes % AUDITED == 0:
@@ -166,6 +180,19 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         if self._damaged is None:
             raise RuntimeError("there is no picture yet: call reset() first")
         return apply(self._damaged, self._edits)
+
+    def moved(self) -> float:
+        """How far the edits moved the picture in the scorer's buffer from the one that came in.
+
+        The mean distance in CIELAB of the two, turned and enlarged alike; each degree of turning and each stop of crop
+        count beside it. 0 without edits.
+        """
+        assert self._small is not None
+        turned = Edits(straighten=self._edits.straighten, crop=self._edits.crop)
+        colours = (
+            distance(_shrunk(self.scorer.buffer), apply(self._small, turned)) if any(self._edits.vector()) else 0.0
+        )
+        return colours + _PER_DEGREE * abs(turned.straighten) + _PER_STOP_OF_CROP * turned.crop
 
     @property
     def photos(self) -> tuple[str, ...]:
@@ -213,6 +240,10 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         }
 
 
+def _shrunk(picture: Image) -> Image:
+    return np.asarray(cv2.resize(picture, (_SMALL, _SMALL), interpolation=cv2.INTER_AREA), np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class PhotoConfig:
     """Settings of an environment as strings and numbers, which can be sent to a worker.
@@ -230,6 +261,7 @@ class PhotoConfig:
         strength: how badly photos are damaged.
         reward_scale: reward for rising through the whole range of scores.
         lowest_score, highest_score: the juror's ordinary range.
+        price: score that each unit of CIELAB costs by which the edits move the picture; 0: edits are free.
         seed: environment i is seeded ``seed + i``.
         audit: jurors that are asked and logged and never rewarded: by name, the factory of each. With "server" it is
             the server's model of that name, and where there is none, it is loaded there for the time of the training.
@@ -249,6 +281,7 @@ class PhotoConfig:
     reward_scale: float = 10.0
     lowest_score: float = 0.0
     highest_score: float = 1.0
+    price: float = 0.0
     seed: int = 0
     audit: dict[str, str] = field(default_factory=dict)
     audit_models: dict[str, str] = field(default_factory=dict)
@@ -286,6 +319,7 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
         seed=config.seed + index,
         render_mode="rgb_array",
         auditors=make_auditors(config),
+        price=config.price,
     )
 
 

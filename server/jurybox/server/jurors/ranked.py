@@ -1,0 +1,186 @@
+"""A juror that was trained from rankings, and the jury of it and the panel's criteria.
+
+How it was trained, on which photographs, and how often it ranks held-out ones rightly stands in ``docs/photo.md``; the
+weights beside this file are made by ``python -m jurybox.training.recipes.photo_ranking train``.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jurybox.protocol import TensorSpec
+from jurybox.server.engine.process import keep_freed_memory
+from jurybox.server.jurors.criteria import CRITERIA
+from jurybox.server.jurors.panels import Panel, example_images
+from jurybox.server.models import ServedModel
+
+WEIGHTS = Path(__file__).with_name("ranked.safetensors")
+_SIDE = 384
+_AT_ONCE = 4  # images; more leave the cache
+_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_BINS = 8  # of a right angle
+STATISTICS = 7 * 7 + 7 + 7 + 3 + 3 + 6 + 10 + 8
+
+
+class Ranker(nn.Module):
+    """A small network over statistics of a picture: a number that is higher for the less damaged one."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of the statistics, over the pictures of the training: set there.
+        self.register_buffer("mean", torch.zeros(STATISTICS))
+        self.register_buffer("deviation", torch.ones(STATISTICS))
+        self.layers = nn.Sequential(
+            nn.Linear(STATISTICS, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)
+        )
+
+    def rank(self, found: Tensor) -> Tensor:
+        """The number before it is squeezed into 0 to 1: float32 (n,), of statistics (n, STATISTICS)."""
+        scaled = ((found - self.mean) / self.deviation).clamp(-4, 4)
+        ranked: Tensor = self.layers(scaled).squeeze(1)
+        return ranked
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        """``score``, float32 (n,), of images (n, 384, 384, 3) RGB, uint8 or floating point on the same scale."""
+        ranks = torch.cat([self.rank(statistics(part)) for part in torch.split(image, _AT_ONCE)])
+        return {"score": torch.sigmoid(0.5 * ranks)}
+
+
+def statistics(image: Tensor) -> Tensor:
+    """What the ranker looks at: float32 (n, STATISTICS), of images as in `Ranker.forward`.
+
+    - quantiles, mean and deviation of red, green, blue, luma, of the least and the most of the three, and of chroma, at
+      48 pixels; what is clipped at either end;
+    - the cast of the less coloured half (grey-world assumption, without the colours that belong there);
+    - log amplitudes of the details of six octaves, noise, and steps between blocks of 8 pixels over all (JPEG);
+    - the edges' directions, modulo a right angle, in eight bins.
+    """
+    pixels = image.permute(0, 3, 1, 2).float() / 255.0
+    small = F.avg_pool2d(pixels, 4)
+    weights = pixels.new_tensor((0.299, 0.587, 0.114)).view(1, 3, 1, 1)
+    luma = (pixels * weights).sum(1, keepdim=True)
+    return torch.cat(
+        (_colours(F.avg_pool2d(small, 2), weights), _clipped(pixels), _details(luma), _directions(small, weights)),
+        dim=1,
+    )
+
+
+def _colours(small: Tensor, weights: Tensor) -> Tensor:
+    luma = (small * weights).sum(1, keepdim=True)
+    least, most = small.amin(1, keepdim=True), small.amax(1, keepdim=True)
+    planes = torch.cat((small, luma, least, most, most - least), dim=1).flatten(2)
+    ordered = planes.sort(dim=2).values
+    places = [round(share * (ordered.shape[2] - 1)) for share in _QUANTILES]
+    casts = small.flatten(2) - luma.flatten(2)
+    neutral = planes[:, 6] <= ordered[:, 6, ordered.shape[2] // 2].unsqueeze(1)
+    share = neutral.float().mean(1, keepdim=True)
+    cast = (casts * neutral.unsqueeze(1)).mean(2) / share
+    parts = (ordered[:, :, places].flatten(1), planes.mean(2), planes.std(2), casts.mean(2), cast)
+    return torch.cat(parts, dim=1)
+
+
+def _clipped(pixels: Tensor) -> Tensor:
+    flat = pixels[..., ::3, ::3].flatten(2)
+    shares = torch.cat(((flat < 0.012).float().mean(2), (flat > 0.988).float().mean(2)), dim=1)
+    return (shares + 1e-3).log()
+
+
+def _details(luma: Tensor) -> Tensor:
+    found, energies = [], [luma.square().mean((1, 2, 3))]
+    level = luma
+    for _ in range(6):
+        level = F.avg_pool2d(level, 2)
+        energies.append(level.square().mean((1, 2, 3)))
+    # Averaging 2 x 2 pixels is an orthogonal Haar step, so what it loses is the energy of that octave's detail.
+    found = [0.5 * ((finer - coarser).clamp(min=0) + 1e-6).log() for finer, coarser in pairwise(energies)]
+    rows = luma[:, 0, ::4]  # every fourth row tells enough of the noise
+    bent = (rows[..., 2:] - 2 * rows[..., 1:-1] + rows[..., :-2]).abs().flatten(1)[:, ::4]
+    ordered = bent.sort(dim=1).values
+    found += [(ordered[:, round(share * (bent.shape[1] - 1))] + 1e-3).log() for share in (0.2, 0.5, 0.9)]
+    steps = (rows[..., 1:] - rows[..., :-1]).abs()
+    found.append(((steps[..., 7::8].mean((1, 2)) + 1e-3) / (steps.mean((1, 2)) + 1e-3)).log())
+    return torch.stack(found, dim=1)
+
+
+def _directions(small: Tensor, weights: Tensor) -> Tensor:
+    luma = (small * weights).sum(1)
+    right = luma[:, 1:-1, 2:] - luma[:, 1:-1, :-2]
+    down = luma[:, 2:, 1:-1] - luma[:, :-2, 1:-1]
+    strength = torch.hypot(right, down).flatten(1)
+    # A bin's middle lies on the upright, so that a small tilt to either side leaves it.
+    angle = torch.atan2(down, right).flatten(1) * (4 * _BINS / (2 * math.pi)) + 0.5
+    bins = angle.floor().long() % _BINS
+    shares = strength.new_zeros((len(small), _BINS)).scatter_add_(1, bins, strength)
+    return shares / (strength.sum(1, keepdim=True) + 1e-3)
+
+
+class Jury(nn.Module):
+    """Weighted mean of the ranked juror's mark and the panel's."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.ranker, self.share = _trained(), share
+        self.panel = Panel({criterion.name: 1.0 for criterion in CRITERIA})
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        marks = self.panel(image)
+        ranked = self.ranker(image)["score"]
+        score = self.share * ranked + (1.0 - self.share) * marks.pop("score")
+        return {"score": score, "ranked": ranked, **marks}
+
+
+def _trained() -> Ranker:
+    from safetensors.torch import load_file
+
+    made = Ranker()
+    made.load_state_dict(load_file(WEIGHTS))
+    return made
+
+
+def ranked(trained: bool = True) -> ServedModel:
+    """The ranked juror alone.
+
+    Args:
+        trained: with the weights that ship; False makes random ones, to be trained.
+
+    Returns:
+        Input ``image`` uint8 (384, 384, 3) RGB; output ``score`` float32 (), 0 (bad) to 1 (good).
+    """
+    return _served(_trained() if trained else Ranker(), ("score",))
+
+
+def jury(share: float = 0.6) -> ServedModel:
+    """The ranked juror and the panel together.
+
+    Args:
+        share: of the ranked juror's mark in ``score``, 0 to 1; the rest is the panel's.
+
+    Returns:
+        Input ``image`` uint8 (384, 384, 3) RGB; outputs ``score``, ``ranked`` and the panel's ``naturalness``,
+        ``exposure``, ``colour`` and ``sharpness``, each float32 (), 0 (bad) to 1 (good).
+
+    Raises:
+        ValueError: a share out of range.
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share is {share}: expected 0 to 1")
+    return _served(Jury(share), ("score", "ranked", *(criterion.name for criterion in CRITERIA)))
+
+
+def _served(module: nn.Module, outputs: tuple[str, ...]) -> ServedModel:
+    keep_freed_memory()
+    return ServedModel(
+        module=module.eval(),
+        inputs={"image": TensorSpec("uint8", (_SIDE, _SIDE, 3))},
+        outputs={name: TensorSpec("float32") for name in outputs},
+        example=lambda rows: {"image": example_images(rows, _SIDE)},
+    )

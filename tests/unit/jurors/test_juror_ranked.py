@@ -1,0 +1,69 @@
+"""The ranked juror on the two photographs that neither it nor the demo's policy was trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jurybox.server.jurors import jury, ranked
+from jurybox.training.environments.photo import PhotoLibrary
+from jurybox.training.environments.photo.edits import Edits, apply, degrade, draw
+from jurybox.training.recipes import photo_ranking
+
+
+@pytest.fixture(scope="module")
+def photos():
+    return [photo.centre() for photo in PhotoLibrary.shipped().held_out]
+
+
+def marks(module, pictures):
+    with torch.inference_mode():
+        return module(image=torch.from_numpy(np.stack(pictures)))
+
+
+def test_a_photo_is_ranked_above_its_damaged_copies(photos):
+    module = ranked().module
+    right = []
+    for photo in photos:
+        damaged = [degrade(photo, draw(np.random.default_rng(seed))) for seed in range(10)]
+        score = marks(module, [photo, *damaged])["score"].numpy()
+        right += list(score[0] > score[1:])
+    assert np.mean(right) >= 0.8
+
+
+def test_an_edited_photo_is_ranked_below_what_it_was(photos):
+    module = ranked().module
+    overdone = [Edits(contrast=1.2), Edits(saturation=1.5), Edits(exposure=1.2), Edits(sharpness=2.0)]
+    right = []
+    for photo in photos:
+        score = marks(module, [photo, *(apply(photo, each) for each in overdone)])["score"].numpy()
+        right += list(score[0] > score[1:])
+    assert np.mean(right) >= 0.75
+
+
+def test_the_jury_is_the_mean_of_the_ranked_juror_and_the_panel(photos):
+    given = marks(jury(share=0.25).module, photos)
+    panel = torch.stack([given[name] for name in ("naturalness", "exposure", "colour", "sharpness")]).mean(0)
+    assert torch.allclose(given["score"], 0.25 * given["ranked"] + 0.75 * panel, atol=1e-5)
+    assert torch.equal(given["ranked"], marks(ranked().module, photos)["score"])
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        jury(share=1.5)
+
+
+def test_orders_of_pictures_begin_with_the_photo(photos):
+    rng = np.random.default_rng(0)
+    exploit = ({"haze": 0.5, "tilt": 3.0}, {"contrast": 1.0, "straighten": 2.0})
+    for _ in range(12):
+        _, pictures = photo_ranking.chain(photos[0], rng, [exploit])
+        assert len(pictures) == photo_ranking.CHAIN and np.array_equal(pictures[0], photos[0])
+
+
+def test_the_list_of_photographs_names_package_licence_and_author(tmp_path):
+    missing = photo_ranking.gather(tmp_path / "nothing", tmp_path / "photos")
+    assert missing and all(": " in each for each in missing)
+    library = photo_ranking.photographs(tmp_path / "photos")
+    names = {photo.name for photo in library.training}
+    assert not names & {"chelsea.png", "china.jpg"}
+    for each in photo_ranking.tomllib.loads(photo_ranking.LIST.read_text())["photograph"]:
+        assert each["name"] and each["package"] and each["licence"] and each["author"]
