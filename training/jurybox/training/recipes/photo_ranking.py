@@ -36,13 +36,17 @@ from jurybox.training.environments.photo.edits import (
     degrade,
     draw,
 )
+from jurybox.training.environments.photo.environment import PhotoEdit
 from jurybox.training.environments.photo.photos import Photo, PhotoLibrary
+from jurybox.training.environments.photo.scorer import LocalScorer
+from jurybox.training.policies import Policy, choose
 
 LIST = Path(__file__).with_name("photo_ranking.toml")
 JUROR = "jurybox.server.jurors.ranked"
 CHAIN = 4  # pictures of one order, the best first
 HELD_OUT = 0.25
 _HELD_OUT_ORDERS = 300
+_EPISODES = 60
 _SPARSE = 3  # tools that an unneeded edit moves at most
 # Damage that no tool and no fault of the environment does.
 _OTHERS = ("jpeg", "vignette", "posterise", "resample", "curve", "motion")
@@ -212,6 +216,46 @@ def read_exploits(file: Path | None) -> list[Recipe]:
     return [(each["degradation"], each["edits"]) for each in json.loads(file.read_text())]
 
 
+def find_exploits(run: Path, folder: Path, *, episodes: int, seed: int) -> list[dict[str, Any]]:
+    """What a policy does to training photos, every second one intact, where score and distance part, the worst first.
+
+    Args:
+        run: folder of a photo training. episodes: how many to play.
+
+    Returns:
+        A dict for each exploit: ``degradation`` and ``edits``, ``gain`` of the score, ``away`` in units of CIELAB.
+    """
+    policy = Policy(choose(run))
+    found: list[dict[str, Any]] = []
+    rng = np.random.default_rng(seed)
+    with policy.environment({"split": "training", "photos": str(folder)}) as made:
+        environment: Any = made
+        for number in range(episodes):
+            photo = str(rng.choice(environment.photos))
+            options = {"photo": photo, "intact": number % 2 == 1}
+            seen, info = environment.reset(seed=int(rng.integers(2**31)), options=options)
+            over = False
+            while not over:
+                seen, _, over, _, info = environment.step(policy(seen[None])[0])
+            gain = info["score"] - info["score_before"]
+            away = environment.nearer() * -1.0
+            if gain > 0 and away > 0:
+                told = {"degradation": info["degradation"], "edits": info["edits"], "gain": gain, "away": away}
+                found.append(told)
+    return sorted(found, key=lambda each: -each["away"])
+
+
+def paid_for(juror: str, photos: Sequence[Photo], exploits: Sequence[Recipe], *, price: float, seed: int = 2) -> float:
+    """What a juror's score, less the price, gives on average for exploits, each on one of the photos."""
+    scorer, rng, gains = LocalScorer(juror, threads=1), np.random.default_rng(seed), list[float]()
+    for degradation, edits in exploits:
+        given = Degradation(**degradation), Edits(**edits)  # type: ignore[arg-type]
+        environment = PhotoEdit(scorer, library=PhotoLibrary(tuple(photos), tuple(photos)), price=price)
+        damaged = degrade(photos[int(rng.integers(len(photos)))].crop(rng), given[0])
+        gains.append(environment.worth(damaged, given[1]) - environment.worth(damaged, Edits()))
+    return float(np.mean(gains))
+
+
 def _ranked(name: str) -> Any:
     # A training imports nothing of the server; it asks for a juror's factory by name, as a configuration does.
     return getattr(importlib.import_module(JUROR), name)
@@ -223,25 +267,37 @@ def _say(text: str) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """`gather`, `train` or `evaluate`."""
+    """`gather`, `train` or `evaluate` a juror, look for `exploits` of a policy, or ask what is `paid` for them."""
     parser = argparse.ArgumentParser(prog="photo_ranking", description=__doc__)
-    parser.add_argument("what", choices=("gather", "train", "evaluate"))
+    parser.add_argument("what", choices=("gather", "train", "evaluate", "exploits", "paid"))
     parser.add_argument("--photos", type=Path, required=True, help="folder of photographs")
     parser.add_argument("--root", type=Path, default=Path("/"), help="gather: where the packages are unpacked")
-    parser.add_argument("--out", type=Path, help="train: file for the weights")
+    parser.add_argument("--out", type=Path, help="train, exploits: the file to write")
     parser.add_argument("--weights", type=Path, help="evaluate these; without it those that ship")
     parser.add_argument("--exploits", type=Path, help="recipes that a policy found, as JSON")
     parser.add_argument("--orders", type=int, default=3000, help="train: orders of four pictures")
     parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--run", type=Path, help="exploits: folder of a photo training")
+    parser.add_argument("--juror", default="jurybox.server.jurors:jury", help="paid: a factory")
+    parser.add_argument("--price", type=float, default=0.0, help="paid: of a unit of CIELAB")
     parser.add_argument("--seed", type=int, default=0)
     said = parser.parse_args(given)
     if said.what == "gather":
         _say("\n".join(gather(said.root, said.photos)) or "all photographs are there")
         return
+    if said.what == "exploits":
+        worst = find_exploits(said.run, said.photos, episodes=_EPISODES, seed=said.seed)
+        said.out.write_text(json.dumps(worst, indent=1))
+        away, gain = (np.mean([each[name] for each in worst]) if worst else 0.0 for name in ("away", "gain"))
+        _say(f"{len(worst)} of {_EPISODES} episodes: {away:.2f} away on average, for {gain:+.4f} of score")
+        return
     from safetensors.torch import load_file, save_file
 
     library, exploits = photographs(said.photos), read_exploits(said.exploits)
     _say(f"{len(library.training)} photographs to train on, {len(library.held_out)} held out")
+    if said.what == "paid":
+        _say(f"{paid_for(said.juror, library.held_out, exploits, price=said.price):+.4f} for each on average")
+        return
     rng = np.random.default_rng(said.seed)
     if said.what == "train":
         kinds, orders = described(library.training, rng, said.orders, exploits)

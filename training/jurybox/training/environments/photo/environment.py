@@ -194,6 +194,20 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         )
         return colours + _PER_DEGREE * abs(turned.straighten) + _PER_STOP_OF_CROP * turned.crop
 
+    def worth(self, damaged: Image, edits: Edits) -> float:
+        """What is paid for a picture that was edited so: its score less the price."""
+        self._damaged, self._small, self._edits = damaged, _shrunk(damaged), edits
+        return self._rendered_score() - self.price * self.moved()
+
+    def nearer(self) -> float:
+        """By how many units of CIELAB the edited picture is nearer to the undamaged photo than the damaged one."""
+        assert self._damaged is not None and self._undamaged is not None
+        tilt, told = self._degradation.tilt, []
+        for edits in (Edits(), self._edits):
+            reference = registered(self._undamaged, tilt, edits.as_dict())
+            told.append(distance(_shrunk(apply(self._damaged, edits)), _shrunk(reference)))
+        return told[0] - told[1]
+
     @property
     def photos(self) -> tuple[str, ...]:
         """Names of the photos of this split."""
