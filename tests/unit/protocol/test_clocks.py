@@ -16,6 +16,8 @@ TELLS = {
     "server/jurybox/server/watch/sample.py": 1,  # when a snapshot was taken
     "server/jurybox/server/supervisor/weights_saver.py": 1,  # when weights were saved
     "server/jurybox/server/status.py": 1,  # up since
+    "server/jurybox/server/logs.py": 1,  # when a line was written
+    "server/jurybox/server/gateway/dialects/chat.py": 1,  # `created` of an answer
     "client/jurybox/client/tracing.py": 1,  # when a span began, which traces want so
 }
 
