@@ -188,7 +188,7 @@ def train(described_orders: torch.Tensor, *, epochs: int, seed: int) -> Any:
     for epoch in range(epochs):
         for group in optimiser.param_groups:
             group["lr"] = 3e-3 * max(0.02, 1.0 - epoch / epochs)
-        for rows in torch.randperm(len(described_orders)).split(64):
+        for rows in torch.split(torch.randperm(len(described_orders)), 64):
             ranks = module.rank(described_orders[rows].flatten(0, 1)).reshape(-1, CHAIN)
             optimiser.zero_grad()
             torch.autograd.backward(loss_of(ranks))

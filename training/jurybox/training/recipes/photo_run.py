@@ -221,8 +221,7 @@ def juror_of(
 TRAINING = Training("photo", PhotoTraining, _work)
 
 
-JUROR = "jurybox.server.jurors:jury"
-PRICE = 0.004  # of the score, for each unit of CIELAB: a photo that has no fault gains less by the panel's taste
+JUROR = "jurybox.server.jurors:panel"
 STEPS = 5120
 DAMAGES = 24
 # So short a training needs many small updates; the usual 4000 steps would leave it one.
@@ -238,13 +237,11 @@ def settings(
     workers: int = WORKERS,
     damages: int = DAMAGES,
     address: str | None = None,
-    photos: str | None = None,
-    price: float = PRICE,
 ) -> PhotoTraining:
     """The demo's settings: the training's, with a rollout of 256 steps instead of 4000."""
     return PhotoTraining.checked(
         {
-            "environment": PhotoConfig(address=address, photos=photos, price=price),
+            "environment": PhotoConfig(address=address),
             "seed": seed,
             "steps": steps,
             "seconds": seconds,
