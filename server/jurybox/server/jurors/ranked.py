@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jurybox.processes import keep_freed_memory
 from jurybox.protocol import TensorSpec
-from jurybox.server.engine.process import keep_freed_memory
 from jurybox.server.jurors.criteria import CRITERIA
 from jurybox.server.jurors.panels import Panel, example_images
 from jurybox.server.models import ServedModel
