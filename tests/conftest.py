@@ -62,6 +62,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), item.nodeid.startswith("tests/unit/")))
 
 
+@pytest.fixture(autouse=True)
+def handlers_stay():
+    """A command that a test runs in this process takes SIGINT for good; who is started later would ignore it."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in before:
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
 # Files whose tests share a server: one worker takes them all, and only it starts that server.
 _SHARING = {
     "tests/integration/test_": ("client", "client_handles", "forked_clients", "memory_elsewhere"),

@@ -7,7 +7,7 @@ from jurybox.server.jurors.aesthetic import aesthetic_v2_5, siglip
 from jurybox.server.jurors.image_reward import image_reward
 from jurybox.server.jurors.measures import jpeg_size, ocr_match
 from jurybox.server.jurors.panels import colour, exposure, naturalness, panel, sharpness
-from jurybox.server.jurors.ranked import jury, ranked
+from jurybox.server.jurors.ranking import jury, ranked
 from jurybox.server.jurors.ready import aesthetic_v1, clip_score, hpsv2, pick_score, text_reward
 
 __all__ = [

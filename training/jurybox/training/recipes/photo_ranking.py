@@ -42,7 +42,7 @@ from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.policies import Policy, choose
 
 LIST = Path(__file__).with_name("photo_ranking.toml")
-JUROR = "jurybox.server.jurors.ranked"
+JUROR = "jurybox.server.jurors.ranking"
 CHAIN = 4  # pictures of one order, the best first
 HELD_OUT = 0.25
 _HELD_OUT_ORDERS = 300
