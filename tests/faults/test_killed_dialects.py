@@ -269,6 +269,7 @@ class Killer:
         self._told = told
         self._dice = random.Random()
         self._since: dict[int, float] = {}  # of each process that serves, since when
+        self._killed: set[int] = set()  # of which the status may not know yet
         self.done: Counter[str] = Counter()
 
     def proven(self, near: Server) -> list[tuple[str, int]]:
@@ -282,7 +283,7 @@ class Killer:
             serving.append(("gateway", gateway))
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for _, pid in serving}
-        return [(role, pid) for role, pid in serving if now - self._since[pid] > PROVEN]
+        return [(role, pid) for role, pid in serving if now - self._since[pid] > PROVEN and pid not in self._killed]
 
     def reachable(self, pid: int) -> bool:
         """Whether a gateway listens, which one on standby does not."""
@@ -308,6 +309,7 @@ class Killer:
                 self._told.rush.set()
                 time.sleep(self._dice.uniform(0.0, 0.03))
                 os.kill(pid, signal.SIGKILL)
+                self._killed.add(pid)
                 self.done[role] += 1
                 wait_until(
                     lambda: sum(self._told.answered.values()) >= before + 2 * CLIENTS,  # noqa: B023
