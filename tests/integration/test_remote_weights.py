@@ -367,7 +367,7 @@ def test_more_streams_than_there_may_be_are_told_and_a_reader_that_takes_nothing
                 return False
             return True
 
-        wait_until(room, what="the reader that takes nothing to be given up")
+        wait_until(room, 90, "the reader that takes nothing to be given up")
         stop.set()
         for reader in kept:
             reader.close()
