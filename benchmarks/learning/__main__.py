@@ -12,7 +12,6 @@ results/learning.csv, the table to results/learning.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -28,7 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.kept_runs import keep, known
+
 _RESULTS = Path(__file__).parent / "results"
+_RUNS = _RESULTS / "learning.csv"
 _EVALUATIONS, _EPISODES = 10, 20
 _OURS, _THEIRS = "jurybox", "sb3"
 
@@ -167,19 +169,10 @@ def one(name: str, side: str, seed: int) -> None:
     print(json.dumps({"evaluations": found, **took}))
 
 
-def known() -> list[dict[str, str]]:
-    path = _RESULTS / "learning.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def run(names: list[str], seeds: int, jobs: int) -> None:
     """Every run that is not there yet."""
-    done = {(row["task"], row["side"], int(row["seed"])) for row in known()}
+    done = {(row["task"], row["side"], int(row["seed"])) for row in known(_RUNS)}
     wanted = [(name, side, seed) for seed in range(seeds) for name in names for side in (_OURS, _THEIRS)]
-    path = _RESULTS / "learning.csv"
 
     def carry_out(what: tuple[str, str, int]) -> None:
         name, side, seed = what
@@ -197,12 +190,7 @@ def run(names: list[str], seeds: int, jobs: int) -> None:
             "cpu_seconds": f"{said['cpu_seconds']:.1f}",
             **{f"evaluation_{number}": f"{value:.3f}" for number, value in enumerate(said["evaluations"], 1)},
         }
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, list(row))
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+        keep(_RUNS, row)
         print(f"{name} {side} seed {seed}: {said['evaluations'][-1]:.1f}, {said['cpu_seconds']:.0f} s", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -218,7 +206,7 @@ def table() -> str:
         "| CPU s a run: ours | SB3's |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows = known()
+    rows = known(_RUNS)
 
     def told(values: np.ndarray[Any, Any]) -> str:
         half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5

@@ -14,7 +14,6 @@ results/pettingzoo.csv, the table to results/pettingzoo.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
 import os
@@ -30,7 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.kept_runs import keep, known
+
 _RESULTS = Path(__file__).parent / "results"
+_RUNS = _RESULTS / "pettingzoo.csv"
 _CYCLES, _EPISODES = 25, 200
 WORLDS = {"spread": "mpe2.simple_spread_v3", "reference": "mpe2.simple_reference_v3"}
 PPO = {"n_steps": 500, "n_epochs": 10, "gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.01}
@@ -170,18 +172,9 @@ def one(name: str, side: str, seed: int, turns: int) -> None:
     print(json.dumps({"mean": float(np.mean(returns)), "seconds": time.monotonic() - began}))
 
 
-def known() -> list[dict[str, str]]:
-    path = _RESULTS / "pettingzoo.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def run(names: list[str], seeds: int, turns: int) -> None:
     """Every run that is not there yet."""
-    done = {(row["world"], row["side"], int(row["seed"]), int(row["turns"])) for row in known()}
-    path = _RESULTS / "pettingzoo.csv"
+    done = {(row["world"], row["side"], int(row["seed"]), int(row["turns"])) for row in known(_RUNS)}
     for seed in range(seeds):
         for name in names:
             for side in SIDES:
@@ -199,12 +192,7 @@ def run(names: list[str], seeds: int, turns: int) -> None:
                     raise SystemExit(f"{name}, {side}, seed {seed}: {ended.stderr[-3000:]}")
                 said = json.loads(ended.stdout.splitlines()[-1])
                 row = {"world": name, "side": side, "seed": seed, "turns": turns, "return": f"{said['mean']:.3f}"}
-                new = not path.exists()
-                with path.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, list(row))
-                    if new:
-                        writer.writeheader()
-                    writer.writerow(row)
+                keep(_RUNS, row)
                 print({**row, "seconds": round(said["seconds"])}, flush=True)
 
 
@@ -222,7 +210,7 @@ def table() -> str:
         "| world | turns | who | seeds | mean |",
         "| --- | ---: | --- | --- | ---: |",
     ]  # fmt: skip
-    rows = known()
+    rows = known(_RUNS)
     for name, turns in dict.fromkeys((row["world"], row["turns"]) for row in rows):
         for side in SIDES:
             found = [

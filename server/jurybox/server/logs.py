@@ -3,6 +3,8 @@
     2026-03-01T12:00:00.123456Z info engine-0 model ready model=photo
 
 Values are escaped, so that a newline in a name cannot start a new line.
+
+`Log` is our own: importing structlog took 0.08 s of CPU in each process of a server, what is used of it here 60 lines.
 """
 
 from __future__ import annotations
