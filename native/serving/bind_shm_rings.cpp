@@ -239,6 +239,14 @@ void bind_shm_rings(nb::module_& m) {
                 return self.rings.wait(static_cast<std::int64_t>(timeout * 1e9));
             },
             nb::arg("timeout"), "Whether answers came within so many seconds; they stay for receive.")
+        .def(
+            "watch",
+            [](const Client& self, int told, double timeout) {
+                nb::gil_scoped_release release;
+                self.rings.watch(told, static_cast<std::int64_t>(timeout * 1e9));
+            },
+            nb::arg("told"), nb::arg("timeout"),
+            "For so many seconds, in a thread of its own: add to the eventfd `told` whenever answers came that nobody received.")
         .def("message", [](Client& self) { return message_of(self.rings); }, "What the lane's last failure said.");
 
     nb::class_<Caller>(m, "ShmRingsCaller", "Whole calls on the same rows of one lane, while nothing else of it is in flight.")

@@ -298,8 +298,8 @@ class ShmRingsEngine {
     std::uint32_t next_word_ = 0;
 };
 
-// A client's side: one lane of one engine's rings. It belongs to one thread at a time; any other may call `wait` and
-// `in_flight` meanwhile, as who watches for an event loop does.
+// A client's side: one lane of one engine's rings. It belongs to one thread at a time; any other may call `wait`, `watch`
+// and `in_flight` meanwhile, as who watches for an event loop does.
 class ShmRingsClient {
   public:
     // `wake` is the writing end of the engine's pipe. Answers to an earlier holder of the lane are skipped.
@@ -357,6 +357,28 @@ class ShmRingsClient {
         }
         // `waiting` stays: another thread may sleep here still. For nobody, it costs the engine one wake-up.
         return came();
+    }
+
+    // For a thread that sleeps in an event loop's stead: for so many ns, adds one to the eventfd `told` whenever answers
+    // came that nobody has received. What it has told it knows by itself and forgets at the end, so any number of threads
+    // may watch, and one that begins tells of what is there.
+    void watch(int told, std::int64_t timeout_ns) const {
+        const std::int64_t until = monotonic_ns() + timeout_ns;
+        auto& moved = memory_->sleep_words[number_ / kSleepers].moved;
+        std::uint32_t known = received_.load(std::memory_order_acquire);
+        do {
+            const std::uint32_t before = moved.load(std::memory_order_seq_cst);
+            lane_.waiting.store(1, std::memory_order_seq_cst);
+            const std::uint32_t answered = lane_.answered.load(std::memory_order_seq_cst);
+            if (answered == known) {
+                futex_wait(moved, before, until, std::uint32_t{1} << number_ % kSleepers);
+                continue;
+            }
+            known = answered;
+            if (received_.load(std::memory_order_acquire) == answered) continue;
+            const std::uint64_t one = 1;
+            [[maybe_unused]] const ssize_t written = ::write(told, &one, sizeof one);  // full, it is readable as well
+        } while (monotonic_ns() < until);
     }
 
     // Take answers of this lease that are there, at most `room`.

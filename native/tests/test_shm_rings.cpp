@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <sys/eventfd.h>
 
 #include "check.hpp"
 #include "serving/shm_rings.hpp"
@@ -279,6 +280,51 @@ void a_watcher_looks_on_while_the_owner_asks(std::int64_t spin_ns) {
     serving.join();
 }
 
+// Owners that sleep on their eventfds alone, as event loops do, each with another watcher whose telling nobody reads.
+void a_watcher_tells_of_every_answer() {
+    auto rings = memory();
+    Pipe pipe;
+    constexpr std::int64_t kWatched = 4 * kSecond;  // one watch: none that begins anew may tell of what was lost
+    const std::int64_t until = monotonic_ns() + kSecond * 3 / 2;
+    std::atomic<bool> stop{false};
+    std::thread engine([&] {
+        ShmRingsEngine side(rings.get(), kIncarnation, 0);
+        pollfd fds[] = {{pipe.ends[0], POLLIN, 0}};
+        Ticket taken[16];
+        while (!stop) {
+            const std::size_t n = side.collect(taken, 16);
+            if (n == 0) side.wait(fds, 1, kSecond / 20);
+            else CHECK(side.reply(taken, n, kOk, 2, "", 0) == 0);
+        }
+    });
+    std::vector<std::thread> owners;
+    for (int c = 0; c < 3; ++c)
+        owners.emplace_back([&, c] {
+            ShmRingsClient side(rings.get(), static_cast<std::uint32_t>(c), 7 + c, pipe.ends[1], 0);
+            const int told = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), unread = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+            CHECK(told >= 0 && unread >= 0);
+            std::thread watcher([&] { side.watch(told, kWatched); }), other([&] { side.watch(unread, kWatched); });
+            std::uint64_t sent = 0, received = 0;
+            Answer answers[kRing];
+            while (monotonic_ns() < until) {
+                while (sent - received <= sent % 3) CHECK(side.submit(ticket(++sent)));
+                pollfd fd{told, POLLIN, 0};
+                CHECK(::poll(&fd, 1, 30'000) == 1);  // a lost wake-up would show here
+                std::uint64_t times = 0;
+                CHECK(::read(told, &times, sizeof times) == sizeof times);
+                for (std::size_t n; (n = side.receive(answers, 2)) != 0; received += n) {
+                }
+                if (sent % 7 == 0) side.wait(100'000);  // the owner may wait, too, and takes nobody's wake-up
+            }
+            CHECK(received > 0);
+            watcher.join(), other.join();
+            ::close(told), ::close(unread);
+        });
+    for (auto& owner : owners) owner.join();
+    stop = true;
+    engine.join();
+}
+
 }  // namespace
 
 int main() {
@@ -295,5 +341,6 @@ int main() {
     a_watcher_that_gives_up_takes_nobodys_wake_up();
     a_watcher_looks_on_while_the_owner_asks(0);
     a_watcher_looks_on_while_the_owner_asks(20'000);
+    a_watcher_tells_of_every_answer();
     std::puts("ok");
 }

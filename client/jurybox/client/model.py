@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -181,6 +181,35 @@ class Model:
             )
         lane = self._usable()
         return self._sent(lane, given, 0, n, self._found(lane, n), deadline, version)
+
+    def submit_parts(
+        self, parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]], deadline: int, version: int
+    ) -> Ticket | None:
+        """Send rows of several callers as one ticket; None where they cannot go just now as they are.
+
+        For programs that answer others, of models of fixed shapes without state. Nothing is waited for.
+
+        Args:
+            parts: arrays by name, each (n, *row shape) of the spec's dtype, and how many rows of each.
+            deadline: ns of CLOCK_MONOTONIC.
+        """
+        try:
+            with self.turns.now:
+                lane, rows = self._lane, sum(n for _, n in parts)
+                if lane.gone is not None or rows > self.max_batch or (first := lane.find(rows)) is None:
+                    return None
+                ticket, at = Ticket(self, lane, first, rows), first
+                for arrays, n in parts:
+                    for name, column in lane.columns.inputs.items():
+                        array = arrays[name]
+                        if array.dtype != column.dtype or array.shape != (n, *column.shape[1:]):
+                            return None  # made for a model that was loaded anew meanwhile
+                        column[at : at + n] = array
+                    at += n
+                ticket._send(deadline, version)
+                return ticket
+        except Taken:
+            return None
 
     def look(self) -> None:
         """Receive the answers that have arrived, for tasks of this event loop that wait for them."""

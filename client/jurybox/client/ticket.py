@@ -15,6 +15,8 @@ from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 
 if TYPE_CHECKING:
+    import asyncio
+
     from jurybox.client.model import Model
 
 _CANCELLED = "this ticket was cancelled"
@@ -137,6 +139,41 @@ class Ticket:
                     sent.waiters = [waiter for waiter in sent.waiters or () if waiter[1] is not future]
                     await model.turns.alone(lambda: lane.look_after((sent,)), deadline)
         return await model.turns.alone(self._collected, deadline)
+
+    # ---- for programs that answer others from an event loop, without a task for each ticket
+
+    def watched(self, loop: asyncio.AbstractEventLoop, waiter: Any, *, again: bool) -> bool:
+        """Whether it is answered, or lost. If not, `waiter`, in place of a future of the running loop, is told.
+
+        Args:
+            again: LOOK_AFTER seconds have gone by since it was asked last: what became of the engine?
+        """
+        return self._model.turns.run(lambda: self._watched(loop, waiter, again), self._model.deadline(None))
+
+    def _watched(self, loop: asyncio.AbstractEventLoop, waiter: Any, again: bool) -> bool:
+        sent = self._in_flight()
+        if sent is None or sent.answer is not None:
+            return True
+        if again:
+            self._lane.look_after((sent,))
+        else:
+            sent.waiters = [*(sent.waiters or ()), (loop, waiter)]
+            self._model.turns.watch(self._lane, loop)
+        return sent.answer is not None
+
+    def seen(self) -> tuple[dict[str, Any], int]:
+        """The outputs of fixed shapes where they lie, by name, and the weights' version; then `give_up` the ticket.
+
+        Raises: as `result`.
+        """
+        answer = self._checked()
+        end = self.first + self.rows
+        return {name: rows[self.first : end] for name, rows in self._lane.columns.outputs.items()}, answer.version
+
+    def give_up(self) -> None:
+        """Nobody wants the outputs any more: the rows go free, or when an engine that has them answers."""
+        self._cancelled = True
+        self._give_up()
 
     # ---- for the model, under its lock
 

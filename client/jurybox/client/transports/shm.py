@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jurybox import native
-from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight, RowPlace
+from jurybox.client.transports.transport import LOOK_AFTER, Answer, InFlight, RowPlace, Watching
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import asyncio
 
 _TURN = 0.002  # seconds to wait for one engine while others may answer as well
-_WATCH = 0.5  # seconds between two looks of the watching thread whether it is still wanted
+_WATCH = 0.5  # seconds between two looks of a watching thread whether it is still wanted
 
 
 class ShmTransport:
@@ -58,8 +58,6 @@ class ShmTransport:
             ticket.incarnation,
         ):
             self._unsent.append(ticket)
-        if self._watching is not None:
-            self._watching.look()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Transport.exchange."""
@@ -126,10 +124,12 @@ class ShmTransport:
         return rings.client.holds(ticket.sequence) or ticket in self._unsent
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """As Transport.watch: a thread sleeps on the rings in the loop's stead."""
+        """As Transport.watch: threads sleep on the rings in the loop's stead."""
         if self._watching is not None:
             self._watching.stop()
-        self._watching = _Watcher(self._rings, loop, arrived)
+        self._watching = watching = _Watcher(loop, arrived)
+        for rings in self._rings.values():
+            watching.add(rings)
 
     def close(self) -> None:
         """As Transport.close."""
@@ -138,10 +138,11 @@ class ShmTransport:
         self.forked()
 
     def forked(self) -> None:
-        """As Transport.forked. The watching thread is the parent's."""
+        """As Transport.forked. The watching threads are the parent's."""
         self._watching = None
         rings, self._rings = self._rings, {}
         for attached in rings.values():
+            attached.replaced = True
             attached.memory.close()
 
     def _attached(self, engine: int, incarnation: int) -> _Attached | None:
@@ -155,13 +156,17 @@ class ShmTransport:
 
     def _open(self, engine: int, incarnation: int) -> _Attached:
         if (earlier := self._rings.pop(engine, None)) is not None:
+            earlier.replaced = True
             earlier.memory.close()
             self._unsent = [ticket for ticket in self._unsent if ticket.engine != engine]
         memory = ShmRings.attach(sibling(self._scoreboard_name, "rings", int(self._engines["rings"][engine])))
         client = native.ShmRingsClient(
             memory.segment.array(np.uint8, (native.RINGS_BYTES,)), self._lane, self._lease, memory.pipe, self._spin_ns
         )
-        rings = self._rings[engine] = _Attached(memory, client, incarnation)
+        rings = _Attached(memory, client, incarnation)
+        if self._watching is not None:
+            self._watching.add(rings)
+        self._rings[engine] = rings
         return rings
 
 
@@ -172,49 +177,51 @@ class _Attached:
         self.memory = memory
         self.client = client
         self.incarnation = incarnation
+        self.replaced = False
 
     def receive(self, timeout: float) -> list[Answer]:
         return [Answer(*answer, self.incarnation) for answer in self.client.receive(timeout)]
 
 
+class _Told:
+    """An eventfd. Closed with the last that refers to it: no thread writes to another file of its number."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # there was no descriptor to be had
+            os.close(self.descriptor)
+
+
 class _Watcher:
-    """Sleeps on the rings in a thread and tells an event loop when answers have come."""
+    """Threads that sleep on the rings, one for each engine's, and tell an event loop when answers have come.
 
-    def __init__(
-        self, rings: dict[int, _Attached], loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]
-    ) -> None:
-        self._rings = rings
-        self._loop = loop
-        self._arrived = arrived
+    They sleep and tell without Python's lock, which the loop would have to wait for. Made in the loop's thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        self._told = told = _Told()
+
+        def readable() -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(told.descriptor)  # before the look: what comes after it is told again
+            arrived()
+
+        self._watching = Watching(loop, readable)
+        self._watching.read(told.descriptor)
         self._stopped = False
-        # Queues and not events: a KeyboardInterrupt in the midst of an event's method leaves its lock taken for ever.
-        self._news: SimpleQueue[None] = SimpleQueue()
-        threading.Thread(target=self._run, name="jurybox-answers", daemon=True).start()
 
-    def look(self) -> None:
-        """A ticket was sent: there is something to wait for."""
-        if self._news.empty():
-            self._news.put(None)
+    def add(self, rings: _Attached) -> None:
+        """Watch these as well, until they are replaced."""
+        threading.Thread(target=self._run, args=(rings,), name="jurybox-answers", daemon=True).start()
 
     def stop(self) -> None:
+        """Tell the loop no more, from any thread."""
         self._stopped = True
-        self._news.put(None)
+        with contextlib.suppress(RuntimeError):  # the loop was closed just now
+            self._watching.unread(self._told.descriptor)
 
-    def _run(self) -> None:
-        while not self._stopped:
-            with contextlib.suppress(Empty):
-                self._news.get(timeout=_WATCH)
-            while busy := [rings for rings in list(self._rings.values()) if rings.client.in_flight]:
-                came = [rings.client.wait(_TURN if len(busy) > 1 else _WATCH) for rings in busy]
-                if self._stopped or self._loop.is_closed():
-                    return
-                if any(came):
-                    taken: SimpleQueue[None] = SimpleQueue()
-                    with contextlib.suppress(RuntimeError):  # the loop was closed just now
-                        self._loop.call_soon_threadsafe(self._take, taken)
-                    with contextlib.suppress(Empty):
-                        taken.get(timeout=_WATCH)
-
-    def _take(self, taken: SimpleQueue[None]) -> None:
-        self._arrived()
-        taken.put(None)
+    def _run(self, rings: _Attached) -> None:
+        while not self._stopped and not rings.replaced and self._watching.on:
+            rings.client.watch(self._told.descriptor, _WATCH)

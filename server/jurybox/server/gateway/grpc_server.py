@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
@@ -23,7 +23,7 @@ from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
 from jurybox.server.gateway.http_server import CannotListen, bound_name, listen
 from jurybox.server.gateway.live import StatusSource
 from jurybox.server.security.access import Access
-from jurybox.server.security.grpc import Guarding, interceptors, limits, open_port
+from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port
 from jurybox.server.settings.endpoints import split_host
 
 Readiness = Callable[[], Awaitable[list[str]]]
@@ -107,12 +107,14 @@ class Service:
         file: descriptor of the .proto that defines it, for reflection.
         servicer: answers its calls.
         add: the generated add_..._to_server, or whatever registers the servicer on a server.
+        direct: functions that are asked before its methods, by the methods' paths.
     """
 
     name: str
     file: FileDescriptor
     servicer: Any
     add: _Adder
+    direct: Mapping[str, Direct] = field(default_factory=dict)
 
 
 class GrpcServer:
@@ -153,7 +155,8 @@ class GrpcServer:
         health = Service(
             "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
         )
-        guarding: Any = Guarding(self._server, access.room())
+        direct = {path: function for service in services for path, function in service.direct.items()}
+        guarding: Any = Guarding(self._server, access.room(), direct)
         for service in (*services, health):
             service.add(service.servicer, guarding)
         files = [*(service.file for service in services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor
@@ -77,16 +78,62 @@ class _Came(NamedTuple):
     error: Error | None = None
 
 
+class DirectCall(Protocol):
+    """A call, as a direct method sees it. It is answered once."""
+
+    def done(self) -> bool:
+        """Whether nobody waits any more."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until its deadline; None: it has none."""
+        ...
+
+    def reply(self, message: bytes) -> None:
+        """Answer it."""
+        ...
+
+    def fail(self, error: Error) -> None:
+        """End it with the status of an error."""
+        ...
+
+    def as_usual(self) -> None:
+        """Have the usual method answer after all."""
+        ...
+
+
+# Given the message's bytes, answers now or later, without a task; False: the usual method is to answer.
+Direct: TypeAlias = Callable[[bytes, DirectCall], bool]
+
+
+class _AwaitedCall:
+    """A call of grpc.aio, which wants a coroutine to wait for the answer: bytes, or None for the usual method."""
+
+    def __init__(self, context: Any) -> None:
+        self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self.done = self.answer.done
+        self.reply = self.answer.set_result
+        self.fail = self.answer.set_exception
+        self.time_remaining = context.time_remaining
+
+    def as_usual(self) -> None:
+        self.answer.set_result(None)
+
+
 class Guarding:
     """A server proxy that wraps each method of added services.
 
     A message that cannot be read, or of too many parts, is refused as such. So is one for which there is no room now.
     An `Error` that a method raises ends the call as the table says; anything else is logged and ends it as INTERNAL.
+
+    Args:
+        direct: functions that are asked before methods of one request and one answer, by the methods' paths.
     """
 
-    def __init__(self, server: grpc.aio.Server, room: Room) -> None:
+    def __init__(self, server: grpc.aio.Server, room: Room, direct: Mapping[str, Direct]) -> None:
         self._server = server
         self._room = room
+        self._direct = direct
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """As grpc.aio.Server."""
@@ -94,12 +141,14 @@ class Guarding:
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """As grpc.aio.Server."""
-        guarded = {name: self._guarded(handler) for name, handler in handlers.items()}
+        guarded = {name: self._guarded(f"/{service}/{name}", handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, guarded)
 
-    def _guarded(self, handler: Any) -> Any:
+    def _guarded(self, path: str, handler: Any) -> Any:
         read = _reader(handler.request_deserializer)
         write = handler.response_serializer
+        if (direct := self._direct.get(path)) is not None:
+            return grpc.unary_unary_rpc_method_handler(self._directly(direct, read, handler.unary_unary, write))
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(self._stream_stream(handler.stream_stream), read, write)
         if handler.response_streaming:
@@ -118,6 +167,33 @@ class Guarding:
                     return await method(message, context)
                 finally:
                     room.give(came.size)
+            except Exception as error:  # noqa: BLE001
+                await _end(context, error)
+
+        return behave
+
+    def _directly(
+        self,
+        direct: Direct,
+        read: Callable[[bytes], _Came],
+        method: Callable[[Any, Any], Awaitable[Any]],
+        write: Callable[[Any], bytes],
+    ) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        room = self._room
+
+        async def behave(data: bytes, context: Any) -> bytes:
+            try:
+                room.take(len(data))
+                try:
+                    call = _AwaitedCall(context)
+                    if direct(data, call) and (answer := await call.answer) is not None:
+                        return answer
+                    came = read(data)
+                    if came.error is not None:
+                        raise came.error
+                    return write(await method(came.message, context))
+                finally:
+                    room.give(len(data))
             except Exception as error:  # noqa: BLE001
                 await _end(context, error)
 
@@ -155,7 +231,7 @@ class Guarding:
 class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """A handler of several methods, each wrapped once."""
 
-    def __init__(self, handler: Any, guard: Callable[[Any], Any]) -> None:
+    def __init__(self, handler: Any, guard: Callable[[str, Any], Any]) -> None:
         self._handler = handler
         self._guard = guard
         self._guarded: dict[str, Any] = {}
@@ -164,7 +240,7 @@ class _Generic(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
         """As gRPC asks."""
         method = handler_call_details.method
         if (guarded := self._guarded.get(method)) is None and (found := self._handler.service(handler_call_details)):
-            guarded = self._guarded[method] = self._guard(found)
+            guarded = self._guarded[method] = self._guard(method, found)
         return guarded
 
 

@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from jurybox.client import Model, Timeout
+from jurybox.client import Model, Ticket, Timeout
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
+from jurybox.client.transports.transport import LOOK_AFTER
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes where rows differ in size
@@ -46,8 +47,69 @@ class _Asked:
     version: int
     came: float
     until: float
-    answer: asyncio.Future[tuple[Arrays, int]]
+    answer: Answered
     sessions: Mapping[int, bool] | None
+
+
+class Answered(Protocol):
+    """Where a request's answer goes: a future, or what is called as one. Its arrays are overwritten after `set_result`.
+
+    A future is given copies.
+    """
+
+    def done(self) -> bool: ...
+    def set_result(self, result: tuple[Arrays, int], /) -> None: ...
+    def set_exception(self, error: Any, /) -> None: ...
+
+
+class _Sent:
+    """A ticket that was sent without a task. It waits as a future of its ticket, and ends as a task."""
+
+    __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "ticket")
+
+    def __init__(self, coalescer: RequestCoalescer, ticket: Ticket, until: float) -> None:
+        self._coalescer = coalescer
+        self._loop = asyncio.get_running_loop()
+        self._looking: asyncio.TimerHandle | None = None
+        self._done = False
+        self._until = until
+        self.ticket = ticket
+
+    def look(self) -> None:
+        """Wait for the answer, and look after the engine meanwhile."""
+        again = self._looking is not None
+        if again and time.monotonic() > self._until + _OVERDUE:
+            self._coalescer._end(self)
+            return
+        try:
+            answered = self.ticket.watched(self._loop, self, again=again)
+        except Exception:  # noqa: BLE001  the ticket raises it again when its outputs are asked for
+            answered = True
+        if answered:
+            self.set_result(None)
+        elif not self._done:
+            self._looking = self._loop.call_later(LOOK_AFTER, self.look)
+
+    def done(self) -> bool:
+        """As a future's."""
+        return self._done
+
+    def set_result(self, _: None) -> None:
+        """As a future's."""
+        if not self._done:
+            self._over()
+            self._loop.call_soon(self._coalescer._came, self)
+
+    def cancel(self) -> None:
+        """As a task's: nobody waits for it any more."""
+        self._over()
+        self._coalescer._in_flight.pop(self, None)
+        self.ticket.give_up()
+
+    def _over(self) -> None:
+        self._done = True
+        if self._looking is not None:
+            self._looking.cancel()
 
 
 class Gathering(Protocol):
@@ -101,7 +163,8 @@ class RequestCoalescer:
         self._outputs = list(model.spec.outputs)
         self._unread = f"the answer of model {model.name!r} could not be read"
         self._waiting: deque[_Asked] = deque()
-        self._in_flight: dict[asyncio.Task[None], list[_Asked]] = {}
+        self._in_flight: dict[asyncio.Task[None] | _Sent, list[_Asked]] = {}
+        self._plain = sessions is None and gathering is None and not model.spec.open
         self._called = False
 
     @property
@@ -123,7 +186,23 @@ class RequestCoalescer:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Arrays, int]] = loop.create_future()
-        now = time.monotonic()
+        late = self.put(inputs, n, seconds, version, answer, sessions)
+        try:
+            return await answer
+        finally:
+            late.cancel()
+
+    def put(
+        self,
+        inputs: Arrays,
+        n: int,
+        seconds: float,
+        version: int,
+        answer: Answered,
+        sessions: Mapping[int, bool] | None = None,
+    ) -> asyncio.TimerHandle:
+        """As `ask`, for who waits otherwise. Returns what is to be cancelled with the answer."""
+        loop, now = asyncio.get_running_loop(), time.monotonic()
         self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions))
         if not self._called and self._may_send():
             # Not at once: requests that came in the same turn of the loop come along.
@@ -131,11 +210,7 @@ class RequestCoalescer:
             loop.call_soon(self._send)
         if self._in_flight:
             self._look()  # the thread that watches for answers would have to wait for a pause
-        late = loop.call_later(seconds, self._expire, answer, seconds)
-        try:
-            return await answer
-        finally:
-            late.cancel()
+        return loop.call_later(seconds, self._expire, answer, seconds)
 
     def look_again(self) -> None:
         """Who was waited for may come no more."""
@@ -167,7 +242,7 @@ class RequestCoalescer:
         self.give_up(Refused(f"{self._unread}: {said(error)}", Code.STALE_LEASE))
         self._broken()
 
-    def _expire(self, answer: asyncio.Future[tuple[Arrays, int]], seconds: float) -> None:
+    def _expire(self, answer: Answered, seconds: float) -> None:
         if answer.done():
             return
         answer.set_exception(Timeout(f"model {self._model.name!r} did not answer within {seconds:.3f} s"))
@@ -175,7 +250,7 @@ class RequestCoalescer:
             if all(asked.answer.done() for asked in taken):
                 asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None] | _Sent) -> None:
         """Cancel a ticket that did not end by itself, so that nothing waits for it."""
         if task in self._in_flight:
             task.cancel()
@@ -202,11 +277,61 @@ class RequestCoalescer:
                 if self._gathering is not None:
                     now = time.monotonic()
                     self._gathering.went([now - asked.came for asked in taken])
-                task = asyncio.ensure_future(self._answer(taken))
-                self._in_flight[task] = taken
-                task.add_done_callback(self._sent)
+                if not (self._plain and self._sent_at_once(taken)):
+                    self._begin(self._answer(taken), taken)
         if not self.busy:
             self._idle()
+
+    def _begin(self, work: Coroutine[Any, Any, None], taken: list[_Asked]) -> None:
+        task = asyncio.ensure_future(work)
+        self._in_flight[task] = taken
+        task.add_done_callback(self._sent)
+
+    def _sent_at_once(self, taken: list[_Asked]) -> bool:
+        """Send rows of fixed shapes without a task; False where that does not go, and nothing was done."""
+        until = max(asked.until for asked in taken)
+        try:
+            parts = [(asked.inputs, asked.n) for asked in taken]
+            ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version)
+        except Exception:  # noqa: BLE001  the usual way says what is wrong
+            return False
+        if ticket is None:
+            return False
+        sent = _Sent(self, ticket, until)
+        self._in_flight[sent] = taken
+        sent.look()
+        return True
+
+    def _came(self, sent: _Sent) -> None:
+        """A ticket that was sent at once is answered, or lost."""
+        taken = self._in_flight.pop(sent, None)
+        if taken is None:
+            return
+        try:
+            outputs, version = sent.ticket.seen()
+        except Exception:  # noqa: BLE001  as a ticket of the usual way that raised it
+            self._begin(self._answer(taken, sent.ticket), taken)
+        else:
+            self._give(taken, outputs, version)
+            sent.ticket.give_up()
+        if self._waiting:
+            self._send()
+        elif not self.busy:
+            self._idle()
+
+    def _give(self, taken: list[_Asked], outputs: Arrays, version: int) -> None:
+        """Give each its rows of outputs that lie where others will overwrite them."""
+        at = 0
+        for asked in taken:
+            end = at + asked.n
+            if not (answer := asked.answer).done():
+                copied = isinstance(answer, asyncio.Future)
+                part = {name: rows[at:end].copy() if copied else rows[at:end] for name, rows in outputs.items()}
+                try:
+                    answer.set_result((part, version))
+                except Exception as error:  # noqa: BLE001  one answer that cannot be given is not the others' affair
+                    answer.set_exception(ModelFailed(f"{self._unread}: {said(error)}"))
+            at = end
 
     def _take(self) -> list[_Asked]:
         """The requests of the next ticket: those that wait longest, of one weights version.
@@ -236,9 +361,9 @@ class RequestCoalescer:
         elif not self.busy:
             self._idle()
 
-    async def _answer(self, taken: list[_Asked]) -> None:
+    async def _answer(self, taken: list[_Asked], ticket: Ticket | None = None) -> None:
         try:
-            await self._compute(taken)
+            await self._compute(taken, ticket)
         except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
             if isinstance(error, SessionLost) and len(taken) > 1 and error.sessions:
                 await self._answer_others(taken, error)
@@ -268,10 +393,10 @@ class RequestCoalescer:
         else:
             self._fail(taken, lost)
 
-    async def _compute(self, taken: list[_Asked]) -> None:
-        """Send these rows as one ticket, and distribute the answers."""
+    async def _compute(self, taken: list[_Asked], ticket: Ticket | None = None) -> None:
+        """Send these rows as one ticket, if they were not, and distribute the answers."""
         first, began, room = taken[0], time.monotonic(), None
-        if len(taken) == 1:
+        if len(taken) == 1 or ticket is not None:
             inputs: Arrays = first.inputs
         elif self._gathering is not None:
             room = self._rooms.pop() if self._rooms else {}
@@ -283,7 +408,10 @@ class RequestCoalescer:
         seconds = max(asked.until for asked in taken) - time.monotonic()
         failed: Mapping[int, str] = {}
         try:
-            if self._sessions is None:
+            if ticket is not None:
+                reply = await ticket.result_async(seconds)
+                came, version = reply.outputs, reply.version
+            elif self._sessions is None:
                 reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
                 came, version = reply.outputs, reply.version
             else:

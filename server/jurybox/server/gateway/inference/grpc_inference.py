@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
@@ -11,12 +11,14 @@ from google.protobuf.json_format import ParseDict
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol import open_inference_pb2_grpc
-from jurybox.protocol.errors import Code, Refused, said
+from jurybox.protocol.errors import Code, Error, Refused, said
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
-from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Wanted
+from jurybox.server.gateway.inference.forms import Forms
+from jurybox.server.gateway.inference.inference import InferRequest, InferResponse, Input, OpenInference, Output, Wanted
 from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
 from jurybox.server.security.access import Room
+from jurybox.server.security.grpc import DirectCall
 
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -145,7 +147,113 @@ def service(oip: OpenInference, room: Room) -> Service:
         pb.DESCRIPTOR,
         InferenceServicer(oip, room),
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+        {f"/{_METHODS.full_name}/ModelInfer": KnownForms(oip)},
     )
+
+
+_ID, _RAW_IN, _RAW_OUT = 0x1A, 0x3A, 0x32  # tags: numbers of fields, and that their length comes first
+_MOST_HEAD = 4096  # bytes of a form
+
+
+class KnownForms:
+    """Answers ModelInfer where the form of the request is known."""
+
+    def __init__(self, oip: OpenInference) -> None:
+        self._forms = Forms(oip, _read_form, _written_heads)
+
+    def __call__(self, message: bytes, call: DirectCall) -> bool:
+        """As a direct method of security.grpc."""
+        parts = cut(message)
+        if parts is None:
+            return False
+        head, ident, raw = parts
+        form = self._forms.get(head)
+        if form is None or (inputs := form.rows(message, raw)) is None:
+            return False
+        form.ask(inputs, call.time_remaining(), _Caller(call, ident))
+        return True
+
+
+class _Caller:
+    """An asker of forms.py."""
+
+    __slots__ = ("_call", "_ident", "done")
+
+    def __init__(self, call: DirectCall, ident: bytes) -> None:
+        self._call = call
+        self._ident = ident
+        self.done = call.done
+
+    def reply(self, pieces: list[bytes]) -> None:
+        if self._ident:
+            pieces += (_tagged(_ID, len(self._ident)), self._ident)
+        self._call.reply(b"".join(pieces))
+
+    def fail(self, error: Error) -> None:
+        if error.code == Code.STALE_LEASE:  # on another lane, with another spec perhaps
+            self._call.as_usual()
+        else:
+            self._call.fail(error)
+
+
+def cut(message: bytes) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
+    """Cut a ModelInferRequest at its top level: all but id and raw contents, id, and (offset, size) of raw contents.
+
+    None for what is no such message, or is read by protobuf alone (protobuf.dev/programming-guides/encoding).
+    """
+    head, ident, raw = b"", b"", []
+    at, end = 0, len(message)
+    try:
+        while at < end:
+            begin, tag, size, shift = at, message[at], 0, 0
+            if tag & 0x87 != 2:
+                return None  # all fields of it have a length, and a number below 16
+            while True:
+                at += 1
+                byte = message[at]
+                size |= (byte & 127) << shift
+                if byte < 128:
+                    break
+                shift += 7
+            at += 1
+            stop = at + size
+            if tag == _RAW_IN:
+                raw.append((at, size))
+            elif tag == _ID:
+                ident = message[at:stop]
+            else:
+                head += message[begin:stop]
+            if stop > end or len(head) > _MOST_HEAD or len(raw) > MOST_TENSORS or shift > 28:
+                return None
+            at = stop
+    except IndexError:
+        return None
+    return (head, ident, raw) if ident.isascii() else None  # others may be no UTF-8
+
+
+def _read_form(told: bytes) -> InferRequest | None:
+    try:
+        request = request_of(pb.ModelInferRequest.FromString(told), None)
+    except Exception:  # noqa: BLE001  the usual way says what is wrong
+        return None
+    return None if any(one.data is not None for one in request.inputs) else request
+
+
+def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int]) -> list[bytes]:
+    heads = [_tagged(_RAW_OUT, size) for size in sizes]
+    heads[0] = (
+        _head(model, version, tuple((o.name, o.datatype, o.shape) for o in outputs)).SerializeToString() + heads[0]
+    )
+    return heads
+
+
+def _tagged(tag: int, size: int) -> bytes:
+    made = bytearray((tag,))
+    while size > 127:
+        made.append(size & 127 | 128)
+        size >>= 7
+    made.append(size)
+    return bytes(made)
 
 
 class InferenceServicer:

@@ -34,6 +34,7 @@ from jurybox.server.gateway.inference.tensors import (
     Rows,
     Source,
     Values,
+    checked_shape,
     datatype_of,
     malformed,
     of_request,
@@ -133,7 +134,7 @@ class Inference:
 
     Args:
         regions: shared memory that requests may name.
-        told: the name of a model, and whether a request to it was answered.
+        told: called with the name of a model, and whether a request to it was answered.
         idle: seconds without a request after which a sequence is over.
         panels: members of each by name.
 
@@ -155,7 +156,7 @@ class Inference:
         self._panels = panels or {}
         self._lanes = lanes
         self._regions = regions
-        self._told = told
+        self.told = told
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request.
@@ -181,6 +182,23 @@ class Inference:
                     raise
                 lost = {"session_lost": ",".join(map(str, error.sessions))}
                 return InferResponse(request.model, "", request.id, [], lost)
+
+    def plain(self, held: Held, request: InferRequest) -> tuple[int, list[str]] | None:
+        """The rows of a request, whatever its contents, and its outputs' names.
+
+        None where something in it is special, so that it is read anew each time. Raises Error where it is wrong.
+        """
+        spec = held.spec
+        if request.model in self._panels or request.parameters or spec.open or held.sessions is not None:
+            return None
+        tensors: list[Input | Wanted] = [*request.inputs, *request.outputs]
+        if any(tensor.parameters for tensor in tensors) or {one.name for one in request.inputs} != set(spec.inputs):
+            return None
+        rows = {checked_shape(one.name, one.datatype, one.shape, spec.inputs[one.name])[0] for one in request.inputs}
+        n = max(rows, default=0)
+        if len(rows) != 1 or len(request.inputs) != len(spec.inputs) or n > held.piece:
+            return None
+        return n, [name for name, _ in self._wanted(spec.outputs, request.outputs, n)]
 
     async def _infer_on_device(self, cuda: CudaRegions, request: InferRequest, asked: Asked) -> InferResponse:
         """Run a request whose tensors lie in device memory, all of them."""
@@ -209,7 +227,7 @@ class Inference:
         if not outputs:
             raise SpecMismatch("no output was asked for: name each that is wanted, with its CUDA region")
         rows, used = await cuda.infer(spec, inputs, outputs, seconds, version)
-        self._told(request.model, True)
+        self.told(request.model, True)
         made = [
             Output(
                 name,
@@ -248,7 +266,7 @@ class Inference:
                     arrays, used = await turn.infer(self._lanes, held, inputs, n, until, version, asked.state)
                 break
             except RowFailed as error:
-                self._told(request.model, True)
+                self.told(request.model, True)
                 if not asked.row_errors or not error.errors:
                     raise
                 outputs = (
@@ -259,7 +277,7 @@ class Inference:
             except NoSession:
                 # A lane of few rows, leased while others had them, is exchanged for a larger one as soon as may be.
                 if not held.makeshift or time.monotonic() > exchanged:
-                    self._told(request.model, False)
+                    self.told(request.model, False)
                     raise
                 await asyncio.sleep(SOON)
             except Error as error:
@@ -270,13 +288,13 @@ class Inference:
                         raise turn.lost() from None
                 if error.code == Code.STALE_LEASE and tries:
                     continue  # with another spec perhaps, so everything is checked anew
-                self._told(request.model, False)
+                self.told(request.model, False)
                 raise
         if request.version and used != version:
             raise ModelNotFound(
                 f"version {version} of {request.model!r} is not held, {used} is the newest: name one that is, or none"
             )
-        self._told(request.model, True)
+        self.told(request.model, True)
         told: dict[str, Any] = dict(_FINAL) if asked.final else {}
         if failed:
             told["row_errors"] = json.dumps({str(row): reason for row, reason in failed.items()})
@@ -548,12 +566,12 @@ class OpenInference:
     ) -> None:
         self.idle = idle
         self._source = source
-        self._lanes = Lanes(address)
-        self.self_test = SelfTest(source, self._lanes)
+        self.lanes = Lanes(address)
+        self.self_test = SelfTest(source, self.lanes)
         self.regions = Regions(shared_memory)
-        self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self._lanes)
-        self.inference = Inference(self._lanes, self.regions, self.self_test.told, idle, panels, self.cuda_regions)
-        self.repository = Repository(self._lanes)
+        self.cuda_regions = CudaRegions(allowed=cuda_shared_memory, lanes=self.lanes)
+        self.inference = Inference(self.lanes, self.regions, self.self_test.told, idle, panels, self.cuda_regions)
+        self.repository = Repository(self.lanes)
 
     def metadata(self) -> dict[str, Any]:
         """Name, version and supported extensions."""
@@ -607,9 +625,9 @@ class OpenInference:
 
     def doubt(self) -> None:
         """An exception in the event loop that was not awaited may have lost an answer."""
-        self._lanes.doubt()
+        self.lanes.doubt()
 
     def close(self) -> None:
         """Release all lanes and regions."""
-        self._lanes.close()
+        self.lanes.close()
         self.regions.close()

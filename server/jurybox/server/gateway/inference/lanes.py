@@ -124,6 +124,11 @@ class Lanes:
                     raise
             await asyncio.sleep(SOON)
 
+    def held(self, name: str) -> Held | None:
+        """The lane of a model that `hold` would return at once; None where there is none."""
+        held = self._held.get(name)
+        return None if held is None or held.makeshift else held
+
     async def ask(self, held: Held, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
         """Compute n rows; more than a batch are sent in pieces.
 

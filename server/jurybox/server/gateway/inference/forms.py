@@ -1,0 +1,181 @@
+"""Requests of a form that was read before.
+
+A client's requests differ in their numbers alone: name, shapes, datatypes and wanted outputs are the same bytes every
+time. So a request is read and checked in full once, and what came out is kept under those bytes as its *form*. A later
+request of the form is its raw numbers, which go to the model's coalescer without a task, and an answer whose head is
+written already. What is special in any way (parameters, rows that differ in size, sequences, panels) has no form, and
+is answered as ever; so is a form whose model was loaded anew.
+"""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jurybox.protocol.errors import Code, Error, ModelNotFound
+from jurybox.server.gateway.inference.coalescer import Arrays
+from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
+from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, Held
+from jurybox.server.gateway.inference.tensors import datatype_of, weights_version
+
+_MOST_FORMS = 1024
+_MOST_HEADS = 8  # weights versions for which the head of an answer is kept
+
+# (model, version, outputs without their numbers, bytes of each) -> what goes before the bytes of each.
+Heads: TypeAlias = Callable[[str, str, Sequence[Output], Sequence[int]], list[bytes]]
+
+
+class Asker(Protocol):
+    """Who asked: a transport's end of one request."""
+
+    def done(self) -> bool:
+        """Whether nobody waits any more."""
+        ...
+
+    def reply(self, pieces: list[bytes]) -> None:
+        """Answer with these bytes, one after another."""
+        ...
+
+    def fail(self, error: Error) -> None:
+        """Answer with an error; where its code is STALE_LEASE, ask again in the usual way."""
+        ...
+
+
+class Form:
+    """What requests of one form have in common.
+
+    Attributes:
+        held: the lane that they were read for.
+        sizes: bytes of every input.
+    """
+
+    def __init__(
+        self,
+        oip: OpenInference,
+        held: Held,
+        request: InferRequest,
+        n: int,
+        outputs: Sequence[str],
+        heads: Heads,
+    ) -> None:
+        spec = held.spec
+        self.held = held
+        self._told = oip.inference.told
+        self._model, self._n = request.model, n
+        self._version, self._pinned = weights_version(request.version), bool(request.version)
+        self._arrays = [
+            (one.name, spec.inputs[one.name].numpy_dtype, (n, *spec.inputs[one.name].shape)) for one in request.inputs
+        ]
+        self.sizes = [n * spec.inputs[one.name].row_bytes for one in request.inputs]
+        self._outputs = [
+            Output(name, datatype_of(spec.outputs[name]), (n, *spec.outputs[name].shape), None) for name in outputs
+        ]
+        self._bytes = [n * spec.outputs[name].row_bytes for name in outputs]
+        self._heads = heads
+        self._written: dict[int, list[bytes]] = {}
+
+    def rows(self, data: Any, places: Sequence[tuple[int, int]]) -> Arrays | None:
+        """The inputs that lie in `data`, each at (offset, size); None where one has another size."""
+        if [size for _, size in places] != self.sizes:
+            return None
+        return {
+            name: np.ndarray(shape, dtype, data, at)
+            for (name, dtype, shape), (at, _) in zip(self._arrays, places, strict=True)
+        }
+
+    def ask(self, inputs: Arrays, seconds: float | None, asker: Asker) -> None:
+        """Ask the model for these rows; `seconds` until the asker gives up, None: it does not say."""
+        left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
+        answer = _Answer(self, asker)
+        answer.late = self.held.coalescer.put(inputs, self._n, left, self._version, answer)
+
+    def answered(self, outputs: Arrays, version: int, asker: Asker) -> None:
+        """Give an asker its outputs."""
+        if self._pinned and version != self._version:
+            why = f"version {self._version} of {self._model!r} is not held, {version} is the newest"
+            asker.fail(ModelNotFound(f"{why}: name one that is, or none"))
+            return
+        self._told(self._model, True)
+        if (heads := self._written.get(version)) is None:
+            if len(self._written) >= _MOST_HEADS:
+                self._written.clear()
+            heads = self._written[version] = self._heads(self._model, str(version), self._outputs, self._bytes)
+        pieces: list[bytes] = []
+        for head, output in zip(heads, self._outputs, strict=True):
+            array: NDArray[Any] = outputs[output.name]
+            pieces += (head, array.tobytes())
+        asker.reply(pieces)
+
+    def failed(self, error: Error, asker: Asker) -> None:
+        """Tell an asker."""
+        if error.code != Code.STALE_LEASE:
+            self._told(self._model, error.code == Code.ROW_FAILED)
+        asker.fail(error)
+
+
+class _Answer:
+    """Where one answer goes, in place of a future."""
+
+    __slots__ = ("_asker", "_form", "late")
+
+    def __init__(self, form: Form, asker: Asker) -> None:
+        self._form = form
+        self._asker = asker
+        self.late: TimerHandle
+
+    def done(self) -> bool:
+        return self._asker.done()
+
+    def set_result(self, result: tuple[Arrays, int]) -> None:
+        self.late.cancel()
+        self._form.answered(*result, self._asker)
+
+    def set_exception(self, error: Error) -> None:
+        self.late.cancel()
+        self._form.failed(error, self._asker)
+
+
+class Forms:
+    """The forms of one transport, by the bytes that say them.
+
+    Args:
+        read: reads those bytes as a request, with zeros for its contents or none; None where it can have no form.
+        heads: writes the head of an answer.
+    """
+
+    def __init__(self, oip: OpenInference, read: Callable[[bytes], InferRequest | None], heads: Heads) -> None:
+        self._oip = oip
+        self._read = read
+        self._heads = heads
+        self._forms: dict[bytes, Form | None] = {}
+
+    def get(self, told: bytes) -> Form | None:
+        """The form of a request; None where it has none, or none yet."""
+        form = self._forms.get(told)
+        if form is None and told in self._forms:
+            return None
+        return self._made(told) if form is None or form.held.retired else form
+
+    def _made(self, told: bytes) -> Form | None:
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        request = self._read(told)
+        if request is None:
+            self._forms[told] = None
+            return None
+        held = self._oip.lanes.held(request.model)
+        try:
+            found = None if held is None else self._oip.inference.plain(held, request)
+            if held is None or found is None:
+                return None
+            form = Form(self._oip, held, request, *found, self._heads)
+        except Error:
+            return None  # the usual way says what is wrong
+        if any(one.raw and len(one.data) != size for one, size in zip(request.inputs, form.sizes, strict=True)):
+            return None
+        self._forms[told] = form
+        return form
