@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 
 import grpc
@@ -114,3 +116,136 @@ def test_compressed_messages_are_read(gateway):
             other = tritonclient.grpc.InferInput("other", [4, 4], "FP32")
             other.set_data_from_numpy(rows)
             client.infer("affine", [other], compression_algorithm="gzip", client_timeout=20)
+
+
+# ---- HTTP
+
+
+def asked(rows, path="/v2/models/affine/infer", **parameters):
+    tensor = {"name": "observation", "shape": list(rows.shape), "datatype": "FP32",
+              "parameters": {"binary_data_size": rows.nbytes}}  # fmt: skip
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True, **parameters}}).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nInference-Header-Content-Length: {len(text)}\r\n"
+        f"Content-Length: {len(text) + rows.nbytes}\r\n\r\n"
+    ).encode()
+    return head + text + rows.tobytes()
+
+
+class Web:
+    """A connection on which answers are read one after another."""
+
+    def __init__(self, address):
+        host, port = address.rsplit(":", 1)
+        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        self.came = b""
+
+    def answer(self):
+        while (end := self.came.find(b"\r\n\r\n") + 4) < 4:
+            self.came += self.socket.recv(65536)
+        lines = self.came[:end].decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+        size = int(headers.get("content-length", 0))
+        while len(self.came) < end + size:
+            self.came += self.socket.recv(65536)
+        body, self.came = self.came[end : end + size], self.came[end + size :]
+        return int(lines[0].split()[1]), headers, body
+
+
+@pytest.fixture
+def line(gateway):
+    web = Web(gateway.http)
+    yield web
+    web.socket.close()
+
+
+def test_a_known_head_is_answered_as_the_first_was(line):
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    found = []
+    for i in range(4):
+        line.socket.sendall(asked(rows + i))
+        status, headers, body = line.answer()
+        headers.pop("date")
+        length = int(headers["inference-header-content-length"])
+        np.testing.assert_array_equal(np.frombuffer(body[length:], np.float32), (2 * (rows + i) + 1).reshape(-1))
+        found.append((status, headers, body[:length]))
+    assert all(one == found[0] for one in found)
+
+
+def test_requests_that_follow_one_another_at_once_are_answered_in_order(line):
+    line.socket.sendall(asked(np.zeros((1, 4), np.float32)))
+    line.answer()
+    many = [np.full((1, 4), i, np.float32) for i in range(50)]
+    line.socket.sendall(
+        b"".join(asked(rows) for rows in many) + b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    )
+    for rows in many:
+        status, _, body = line.answer()
+        assert status == 200 and np.frombuffer(body[-16:], np.float32).tolist() == (2 * rows[0] + 1).tolist()
+    assert line.answer()[2] == b'{"live":true}'
+
+
+def test_a_known_request_may_come_in_pieces(line):
+    whole = asked(np.ones((1, 4), np.float32))
+    line.socket.sendall(whole)
+    line.answer()
+    head = whole.index(b"\r\n\r\n") + 4
+    line.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for cut in (1, 10, head - 1, head, head + 1, head + 30, len(whole) - 1):
+        line.socket.sendall(whole[:cut])
+        threading.Event().wait(0.02)
+        line.socket.sendall(whole[cut:])
+        status, _, body = line.answer()
+        assert status == 200 and np.frombuffer(body[-16:], np.float32).tolist() == [3.0] * 4
+
+
+def test_a_known_head_lets_no_wrong_body_through(line):
+    right = asked(np.ones((1, 4), np.float32))
+    line.socket.sendall(right)
+    line.answer()
+    for what, with_, status in ((b"FP32", b"FP64", 422), (b"[1, 4]", b"[4, 1]", 422), (b'"shape"', b'"shame"', 400)):
+        line.socket.sendall(right.replace(what, with_))
+        found, _, body = line.answer()
+        assert found == status and json.loads(body)["code"], body
+    line.socket.sendall(right.replace(b"/affine/", b"/nobody/"))
+    assert line.answer()[0] == 404
+    line.socket.sendall(right.replace(b"Host: localhost", b"Host: evil.test"))
+    assert line.answer()[0] == 421
+
+
+def test_heads_that_say_something_special_are_not_taken_as_known(line):
+    right = asked(np.ones((1, 4), np.float32))
+    for special in (b"Connection: close\r\n", b"Expect: 100-continue\r\n", b"Content-Encoding: identity\r\n"):
+        for _ in range(2):
+            host, port = line.socket.getpeername()
+            web = Web(f"{host}:{port}")
+            web.socket.sendall(right.replace(b"\r\n", b"\r\n" + special, 1))
+            status, headers, _ = web.answer()
+            if status == 100:
+                status, headers, _ = web.answer()
+            assert status in (200, 415) and (headers.get("connection") == "close") == special.startswith(b"Conn")
+            web.socket.close()
+
+
+def test_the_body_begins_where_the_head_ends_for_everybody(line):
+    head, body = asked(np.ones((1, 4), np.float32)).split(b"\r\n\r\n", 1)
+    bare = head + b"\n\n" + body  # h11 takes that end of a line, too
+    for whole in (bare, bare, head + b"\r\n\r\n" + body, bare):
+        line.socket.sendall(whole)
+        status, _, answer = line.answer()
+        assert status == 200 and np.frombuffer(answer[-16:], np.float32).tolist() == [3.0] * 4
+
+
+def test_a_client_that_leaves_gives_the_room_of_its_body_back(gateway):
+    whole = asked(np.ones((1, 4), np.float32))
+    for cut in (len(whole) - 3, len(whole)):
+        for _ in range(20):
+            web = Web(gateway.http)
+            web.socket.sendall(whole)
+            web.answer()
+            web.socket.sendall(whole[:cut])
+            web.socket.close()
+    web = Web(gateway.http)
+    web.socket.sendall(whole)
+    assert web.answer()[0] == 200
+    web.socket.close()

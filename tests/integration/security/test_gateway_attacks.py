@@ -379,7 +379,7 @@ def test_headers_have_a_bound_whatever_is_installed(server, web):
     from jurybox.server.gateway import http_server
 
     source = Path(http_server.__file__).read_text()
-    assert 'http="h11"' in source and 'ws="none"' in source
+    assert 'http=protocol or "h11"' in source and 'ws="none"' in source
     host, port = server.told["http"].rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n")

@@ -1,6 +1,7 @@
 """The walls of HTTP and gRPC on a real server: token and TLS, from outside."""
 
 import contextlib
+import json
 import shutil
 import ssl
 
@@ -57,6 +58,19 @@ def test_everything_but_health_asks_for_the_token(web):
     assert web.get("/status").status_code == 401
     assert web.get("/status", headers=BEARER).status_code == 200
     assert web.get("/status", headers={"Authorization": f"Bearer {TOKEN}x"}).status_code == 401
+
+
+def test_a_request_that_was_answered_before_asks_for_the_token_again(web):
+    tensor = {"name": "observation", "shape": [2, 4], "datatype": "FP32", "parameters": {"binary_data_size": 32}}
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    body = {"content": text + X.tobytes()}
+    length = {"Inference-Header-Content-Length": str(len(text))}
+    for _ in range(3):
+        answer = web.post("/v2/models/affine/infer", headers={**BEARER, **length}, **body)
+        assert answer.status_code == 200 and np.frombuffer(answer.content[-32:], np.float32).tolist() == [3.0] * 8
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        for wrong in ({}, {"Authorization": f"Bearer {TOKEN[:-1]}x"}):
+            assert web.post("/v2/models/affine/infer", headers={**wrong, **length}, **body).status_code == 401
 
 
 def test_a_browser_can_show_it_as_a_password(web):

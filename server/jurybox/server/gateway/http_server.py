@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
-from jurybox.server.security.access import Access
+from jurybox.server.security.access import Access, Room
 from jurybox.server.security.http import guarded
 from jurybox.server.settings.endpoints import is_loopback, split_host
 
@@ -81,6 +82,8 @@ class HttpServer:
         address: "host:port"; port 0 takes a free one.
         access: the walls before the application.
         setting: whose address it is, as `listen` has it.
+        protocol: of its connections, instead of uvicorn's.
+        room: for the bytes of all bodies, where the protocol accounts there as well.
 
     Attributes:
         bound: where it really listens.
@@ -89,15 +92,23 @@ class HttpServer:
         CannotListen, ValueError: the address cannot be had.
     """
 
-    def __init__(self, address: str, app: FastAPI, access: Access, setting: str = "http") -> None:
+    def __init__(
+        self,
+        address: str,
+        app: FastAPI,
+        access: Access,
+        setting: str = "http",
+        protocol: type[asyncio.Protocol] | None = None,
+        room: Room | None = None,
+    ) -> None:
         self._listener = listen(address, setting)
         host, self.port = self._listener.getsockname()[:2]
         self.bound = bound_name(host, self.port)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                guarded(app, access, loopback=is_loopback(split_host(address)[0])),
+                guarded(app, access, loopback=is_loopback(split_host(address)[0]), room=room),
                 # Said, not found out: uvicorn would take what happens to be installed, and that may bound nothing.
-                http="h11",
+                http=protocol or "h11",
                 ws="none",
                 log_config=None,  # its records go where ours go
                 access_log=False,

@@ -14,6 +14,7 @@ from jurybox.protocol.errors import said
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference
+from jurybox.server.gateway.inference.http_forms import protocol_of
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.sequences import IDLE
 from jurybox.server.gateway.live import ClientSource, StatusSource
@@ -60,7 +61,10 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         app = create_app(source, oip.reasons, routers, {name: robot.counters for name, robot in robots.items()})
         if spoken is not None:
             app.add_middleware(Paths, endpoints=spoken.endpoints)
-        http = HttpServer(orders["http"], app, access) if orders["http"] else None
+        http = None
+        if orders["http"]:
+            room = access.room()
+            http = HttpServer(orders["http"], app, access, protocol=protocol_of(oip, room), room=room)
         dialects = {
             name: HttpServer(orders["dialects"][name]["listen"], its_app, access, f"dialects.{name}")
             for name, its_app in (spoken.ports if spoken else {}).items()

@@ -47,14 +47,15 @@ class Taken:
         self._size = 0
 
 
-def guarded(app: ASGIApp, access: Access, *, loopback: bool) -> ASGIApp:
+def guarded(app: ASGIApp, access: Access, *, loopback: bool, room: Room | None = None) -> ASGIApp:
     """Wrap the application in all middlewares.
 
     Args:
         loopback: it listens for this host alone, so that requests which name another host come from a web page that
             has bent its own name to here (DNS rebinding).
+        room: for the bytes of all bodies, where others account there as well.
     """
-    app = BodyLimit(app, access.max_message, access.room())
+    app = BodyLimit(app, access.max_message, room or access.room())
     if (token := access.token) is not None:
         app = TokenAsked(app, token)
     app = SameOrigin(app)

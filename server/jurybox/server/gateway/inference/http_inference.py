@@ -26,6 +26,7 @@ from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, re
 from jurybox.server.security.http import TAKEN, Taken
 
 LENGTH = "Inference-Header-Content-Length"
+ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) once it is, in binary
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
 
@@ -250,6 +251,8 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None
         content, length = body_of(answer, binary, all_binary=all_binary)
         if length is None:
             return Response(content, media_type="application/json")
+        if ANSWERED in request.scope and LENGTH in request.headers:
+            request.scope[ANSWERED](name, version, int(request.headers[LENGTH]))
         return Response(content, headers={LENGTH: str(length)}, media_type="application/octet-stream")
 
     @paths.get(prefix + "/ready")

@@ -1,0 +1,237 @@
+"""HTTP requests with binary tensors whose head was seen before, answered ahead of HTTP's and the application's layers.
+
+A client's requests begin with the same bytes every time. The first goes through uvicorn, all walls (security.http) and
+the application. Where that answered it, its head is kept: walls and routing look at nothing but those bytes, so they
+would say the same of the next request that begins with them. That one's body is read as a form (forms.py). The bytes
+of all bodies are bounded here as there. Whatever is special in any way goes through the layers as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
+from jurybox.server.gateway.inference import http_inference
+from jurybox.server.gateway.inference.forms import Forms
+from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
+from jurybox.server.security.access import Room
+from jurybox.server.security.http import SECURITY_HEADERS
+
+_MOST_HEADS = 1024
+_MOST_HEAD = 8 << 10  # bytes of one
+_MOST_BODY = 4 << 20  # bytes; larger ones go the usual way
+_BEGINS = b"POST /v2/models/"
+_ENDS = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
+_SPECIAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"trailer"})
+_HEADERS = "".join(f"{name.lower()}: {value}\r\n" for name, value in SECURITY_HEADERS.items())
+_HEADERS = f"cache-control: no-store\r\n{_HEADERS}\r\n"
+
+
+class _Head(NamedTuple):
+    """What a head says: the model, and the lengths of body and JSON in bytes."""
+
+    model: str
+    version: str
+    length: int
+    json: int
+
+
+class KnownHeads:
+    """The heads of all connections of a port that were answered, and the forms of their bodies.
+
+    Args:
+        room: bounds the bytes of all bodies together.
+    """
+
+    def __init__(self, oip: OpenInference, room: Room) -> None:
+        self.forms = Forms(oip, _read_form, _written_heads)
+        self.room = room
+        self.heads: dict[bytes, _Head] = {}
+
+    def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
+        """A request that began with these bytes was answered in binary."""
+        fields = scope["headers"]
+        lengths = [value for name, value in fields if name == b"content-length"]
+        stays = all(value.lower() == b"keep-alive" for name, value in fields if name == b"connection")
+        special = any(name in _SPECIAL for name, _ in fields) or scope["http_version"] != "1.1" or not stays
+        if special or len(head) > _MOST_HEAD or len(lengths) != 1 or int(lengths[0]) > _MOST_BODY:
+            return
+        if len(self.heads) >= _MOST_HEADS:
+            self.heads.clear()
+        self.heads[head] = _Head(model, version, int(lengths[0]), json_length)
+
+
+def _read_form(told: bytes) -> InferRequest | None:
+    model, version, size, body = told.split(b"\0", 3)
+    try:
+        request, names, all_binary = http_inference.request_of(
+            model.decode(), version.decode(), body + bytes(int(size)), str(len(body))
+        )
+    except Exception:  # noqa: BLE001  the usual way says what is wrong
+        return None
+    binary = all_binary or (bool(request.outputs) and names == {one.name for one in request.outputs})
+    return request if binary and not request.id and all(one.raw for one in request.inputs) else None
+
+
+def _written_heads(model: str, version: str, outputs: Sequence[Output], sizes: Sequence[int]) -> list[bytes]:
+    told = [
+        {"name": one.name, "datatype": one.datatype, "shape": list(one.shape), "parameters": {"binary_data_size": size}}
+        for one, size in zip(outputs, sizes, strict=True)
+    ]
+    text = json.dumps({"model_name": model, "model_version": version, "outputs": told}, separators=(",", ":"))
+    head = (
+        f"{http_inference.LENGTH.lower()}: {len(text)}\r\ncontent-length: {len(text) + sum(sizes)}\r\n"
+        f"content-type: application/octet-stream\r\n{_HEADERS}{text}"
+    )
+    return [head.encode(), *[b""] * (len(sizes) - 1)]
+
+
+class InferProtocol(H11Protocol):
+    """uvicorn's connection, which answers requests with known heads by itself. To forms.py it is the asker."""
+
+    known: KnownHeads  # of a subclass, as `protocol_of` makes it
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._head: _Head | None = None  # of the request whose body comes, or that is being answered
+        self._came = bytearray()  # that head as it came, and its body
+        self._begins = 0  # where in it the body begins
+        self._asking = self._gone = self._leaving = False
+        self._ahead = b""  # what came after it
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio asks."""
+        if self._asking:
+            self._ahead += data
+            self.flow.pause_reading()
+        elif self._head is not None:
+            self._more(self._head, data)
+        elif data.startswith(_BEGINS) and self._idle() and (end := _ENDS.search(data)):
+            self._begin(data, data[: end.end()])
+        else:
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio asks."""
+        self._gone = True
+        self._give()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """As uvicorn asks: once what has begun is answered."""
+        self._leaving = True
+        if self._head is None:
+            super().shutdown()
+
+    def _idle(self) -> bool:
+        conn, most = self.conn, self.limit_concurrency
+        between = conn.our_state is h11.IDLE and conn.their_state is h11.IDLE and not conn.trailing_data[0]
+        return between and not self._leaving and (most is None or len(self.connections) < most)
+
+    def _begin(self, data: bytes, head: bytes) -> None:
+        known = self.known
+        if (found := known.heads.get(head)) is not None:
+            try:
+                known.room.take(found.length)
+            except Refused:
+                pass  # the usual way says so
+            else:
+                self._unset_keepalive_if_required()
+                self._head, self._came, self._begins = found, bytearray(head), len(head)
+                self._more(found, data[len(head) :])
+                return
+        earlier = self.scope
+        super().data_received(data)
+        if (scope := self.scope) is not earlier:
+            told: Any = scope
+            told[http_inference.ANSWERED] = lambda *answered: known.learn(head, scope, *answered)
+
+    def _more(self, head: _Head, data: bytes) -> None:
+        whole = self._begins + head.length
+        if len(self._came) + len(data) > whole:
+            cut = whole - len(self._came)
+            data, self._ahead = data[:cut], data[cut:]
+        self._came += data
+        if len(self._came) < whole:
+            return
+        at = self._begins + head.json
+        told = (head.model.encode(), head.version.encode(), str(head.length - head.json).encode(),
+                bytes(self._came[self._begins : at]))  # fmt: skip
+        form, inputs = self.known.forms.get(b"\0".join(told)), None
+        if form is not None:
+            places = []
+            for size in form.sizes:
+                places.append((at, size))
+                at += size
+            inputs = form.rows(self._came, places) if at == whole else None
+        if form is None or inputs is None:
+            self._as_usual()
+            return
+        self._asking = True
+        form.ask(inputs, None, self)
+
+    # ---- the asker
+
+    def done(self) -> bool:
+        """As forms.py asks."""
+        return self._gone
+
+    def reply(self, pieces: list[bytes]) -> None:
+        """As forms.py asks."""
+        self._answer(200, pieces)
+
+    def fail(self, error: Error) -> None:
+        """As forms.py asks."""
+        if error.code == Code.STALE_LEASE:  # on another lane, with another spec perhaps
+            self._as_usual()
+            return
+        row = TABLE.get(error.code)
+        text = json.dumps({"error": said(error), "code": error.code.name}, ensure_ascii=False, separators=(",", ":"))
+        body = text.encode("utf-8", "backslashreplace")
+        fields = f"content-length: {len(body)}\r\ncontent-type: application/json\r\n{_HEADERS}".encode()
+        self._answer(row.http if row else 500, [fields, body])
+
+    # ---- inside
+
+    def _as_usual(self) -> None:
+        data = bytes(self._came) + self._ahead
+        self._give()
+        self._ahead = b""
+        super().data_received(data)
+
+    def _answer(self, status: int, pieces: list[bytes]) -> None:
+        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+        default = [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
+        self._give()
+        self.transport.write(b"".join((line, *default, *pieces)))
+        self.on_response_complete()  # reads on, and closes where nothing comes any more
+        if self._leaving:
+            super().shutdown()
+        elif self.flow.write_paused:
+            self.flow.pause_reading()
+        if self._ahead and not self.transport.is_closing():
+            data, self._ahead = self._ahead, b""
+            self.data_received(data)
+
+    def resume_writing(self) -> None:
+        """As asyncio asks."""
+        super().resume_writing()
+        self.flow.resume_reading()
+
+    def _give(self) -> None:
+        """The request is over: its bytes are free."""
+        head, self._head, self._asking, self._came = self._head, None, False, bytearray()
+        if head is not None:
+            self.known.room.give(head.length)
+
+
+def protocol_of(oip: OpenInference, room: Room) -> type[InferProtocol]:
+    """The class of a port's connections."""
+    return type("KnownInferProtocol", (InferProtocol,), {"known": KnownHeads(oip, room)})
