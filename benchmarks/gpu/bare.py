@@ -207,9 +207,9 @@ def overlap(at: Setup, found: Found) -> None:
     rows, times = (2, 4) if at.quick else (64, 40)
     with _images(at, rows) as (served, batches), torch.inference_mode():
         served.warm_up()
-        berth = served._berths[0]
-        copy = _by_events(lambda: berth.copy_in(batches[0], rows, direct=served._lock.held), device, times // 2)
-        forward = _by_events(lambda: berth.forward(rows), device, times // 2)
+        buffer = served._buffers[0]
+        copy = _by_events(lambda: buffer.copy_in(batches[0], rows, direct=served._lock.held), device, times // 2)
+        forward = _by_events(lambda: buffer.forward(rows), device, times // 2)
         for tickets in batches:
             served.run(tickets, rows)
 

@@ -53,7 +53,7 @@ def test_a_model_that_slept_answers_as_before():
     device = elsewhere(arena, Plus())
     batch = tickets((2, 3))
     assert device.sleep() == 4
-    assert all(not berth._inputs and berth.graphs is None for berth in device._berths)
+    assert all(not buffer._inputs and buffer.graphs is None for buffer in device._buffers)
     assert device.wake() == 4
     with torch.inference_mode():
         device.run(batch, 3)

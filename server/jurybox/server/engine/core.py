@@ -120,7 +120,7 @@ class Engine:
         """Write all counters to the scoreboard anew, whatever has been written there."""
         for slot in self._queues:
             slot.show_sessions()
-        for counters in list(self._counters.values()):  # the workshop's thread asks for those of a new model
+        for counters in list(self._counters.values()):  # the model loader's thread asks for those of a new model
             counters.show()
 
     def finish(self) -> None:

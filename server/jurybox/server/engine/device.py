@@ -204,16 +204,16 @@ def show_device_memory(device: torch.device, record: NDArray[Any]) -> None:
 # ----
 # A model on a device of its own: two batches on their way, one computing while the next is copied in.
 #
-# Each batch goes through one of two *berths*: static inputs on the device, staging memory on the host, and a stream
-# for its copies. Forwards share one stream, so that they run in order and weights change between two of them.
+# Each batch goes through one of two staging buffers: static inputs on the device, memory on the host, and a stream for
+# its copies. Forwards share one stream, so that they run in order and weights change between two of them.
 #
-#     berth 0   copy in | forward | copy out          copy in | ...
-#     berth 1             copy in | forward | copy out
+#     buffer 0   copy in | forward | copy out          copy in | ...
+#     buffer 1             copy in | forward | copy out
 
 
 # A copy of its own costs the CPU about what it takes to gather this much.
 _DIRECT_BYTES = 64 * 1024
-_BERTHS = 2
+_BUFFERS = 2
 
 
 class DeviceServed(Served):
@@ -252,7 +252,7 @@ class DeviceServed(Served):
         if not self._lock.held and self.device.type == "cuda":
             report("arena not page-locked", model=name, reason=self._lock.reason)
         self.forwards = Stream(self.device)
-        self._berths = [_StagingBuffer(self, max_batch) for _ in range(_BERTHS)]
+        self._buffers = [_StagingBuffer(self, max_batch) for _ in range(_BUFFERS)]
 
     def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
         """Queue a batch's copies and forward; as `run`, of a batch to be finished later.
@@ -261,23 +261,23 @@ class DeviceServed(Served):
             Refused, and whatever the model raises; torch.OutOfMemoryError where the device has no room.
         """
         places = self._regions.of(tickets) if self._regions else None
-        self._berths.append(berth := self._berths.pop(0))
-        with berth.copies.running():
+        self._buffers.append(buffer := self._buffers.pop(0))
+        with buffer.copies.running():
             if places is None:
-                berth.copy_in(tickets, rows, direct=self._lock.held)
+                buffer.copy_in(tickets, rows, direct=self._lock.held)
             else:
                 assert self._regions is not None
-                berth.copy_in_bound(tickets, places, self._regions.driver)
-        self.forwards.after(berth.copies.mark())
+                buffer.copy_in_bound(tickets, places, self._regions.driver)
+        self.forwards.after(buffer.copies.mark())
         with self.forwards.running():
             self._use(version)
-            results = berth.forward(rows)
-        berth.copies.after(self.forwards.mark())
-        with berth.copies.running():
-            on_device = places is not None and berth.copy_out_bound(results, tickets, places, host=bool(self._finite))
+            results = buffer.forward(rows)
+        buffer.copies.after(self.forwards.mark())
+        with buffer.copies.running():
+            on_device = places is not None and buffer.copy_out_bound(results, tickets, places, host=bool(self._finite))
             if not on_device:
-                berth.copy_out(results, rows)
-        return Batch(self, berth, tickets, rows, berth.copies.mark(), self._take_row_errors(), on_device=on_device)
+                buffer.copy_out(results, rows)
+        return Batch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device=on_device)
 
     def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
         """As `Served.run`: begin and finish."""
@@ -290,13 +290,13 @@ class DeviceServed(Served):
 
     def sleep(self) -> int:
         """As `Served.sleep`, of inputs and graphs, too."""
-        for berth in self._berths:
-            berth.sleep()
+        for buffer in self._buffers:
+            buffer.sleep()
         return super().sleep()
 
     def _prepare(self) -> None:
-        for berth in self._berths:
-            berth.wake()
+        for buffer in self._buffers:
+            buffer.wake()
         self._capture()
 
     def _capture(self) -> None:
@@ -304,11 +304,11 @@ class DeviceServed(Served):
             return
         try:
             with torch.inference_mode():
-                for berth in self._berths:
-                    berth.capture()
+                for buffer in self._buffers:
+                    buffer.capture()
         except Exception as error:  # noqa: BLE001  what cannot be captured runs all the same
-            for berth in self._berths:
-                berth.graphs = None
+            for buffer in self._buffers:
+                buffer.graphs = None
             torch.cuda.synchronize(self.device)
             self._report("no CUDA graphs", model=self.spec.name, reason=f"{type(error).__name__}: {error}")
         finally:
@@ -326,7 +326,7 @@ class Batch:
     def __init__(
         self,
         served: DeviceServed,
-        berth: _StagingBuffer,
+        buffer: _StagingBuffer,
         tickets: NDArray[Any],
         rows: int,
         end: Mark,
@@ -336,7 +336,7 @@ class Batch:
     ) -> None:
         self._on_device = on_device
         self._served = served
-        self._berth = berth
+        self._buffer = buffer
         self._tickets = tickets
         self._rows = rows
         self._end = end
@@ -352,8 +352,8 @@ class Batch:
         if self._on_device:  # all outputs are where the clients want them
             return self._served.refused(self._tickets, {}, self._rows, self._row_errors)
         for name, array in self._served.arena_outputs.items():
-            native.scatter(array, self._tickets, self._berth.results[name][: self._rows].numpy())
-        return self._served.refused(self._tickets, self._berth.results, self._rows, self._row_errors)
+            native.scatter(array, self._tickets, self._buffer.results[name][: self._rows].numpy())
+        return self._served.refused(self._tickets, self._buffer.results, self._rows, self._row_errors)
 
 
 class _StagingBuffer:
@@ -463,7 +463,7 @@ class _StagingBuffer:
             result.record_stream(torch.cuda.current_stream(result.device))
 
     def capture(self) -> None:
-        """Capture graphs over this berth's inputs."""
+        """Capture graphs over this buffer's inputs."""
         stream = torch.cuda.Stream(self._served.device)  # type: ignore[no-untyped-call]
         self.graphs = Graphs(self._inputs, self._served.forward, stream, self._max_batch)
 

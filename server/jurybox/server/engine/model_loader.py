@@ -91,7 +91,7 @@ class ModelLoader:
         self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
         self.regions: DeviceRegions | None = None  # what clients have bound to device memory
         self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="workshop", daemon=True).start()
+        threading.Thread(target=self._work, name="model-loader", daemon=True).start()
 
     def load(self, model: int, load: int, name: str, settings: dict[str, Any]) -> None:
         """Begin to load; ends in a message "loaded" or "failed"."""

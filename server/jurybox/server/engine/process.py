@@ -166,7 +166,7 @@ class EngineProcess:
         self._native = ShmTransport(orders["rings"], others, incarnation, orders["spin_us"])
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
-        self._workshop = ModelLoader(
+        self._loader = ModelLoader(
             torch.device(orders["device"]),
             self._tell,
             self._callbacks.put,
@@ -175,7 +175,7 @@ class EngineProcess:
             orders["factories"],
         )
         self._regions = DeviceRegions(torch.device(orders["device"]))
-        self._workshop.regions = self._regions
+        self._loader.regions = self._regions
         for order in orders["bindings"]:
             self._engine.regions = self._regions
             with contextlib.suppress(Refused):  # its tickets are refused with the reason
@@ -189,7 +189,7 @@ class EngineProcess:
         # Clients are sent here once every model of the configuration is ready, or has failed.
         self._loading = {order["model"] for order in orders["models"]}
         for order in orders["models"]:
-            self._workshop.load(order["model"], order["load"], order["name"], order["settings"])
+            self._loader.load(order["model"], order["load"], order["name"], order["settings"])
         for order in orders["refused"]:
             self._engine.refuse(order["model"], Code(order["code"]), order["reason"])
         if not self._loading:  # every model was unloaded before its predecessor died
@@ -251,7 +251,7 @@ class EngineProcess:
         return self._zmq.may_sleep() and self._native.wait(timeout)
 
     def _obey(self) -> None:
-        """Carry out what the supervisor ordered and what the workshop finished."""
+        """Carry out what the supervisor ordered and what the model loader finished."""
         for _ in range(_ORDERS):
             try:
                 order = self._control_pipe.receive(0)
@@ -280,13 +280,13 @@ class EngineProcess:
     def _carry_out(self, order: dict[str, Any]) -> None:
         match order["kind"]:
             case "load":
-                self._workshop.load(order["model"], order["load"], order["name"], order["settings"])
+                self._loader.load(order["model"], order["load"], order["name"], order["settings"])
             case "arena":
-                self._workshop.arena(
+                self._loader.arena(
                     order["model"], order["load"], order["segment"], order["number"], order["rows"], order["weights"]
                 )
             case "abandon":
-                self._workshop.abandon(order["model"], order["load"], order["reason"])
+                self._loader.abandon(order["model"], order["load"], order["reason"])
             case "unload":
                 self._let_go(order["model"])
                 self._engine.remove(order["model"])
@@ -295,9 +295,9 @@ class EngineProcess:
                 self._let_go(order["model"])
                 self._engine.refuse(order["model"], Code.MODEL_FAILED, order["reason"])
             case "sleep":
-                self._workshop.sleep(order["model"], order["load"], order["reason"])
+                self._loader.sleep(order["model"], order["load"], order["reason"])
             case "wake":
-                self._workshop.wake(order["model"], order["load"])
+                self._loader.wake(order["model"], order["load"])
             case "retire":
                 self._engine.retire(order["lane"], order["lease"])
                 self._tell("retired", lane=order["lane"], lease=order["lease"])
@@ -348,7 +348,7 @@ class EngineProcess:
 
     def _let_go(self, model: int) -> None:
         """A model is not to be loaded any more, should it just be."""
-        self._workshop.unload(model)
+        self._loader.unload(model)
         with self._sending:
             self._settled(model)
 

@@ -100,9 +100,9 @@ def served_models(
     run = secrets.token_hex(4)
     names = {name: f"{name}-{run}" for name in models}
     with ExitStack() as resources:
-        keeper = _LoadedModels(server, {names[name]: dict(settings) for name, settings in models.items()})
-        resources.callback(keeper.close)
-        keeper.load()
+        loaded = _LoadedModels(server, {names[name]: dict(settings) for name, settings in models.items()})
+        resources.callback(loaded.close)
+        loaded.load()
         yield ServedModels(server, names, private=False)
 
 
@@ -145,7 +145,7 @@ class _LoadedModels:
         self._address, self._models = address, models
         self._loaded: set[str] = set()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jurybox-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jurybox-models", daemon=True)
 
     def load(self) -> None:
         """Load all models, and keep them loaded."""
