@@ -53,6 +53,9 @@ class TensorSpec:
         capacity: most elements of one row, bytes of a byte string; for rows of variable size only.
         finite: of an output of floating-point numbers: a row with a NaN or an infinity in it fails (RowFailed).
 
+    Attributes:
+        numpy_dtype: of the elements in memory; uint8 for bytes.
+
     Raises:
         ValueError: for a dtype that no transport can carry, a shape that is no tuple or has a size of 0, more than 2^31
             elements, or a capacity that is missing, useless or too small.
@@ -62,6 +65,7 @@ class TensorSpec:
     shape: tuple[int, ...] = ()
     capacity: int = 0
     finite: bool = False
+    numpy_dtype: np.dtype[Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in OIP_NAMES:
@@ -77,6 +81,7 @@ class TensorSpec:
         if self.dtype == BYTES and shape:
             raise ValueError(f'shape {shape} of dtype "bytes": a row is one byte string, of shape ()')
         object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "numpy_dtype", np.dtype(np.uint8 if self.dtype == BYTES else self.dtype))
         self._check_capacity()
         if self.finite and not self.dtype.startswith("float"):
             raise ValueError(f"finite is for floating-point numbers, not for {self.dtype}")
@@ -110,11 +115,6 @@ class TensorSpec:
     def unit(self) -> int:
         """Elements of a row whose variable sizes are all 1: their product times this is what a row has."""
         return math.prod(size for size in self.shape if size != VARIABLE)
-
-    @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype of the elements in memory; uint8 for bytes."""
-        return np.dtype(np.uint8 if self.dtype == BYTES else self.dtype)
 
     @property
     def elements(self) -> int:

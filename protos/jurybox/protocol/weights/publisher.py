@@ -64,7 +64,10 @@ class Publisher:
         self.channel = channel
         self._owns = owns
         self._parts = channel.layout.parts()
-        self._places = [(place, place.stored) for place in channel.layout.places.values()]
+        self._places = [
+            (place, place.stored, (f"torch.{place.dtype}", f"torch.{place.stored.name}"))
+            for place in channel.layout.places.values()
+        ]
         self._turn = threading.Lock()
         self._pid = os.getpid()
         # An open file of its own: two publishers on one channel object must conflict as two processes would.
@@ -138,9 +141,9 @@ class Publisher:
         kept = []  # whatever had to be made contiguous must live until it is copied
         if len(tensors) != len(self._places):
             raise self._mismatch(tensors)
-        for row, (place, stored) in enumerate(self._places):
+        for row, (place, stored, of_torch) in enumerate(self._places):
             tensor = tensors.get(place.name)
-            located = None if tensor is None else _locate(tensor, place, stored)
+            located = None if tensor is None else _locate(tensor, place, stored, of_torch)
             if located is None:
                 raise self._mismatch(tensors)
             address, keep = located
@@ -262,10 +265,15 @@ def _on_device(tensor: Any) -> bool:
     return device is not None and getattr(device, "type", device) != "cpu"
 
 
-def _locate(tensor: Any, place: TensorPlace, stored: np.dtype[Any]) -> tuple[int, Any] | None:
-    """The address of a CPU tensor's bytes, and the object that owns them; None if it does not fit."""
+def _locate(
+    tensor: Any, place: TensorPlace, stored: np.dtype[Any], of_torch: tuple[str, ...]
+) -> tuple[int, Any] | None:
+    """The address of a CPU tensor's bytes, and the object that owns them; None if it does not fit.
+
+    `stored` is the dtype that an array has, `of_torch` are the names of those that a tensor may have.
+    """
     if hasattr(tensor, "data_ptr"):
-        if tuple(tensor.shape) != place.shape or dtype_name(tensor) not in (place.dtype, stored.name):
+        if tuple(tensor.shape) != place.shape or str(tensor.dtype) not in of_torch:
             return None
         whole = tensor.detach().contiguous()
         return int(whole.data_ptr()), whole
