@@ -54,7 +54,7 @@ class Log:
         self._role = role
         self._level = level
         self._render = render
-        self._stream = _Unfailing(stream)
+        self._stream = _SafeStream(stream)
         self._keep = keep
         self._one_at_a_time = threading.RLock()  # a finaliser that logs while a line is written would wait for ever
 
@@ -145,7 +145,7 @@ def _escaped(text: str) -> str:
     return text if text.isprintable() else json.dumps(text)[1:-1]
 
 
-class Seldom:
+class LogLimiter:
     """Limits frequent log events: one for each model and event in `every` seconds, with a count.
 
     Args:
@@ -195,7 +195,7 @@ def traced(error: BaseException) -> str:
         return f"(a traceback of {type(error).__name__} that cannot be made)"
 
 
-class _Unfailing:
+class _SafeStream:
     """A stream for lines that ignores write errors (a full disk, a closed pipe)."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from jurybox.training import interrupts
-from jurybox.training.policies import Policy, PolicyError, choose, play, policies
+from jurybox.training.policies import Description, Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import policy
 from jurybox.training.recipes.marl import MarlTraining, plan
-from jurybox.training.recipes.marl_seat import Seat
+from jurybox.training.recipes.marl_agent_env import AgentEnv
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
 
@@ -81,13 +82,13 @@ def test_a_place_in_a_shared_group_is_chosen_and_others_may_act_at_random(folder
 
 def test_the_others_act_by_their_own_policies(folder):
     first = Policy(choose(folder, name="a"))
-    with first.environment() as seat:
-        assert isinstance(seat, Seat)
+    with first.environment() as env:
+        assert isinstance(env, AgentEnv)
         asked = []
-        for agent, chooses in list(seat._choosing.items()):
-            seat._choosing[agent] = lambda rows, agent=agent, chooses=chooses: asked.append(agent) or chooses(rows)
-        seat.reset(seed=1)
-        seat.step(7)
+        for agent, chooses in list(env._choosing.items()):
+            env._choosing[agent] = lambda rows, agent=agent, chooses=chooses: asked.append(agent) or chooses(rows)
+        env.reset(seed=1)
+        env.step(7)
     assert asked == ["b", "c", "d"]
 
 
@@ -122,4 +123,18 @@ def test_a_description_names_all_that_a_checkpoint_has(folder):
         said = json.loads((place / "policy.json").read_text())
         assert all((place / acts["weights"]).is_file() for acts in said["policies"].values())
     with pytest.raises(ConfigError, match="others = 'bold'"):
-        Seat("tests.integration.marl.worlds:Kinds", {"kinds": KINDS}, "a", {"a": "a"}, {}, {}, others="bold")
+        AgentEnv("tests.integration.marl.worlds:Kinds", {"kinds": KINDS}, "a", {"a": "a"}, {}, {}, others="bold")
+
+
+def test_a_description_that_an_earlier_build_wrote_is_read():
+    now = {
+        "format": 1,
+        "training": "marl",
+        "policies": {"a": {"network": "n", "arguments": {}, "weights": "w", "output": "o", "choose": "best"}},
+        "environment": "jurybox.training.recipes.marl_agent_env:AgentEnv",
+    }
+    now["policies"]["a"]["own_arguments"] = {"agent": "a"}
+    then = {**now, "environment": "jurybox.training.recipes.marl_seat:Seat"}
+    then["policies"] = {"a": {**now["policies"]["a"], "seat": {"agent": "a"}}}
+    del then["policies"]["a"]["own_arguments"]
+    assert Description.of(then, Path("policy.json")) == Description.of(now, Path("policy.json"))

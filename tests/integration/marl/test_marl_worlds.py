@@ -14,7 +14,7 @@ from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
 from jurybox.training.recipes.marl_roles import TurnTaker
 from jurybox.training.recipes.marl_run import train
-from jurybox.training.recipes.marl_worlds import Eyes, Sight, WorldError
+from jurybox.training.recipes.marl_worlds import AgentSpaces, ObservationEncoder, WorldError
 from jurybox.training.replay import Replay, Windows
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
@@ -113,14 +113,14 @@ def test_agents_that_share_must_see_alike(tmp_path):
 def test_an_observation_that_is_not_of_its_space_is_an_error(kind, says, message):
     space = SPACES[kind]
     world = Kinds({"a": kind})
-    seen = Eyes("a", space, Sight.of(space, world.action_space("a"), "a"))
+    seen = ObservationEncoder("a", space, AgentSpaces.of(space, world.action_space("a"), "a"))
     with pytest.raises(WorldError, match=message):
         seen.row(says)
 
 
 def test_rows_are_copies_of_what_an_environment_may_write_again():
     space = SPACES["float32"]
-    seen = Eyes("a", space, Sight.of(space, Kinds({"a": "float32"}).action_space("a"), "a"))
+    seen = ObservationEncoder("a", space, AgentSpaces.of(space, Kinds({"a": "float32"}).action_space("a"), "a"))
     given = np.ones(3, np.float32)
     row = seen.row(given)
     given[:] = 7

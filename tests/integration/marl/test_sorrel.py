@@ -16,7 +16,7 @@ from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
 from jurybox.training.sorrel import run_experiment
 from jurybox.training.sorrel.experiment import SorrelError
-from jurybox.training.sorrel.models import TRANSITION, Chance
+from jurybox.training.sorrel.models import TRANSITION, GlobalRandom
 
 pytestmark = pytest.mark.timeout(600)  # importing sorrel takes each process seconds
 WORLDS = "tests.integration.marl.sorrel_worlds"
@@ -65,7 +65,7 @@ def test_processes_walk_the_way_that_sorrel_itself_walks_when_nothing_is_publish
 
     monkeypatch.setattr(Hunt, "_model_train_step", lambda self, agent: np.array(0.0))
     seed = int(np.random.SeedSequence([0, 0, 1]).generate_state(1, np.uint64)[0] >> 1)
-    with Chance(seed)():
+    with GlobalRandom(seed)():
         env = hunt(multiprocessing={}, turns=TURNS, epochs=EPOCHS)
     assert plan(env, Multiprocessing(), f"{WORLDS}:hunt", {}).roles[0].name == "actor"
     added = []
@@ -75,7 +75,7 @@ def test_processes_walk_the_way_that_sorrel_itself_walks_when_nothing_is_publish
         added.append((np.array(obs, np.float32).reshape(-1), int(action), float(reward))),
         original(obs, action, reward, done, **more),
     )
-    with Chance(seed)():
+    with GlobalRandom(seed)():
         env.run_experiment(animate=False, logging=False, output_dir=tmp_path / "sorrel")
     observations, actions, rewards, _ = runs["serial"]
     assert [action for _, action, _ in added] == actions.tolist()

@@ -1,4 +1,4 @@
-"""The line to a worker on the same machine."""
+"""The connection to a worker on the same machine."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import time
 
 import pytest
 
-from jurybox.training.cluster.local_calls import Ear, Line
+from jurybox.training.cluster.local_calls import CallConnection, CallServer
 
 SOON = 20.0
 
 
 def test_questions_are_answered_in_order_whoever_asks_for_which_first() -> None:
-    line = Line(Ear(lambda method, arguments: (0, (method, *arguments))).name)
-    first, second = line.ask("step", (1,)), line.ask("step", (2,))
-    assert line.answer(second, time.monotonic() + SOON) == (0, ("step", 2))
-    assert line.answer(first, time.monotonic() + SOON) == (0, ("step", 1))
-    line.close()
+    connection = CallConnection(CallServer(lambda method, arguments: (0, (method, *arguments))).name)
+    first, second = connection.ask("step", (1,)), connection.ask("step", (2,))
+    assert connection.answer(second, time.monotonic() + SOON) == (0, ("step", 2))
+    assert connection.answer(first, time.monotonic() + SOON) == (0, ("step", 1))
+    connection.close()
 
 
 def test_an_answer_that_does_not_come_is_waited_for_no_longer_than_wanted() -> None:
-    line = Line(Ear(lambda method, arguments: (0, time.sleep(arguments[0]))).name)
-    asked = line.ask("sleep", (0.4,))
-    assert line.answer(asked, time.monotonic() + 0.05) is None
-    assert line.answer(asked, time.monotonic() + SOON) == (0, None), "it comes later"
-    line.close()
+    connection = CallConnection(CallServer(lambda method, arguments: (0, time.sleep(arguments[0]))).name)
+    asked = connection.ask("sleep", (0.4,))
+    assert connection.answer(asked, time.monotonic() + 0.05) is None
+    assert connection.answer(asked, time.monotonic() + SOON) == (0, None), "it comes later"
+    connection.close()
 
 
 def test_a_worker_listens_again_when_its_caller_has_gone() -> None:
-    ear = Ear(lambda method, arguments: (0, method))
+    server = CallServer(lambda method, arguments: (0, method))
     for _ in range(2):
-        line = Line(ear.name)
-        assert line.answer(line.ask("hello", ()), time.monotonic() + SOON) == (0, "hello")
-        line.close()
+        connection = CallConnection(server.name)
+        assert connection.answer(connection.ask("hello", ()), time.monotonic() + SOON) == (0, "hello")
+        connection.close()
 
 
 WORKER = """
 import os, time
-from jurybox.training.cluster.local_calls import Ear
-print(Ear(lambda method, arguments: os._exit(9)).name, flush=True)
+from jurybox.training.cluster.local_calls import CallServer
+print(CallServer(lambda method, arguments: os._exit(9)).name, flush=True)
 time.sleep(60)
 """
 
@@ -49,15 +49,15 @@ def test_the_end_of_a_worker_is_noticed() -> None:
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
     try:
         assert worker.stdout is not None
-        line = Line(worker.stdout.readline().strip())
-        asked = line.ask("exit", ())
+        connection = CallConnection(worker.stdout.readline().strip())
+        asked = connection.ask("exit", ())
         with pytest.raises((EOFError, OSError)):
-            line.answer(asked, time.monotonic() + SOON)
+            connection.answer(asked, time.monotonic() + SOON)
         assert worker.wait(SOON) == 9
-        later = line.ask("exit", ())
+        later = connection.ask("exit", ())
         with pytest.raises((EOFError, OSError)):
-            line.answer(later, time.monotonic() + SOON)
-        line.close()
+            connection.answer(later, time.monotonic() + SOON)
+        connection.close()
     finally:
         worker.kill()
         worker.wait()
@@ -67,4 +67,4 @@ def test_the_end_of_a_worker_is_noticed() -> None:
 @pytest.mark.parametrize("name", ["", "jurybox-env-nobody"])
 def test_there_is_no_line_to_nobody(name) -> None:
     with pytest.raises(OSError):
-        Line(name)
+        CallConnection(name)

@@ -13,21 +13,21 @@ from jurybox.training.recipes.launchers import LauncherMissing, launcher_named, 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when Ray is imported, which other tests use too
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt 'jurybox[ray]'")
 
-from jurybox.training.cluster.connection import NoWay, Way, credentials, far_address
+from jurybox.training.cluster.connection import NoAddress, ServerAddresses, credentials, far_address
 
 
 def test_the_server_s_machine_uses_ipc_and_others_the_network() -> None:
-    way = Way("ipc:///run/engine", "grpcs://10.0.0.1:8001", "node-a", "10.0.0.1")
-    assert way.from_node("node-a", "10.0.0.1") == "ipc:///run/engine"
-    assert way.from_node("node-b", "10.0.0.2") == "grpcs://10.0.0.1:8001"
-    assert Way("tcp://scorer:9000").from_node("anywhere", "10.0.0.2") == "tcp://scorer:9000"
+    addresses = ServerAddresses("ipc:///run/engine", "grpcs://10.0.0.1:8001", "node-a", "10.0.0.1")
+    assert addresses.from_node("node-a", "10.0.0.1") == "ipc:///run/engine"
+    assert addresses.from_node("node-b", "10.0.0.2") == "grpcs://10.0.0.1:8001"
+    assert ServerAddresses("tcp://scorer:9000").from_node("anywhere", "10.0.0.2") == "tcp://scorer:9000"
 
 
 @pytest.mark.parametrize(("far", "why"), [("", "has no gRPC"), ("grpc://127.0.0.1:8001", "the loopback of 10.0.0.1")])
 def test_a_server_that_others_cannot_reach_is_told_of(far, why) -> None:
-    with pytest.raises(NoWay, match=f"10.0.0.2 cannot reach .*{why}.*--network-address"):
-        Way("ipc:///run/engine", far, "node-a", "10.0.0.1").from_node("node-b", "10.0.0.2")
-    same_computer = Way("ipc:///run/engine", "grpc://127.0.0.1:8001", "node-a", "127.0.0.1")
+    with pytest.raises(NoAddress, match=f"10.0.0.2 cannot reach .*{why}.*--network-address"):
+        ServerAddresses("ipc:///run/engine", far, "node-a", "10.0.0.1").from_node("node-b", "10.0.0.2")
+    same_computer = ServerAddresses("ipc:///run/engine", "grpc://127.0.0.1:8001", "node-a", "127.0.0.1")
     assert same_computer.from_node("node-b", "127.0.0.1") == "grpc://127.0.0.1:8001"
 
 

@@ -13,7 +13,7 @@ from tests.serving import wait_until
 from jurybox.protocol.errors import Code
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, TICKET, lane_identity
 from jurybox.server.inproc import InprocServer
-from jurybox.server.logs import Seldom
+from jurybox.server.logs import LogLimiter
 from jurybox.server.transports import ZmqTransport
 
 INCARNATION = 5
@@ -80,8 +80,8 @@ def meeting(tmp_path):
     """A transport, and sockets connected to it."""
     context, reported, opened = zmq.Context(), [], []
     address = f"ipc://{tmp_path}/transport"
-    seldom = Seldom(lambda event, **fields: reported.append((event, fields)))
-    transport = ZmqTransport(context, address, INCARNATION, seldom)
+    limited = LogLimiter(lambda event, **fields: reported.append((event, fields)))
+    transport = ZmqTransport(context, address, INCARNATION, limited)
 
     def dealer(identity):
         socket = context.socket(zmq.DEALER)
@@ -168,17 +168,17 @@ def test_whatever_the_text_of_a_failure_its_answer_arrives(meeting, text):
 
 def test_what_comes_often_is_logged_once_a_second_with_a_count():
     now, said = [0.0], []
-    seldom = Seldom(lambda event, **fields: said.append((event, fields)), clock=lambda: now[0])
+    limited = LogLimiter(lambda event, **fields: said.append((event, fields)), clock=lambda: now[0])
     for _ in range(1000):
-        seldom("bad message", error="x")
-    seldom("model failed", model="a")
-    seldom("model failed", model="b")
+        limited("bad message", error="x")
+    limited("model failed", model="a")
+    limited("model failed", model="b")
     assert said == [("bad message", {"error": "x"}), ("model failed", {"model": "a"}), ("model failed", {"model": "b"})]
-    seldom.flush()
+    limited.flush()
     assert len(said) == 3
     now[0] = 1.5
-    seldom.flush()
+    limited.flush()
     assert said[3:] == [("bad message", {"error": "x", "times": 999})]
     now[0] = 3.0
-    seldom("bad message", error="y")
+    limited("bad message", error="y")
     assert said[4:] == [("bad message", {"error": "y"})]

@@ -10,7 +10,7 @@ from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import Budget, End, Kind, Plan, PlanError, RoleSpec
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.serial import Stuck
+from jurybox.training.runtime.serial import Deadlock
 
 
 def trajectory(folder):
@@ -71,7 +71,7 @@ def test_a_target_ends_the_run_and_marks_the_best(tmp_path):
 def test_what_cannot_move_says_who_waits_for_what(tmp_path):
     stuck = plan()
     roles = (stuck.roles[0], RoleSpec("learner", Kind.LEARNER, f"{HERE}:Waiter", samples=("rows",)))
-    with pytest.raises(Stuck, match="learner for steps, actor-0 for weights"):
+    with pytest.raises(Deadlock, match="learner for steps, actor-0 for weights"):
         run(Plan(roles, stuck.replays, stuck.channels, stuck.pace, stuck.budget), tmp_path, Rows(), serial=True)
 
 

@@ -54,11 +54,15 @@ _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
 _NETWORKS = ("jurybox.training.recipes.served_networks",)
 _ENVIRONMENTS = (
     "jurybox.training.environments",
-    "jurybox.training.recipes.marl_seat",
+    "jurybox.training.recipes.marl_agent_env",
     "jurybox.training.search.defended",
 )
 _TOLD = ("jurybox.training.environments", "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
+_RENAMED = {  # in descriptions that earlier builds wrote
+    "seat": "own_arguments",
+    "jurybox.training.recipes.marl_seat:Seat": "jurybox.training.recipes.marl_agent_env:AgentEnv",
+}
 
 Array = npt.NDArray[Any]
 Choose = Literal["box", "tanh", "clip", "best", "draw"]
@@ -84,8 +88,8 @@ class Acts:
             counted from `first`; "draw": a number that is drawn from its softmax, by torch's generator, for policies
             that are worth what they are worth with their chances: among others who learn, say.
         low, high: of the environment's actions, flat. first: see above.
-        seat: arguments of the environment's factory for this policy, where it has one for each: whose place it takes
-            in a world of many. Such a factory is also given `partners`, what the description's policies do, by name.
+        own_arguments: of the environment's factory for this policy alone: its part in a world of many. Such a
+            factory is also given `partners`, what the description's policies do, by name.
     """
 
     network: str
@@ -96,7 +100,7 @@ class Acts:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     first: int = 0
-    seat: Mapping[str, Any] = field(default_factory=dict)
+    own_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +138,15 @@ class Description:
                 f"{where} has the format {number!r}, this build reads {FORMAT}: use the one that wrote it"
             )
         try:
-            acts = {name: Acts(**each) for name, each in given.pop("policies").items()}
+            acts = {name: Acts(**_renamed(each)) for name, each in given.pop("policies").items()}
+            given["environment"] = _RENAMED.get(given["environment"], given["environment"])
             return cls(policies=acts, **given)
         except (TypeError, KeyError, AttributeError) as error:
             raise PolicyError(f"{where} is no description of a policy: {error}") from error
+
+
+def _renamed(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in said.items()}
 
 
 class Acting(nn.Module):
@@ -338,11 +347,11 @@ class Policy:
         Raises:
             PolicyError: it cannot be made.
         """
-        said, seat = self.found.description, self.found.acts.seat
-        arguments = {**said.environment_arguments, **seat, **(changes or {})}
+        said, own = self.found.description, self.found.acts.own_arguments
+        arguments = {**said.environment_arguments, **own, **(changes or {})}
         if self._doubted:
-            _require_ours(self.found.where, said.environment, _ENVIRONMENTS, [said.environment_arguments, seat])
-        more: dict[str, Any] = {"partners": self._partners()} if seat else {}
+            _require_ours(self.found.where, said.environment, _ENVIRONMENTS, [said.environment_arguments, own])
+        more: dict[str, Any] = {"partners": self._partners()} if own else {}
         try:
             made: Environment = load(said.environment)(**arguments, **more, render_mode="rgb_array" if render else None)
         except (TypeError, ValueError, ImportError) as error:

@@ -45,24 +45,24 @@ def top(
     if once and not console.is_terminal:
         console = Console(highlight=False, width=200)
     with reaching(address) as where:
-        _look(_Looker(where, window=max(2.0, interval)), console, once, interval)
+        _look(_ScoreboardPoller(where, window=max(2.0, interval)), console, once, interval)
 
 
-def _look(looker: _Looker, console: Console, once: bool, interval: float) -> None:
+def _look(poller: _ScoreboardPoller, console: Console, once: bool, interval: float) -> None:
     try:
         if once:
-            looker.look()
+            poller.look()
             time.sleep(interval)
-            console.print(screen(looker.look()))
+            console.print(screen(poller.look()))
         else:
-            _watch(looker, console, interval)
+            _watch(poller, console, interval)
     except KeyboardInterrupt:
         return
     finally:
-        looker.close()
+        poller.close()
 
 
-class _Looker:
+class _ScoreboardPoller:
     """Reads the scoreboard of the server at an address; reconnects when the server is gone."""
 
     def __init__(self, address: str, window: float) -> None:
@@ -94,16 +94,16 @@ class _Looker:
         self._reader.close()
 
 
-def _watch(looker: _Looker, console: Console, interval: float) -> None:
+def _watch(poller: _ScoreboardPoller, console: Console, interval: float) -> None:
     """Refresh the screen until q or Ctrl-C; shows that a server is gone, and its successor."""
     from jurybox.client import Error
 
-    last: dict[str, Any] = looker.look()
+    last: dict[str, Any] = poller.look()
     with _Keys() as keys, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         live.update(screen(last), refresh=True)
         while not keys.quit_within(interval):
             try:
-                last = looker.look()
+                last = poller.look()
                 live.update(screen(last), refresh=True)
             except Error as error:
                 gone = Panel(Text(f"the server is gone: {error}"), style="red", title="trying again")

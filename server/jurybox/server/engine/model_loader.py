@@ -45,7 +45,7 @@ def _ladder(max_batch: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Half:
+class _LoadedModel:
     """A model that is loaded and waits for its arena."""
 
     load: int
@@ -85,7 +85,7 @@ class ModelLoader:
         self._later = later
         self._engine = engine
         self._groups = Groups(engine, device, later, report)
-        self._halves: dict[int, _Half] = {}
+        self._unplaced: dict[int, _LoadedModel] = {}
         self._wanted: dict[int, int] = {}  # model -> the load that counts; the loop's thread alone writes it
         # Of the models in service; the loop's thread alone touches it.
         self._attached: dict[int, tuple[Arena, WeightsChannel | None]] = {}
@@ -192,7 +192,7 @@ class ModelLoader:
         spec = loaded.model.spec(name)
         if self._wanted.get(model) != load:
             return
-        self._halves[model] = _Half(load, name, settings, loaded.model)
+        self._unplaced[model] = _LoadedModel(load, name, settings, loaded.model)
         self._tell(
             "loaded",
             model=model,
@@ -205,33 +205,33 @@ class ModelLoader:
         )
 
     def _finish(self, model: int, load: int, segment: str, number: int, rows: int, weights: str) -> None:
-        half = self._halves.pop(model, None)
-        if half is None or half.load != load:
+        unplaced = self._unplaced.pop(model, None)
+        if unplaced is None or unplaced.load != load:
             raise LoadError("an arena came for a model that is not loaded: load it again")
-        settings = half.settings
+        settings = unplaced.settings
         with contextlib.ExitStack() as undo:
-            spec = half.model.spec(half.name)
+            spec = unplaced.model.spec(unplaced.name)
             arena = Arena.attach(segment, ArenaLayout(spec, rows))
             undo.callback(arena.close)
             compute = getattr(torch, settings.dtype) if settings.dtype else None
-            served = self._served(half, arena, compute)
+            served = self._served(unplaced, arena, compute)
             undo.callback(served.close)
             began = time.monotonic()
-            if isinstance(half.model.module, Compiled):
+            if isinstance(unplaced.model.module, Compiled):
                 if any(tensor.variable for tensor in spec.inputs.values()):
                     raise LoadError(
-                        f"models.{half.name}.compile: inputs of variable size have no end of shapes to compile, "
+                        f"models.{unplaced.name}.compile: inputs of variable size have no end of shapes to compile, "
                         "expected rows of fixed shape"
                     )
                 if not served.shapes:
                     served.shapes, served.agreeing = tuple(_ladder(settings.max_batch)), False
-            served.warm_up(half.model.example)
-            if isinstance(half.model.module, Compiled):
-                half.model.module.seal()
+            served.warm_up(unplaced.model.example)
+            if isinstance(unplaced.model.module, Compiled):
+                unplaced.model.module.seal()
             warmed = {
                 "seconds": time.monotonic() - began,
                 "shapes": list(served.shapes),
-                "graphs": getattr(half.model.module, "graphs", 0),
+                "graphs": getattr(unplaced.model.module, "graphs", 0),
             }
             channel = WeightsChannel.attach(weights) if weights else None
             if channel is not None:
@@ -244,14 +244,15 @@ class ModelLoader:
                     member,
                     compute,
                     lambda: self._ready(model, load, arena, channel, warmed),
-                    half.model.example,
+                    unplaced.model.example,
                 )
                 undo.pop_all()
                 return
             if channel is not None:
+                module = unplaced.model.module
                 served.weights_updater = WeightsUpdater(
                     channel,
-                    getattr(half.model.module, "_orig_mod", half.model.module),  # behind torch.compile's wrapper
+                    getattr(module, "_orig_mod", module),  # behind torch.compile's wrapper
                     self._device,
                     settings.keep_versions,
                     self._later,
@@ -277,8 +278,8 @@ class ModelLoader:
 
         self._later(install)
 
-    def _served(self, half: _Half, arena: Arena, compute: torch.dtype | None) -> Served:
-        name, model, settings = half.name, half.model, half.settings
+    def _served(self, unplaced: _LoadedModel, arena: Arena, compute: torch.dtype | None) -> Served:
+        name, model, settings = unplaced.name, unplaced.model, unplaced.settings
         spec, columns = arena.layout.spec, arena.columns
         shapes = _ladder(settings.max_batch) if settings.deterministic else ()
         if spec.open:
@@ -310,7 +311,7 @@ class ModelLoader:
     def _left(self, model: int) -> None:
         """A model was unloaded: nothing of it is kept, and the group it may have been in goes on without it."""
         if model not in self._wanted:
-            self._halves.pop(model, None)
+            self._unplaced.pop(model, None)
             self._groups.leave(model)
 
     def _ready(
@@ -328,7 +329,7 @@ class ModelLoader:
         self._tell("ready", model=model, load=load, arena=self._engine.arena(model), warm_up=warmed)
 
     def _abandon(self, model: int, load: int, reason: str) -> None:
-        self._halves.pop(model, None)
+        self._unplaced.pop(model, None)
         self._tell("failed", model=model, load=load, reason=reason)
 
     def _failed(self, model: int, load: int, error: BaseException) -> None:

@@ -26,7 +26,7 @@ from jurybox.server.engine.device import bound_device_memory, show_device_memory
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.model_loader import ModelLoader
 from jurybox.server.engine.served import Outcome
-from jurybox.server.logs import Seldom, configure, traced
+from jurybox.server.logs import LogLimiter, configure, traced
 from jurybox.server.transports import ShmTransport, ZmqTransport
 
 # ----
@@ -159,7 +159,7 @@ class EngineProcess:
         self._scoreboard = Scoreboard.attach(orders["scoreboard"])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Whatever can come as often as somebody likes is logged once a second, with a count.
-        self._warnings, self._errors = Seldom(self._log.warning), Seldom(self._log.error)
+        self._warnings, self._errors = LogLimiter(self._log.warning), LogLimiter(self._log.error)
         self._callbacks = CallbackQueue(self._went_wrong)
         self._zmq = ZmqTransport(self._context, orders["address"], incarnation, self._warnings)
         others = [self._zmq.fileno(), control_pipe.fileno(), self._callbacks.fileno()]

@@ -17,7 +17,7 @@ from jurybox.protocol.scoreboard import LANE_LOCK, Scoreboard
 from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.server.logs import Log, Seldom, traced
+from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.settings.config import EngineSettings, Settings, named_factories
 from jurybox.server.supervisor.children import Child, ExternalKills, Watchdog, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
@@ -45,7 +45,7 @@ class Supervisor:
         self._settings = settings.server
         self._signals = signals
         self._log = log
-        self._seldom = Seldom(log.error)  # for what can come as often as somebody likes
+        self._limited = LogLimiter(log.error)  # for what can come as often as somebody likes
         server_id = secrets.token_hex(4)
         engines = settings.engines()
         self._segments = SegmentServer(server_id)
@@ -93,7 +93,7 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._control_socket = ControlSocket(
-                self._context, self._settings.address, self._control.handlers, self._seldom
+                self._context, self._settings.address, self._control.handlers, self._limited
             )
         except zmq.ZMQError as error:
             raise Refused(f"cannot bind {self._settings.address}: {error.strerror}") from error
@@ -127,7 +127,7 @@ class Supervisor:
                 if now >= next_tick:
                     self._survive("tick", self._tick, now)
                     next_tick = now + _TICK
-                    self._seldom.flush()
+                    self._limited.flush()
                 if not self._announced and self._exit is None:
                     self._announce(dry_run=dry_run, late=now > give_up)
             return self._exit
@@ -157,7 +157,7 @@ class Supervisor:
         except Exception as error:
             if not self._announced and isinstance(error, (Error, OSError)):
                 raise
-            self._seldom("a part of the loop failed", part=what, error=said(error), exception=traced(error))
+            self._limited("a part of the loop failed", part=what, error=said(error), exception=traced(error))
 
     def _tick(self, now: float) -> None:
         self._tell_manager()
@@ -250,7 +250,7 @@ class Supervisor:
                     else:
                         self._on_engine(self._engines.engines.index(child), message)
                 except Exception as error:  # noqa: BLE001  one message must not cost those behind it, nor the server
-                    self._seldom(
+                    self._limited(
                         "a message of a child failed",
                         role=child.role,
                         kind=plain(message.get("kind"), 100),
@@ -364,7 +364,7 @@ class Supervisor:
                 self._on_turned(index, message)
             case "order failed":
                 order, reason = plain(message["order"], 100), plain(message["reason"])
-                self._seldom("an engine could not follow an order", role=child.role, order=order, reason=reason)
+                self._limited("an engine could not follow an order", role=child.role, order=order, reason=reason)
             case "serving":
                 child.serves(time.monotonic())
             case "retired":

@@ -53,7 +53,7 @@ _LOG_TAIL = 256 << 10  # bytes of a dead process's log that go to the orchestrat
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ProcessOutput:
     """Messages and log lines of a role's process.
 
     Attributes:
@@ -117,19 +117,19 @@ class RolePlace:
             self._process, self._control_pipe = start_process(self._plan, self._number, configured, log.fileno())
         return self._process.pid
 
-    def listen(self, timeout: float) -> Heard:
+    def listen(self, timeout: float) -> ProcessOutput:
         """Wait up to `timeout` seconds for messages of the process."""
         process, control_pipe = self._process, self._control_pipe
         if process is None or control_pipe is None:
-            return Heard((), b"", -1)
+            return ProcessOutput((), b"", -1)
         messages: list[dict[str, Any]] = []
         try:
             while (message := control_pipe.receive(0 if messages else timeout)) is not None:
                 messages.append(self._with_state(message))
         except EOFError:
             status = status_of(process, 2.0)
-            return Heard(tuple(messages), self._log.new(), status)
-        return Heard(tuple(messages), self._log.new(), None)
+            return ProcessOutput(tuple(messages), self._log.new(), status)
+        return ProcessOutput(tuple(messages), self._log.new(), None)
 
     def say(self, kind: str, fields: dict[str, Any]) -> None:
         """Send the process a message; files are first written on this machine."""

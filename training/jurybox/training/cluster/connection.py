@@ -81,12 +81,12 @@ def disconnect() -> None:
 _CREDENTIALS = ("JURYBOX_TOKEN", "JURYBOX_TLS_CA", "JURYBOX_SERVER_KEY", "JURYBOX_CLIENT_KEY")
 
 
-class NoWay(RunError):
+class NoAddress(RunError):
     """The server can be reached from its own machine only."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ServerAddresses:
     """The addresses of a server.
 
     Attributes:
@@ -108,19 +108,21 @@ class Way:
         """The address for processes of a machine.
 
         Raises:
-            NoWay: there is none.
+            NoAddress: there is none.
         """
         if self.node in ("", node):
             return self.near
         advice = "let it listen there (docs/security.md), and say where with --network-address grpcs://HOST:PORT"
         if not self.far:
-            raise NoWay(f"an env worker on {host} cannot reach the server at {self.near}, which has no gRPC: {advice}")
+            raise NoAddress(
+                f"an env worker on {host} cannot reach the server at {self.near}, which has no gRPC: {advice}"
+            )
         if _is_loopback(self.far.partition("://")[2].rpartition(":")[0]) and host != self.host:
-            raise NoWay(f"an env worker on {host} cannot reach {self.far}, the loopback of {self.host}: {advice}")
+            raise NoAddress(f"an env worker on {host} cannot reach {self.far}, the loopback of {self.host}: {advice}")
         return self.far
 
 
-def way_to(address: str | None, far: str | None = None, timeout: float = 10.0) -> Way:
+def addresses_of(address: str | None, far: str | None = None, timeout: float = 10.0) -> ServerAddresses:
     """Find the addresses of the server at `address`.
 
     Args:
@@ -131,12 +133,12 @@ def way_to(address: str | None, far: str | None = None, timeout: float = 10.0) -
     """
     near = address or default_address()
     if not near.startswith("ipc://"):
-        return Way(near)
+        return ServerAddresses(near)
     node, host = _this_node()
     if far is None:
         with connect_server(near, timeout=timeout) as server:
             far = far_address(server.status()["server"]["grpc"], host)
-    return Way(near, far, node, host)
+    return ServerAddresses(near, far, node, host)
 
 
 def far_address(listens: str, host: str) -> str:

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from jurybox.protocol.errors import Timeout
 from jurybox.training import interrupts
-from jurybox.training.cluster.local_calls import Answer, Ear, Line
+from jurybox.training.cluster.local_calls import Answer, CallConnection, CallServer
 from jurybox.training.cluster.vector_env import LOST
 from jurybox.training.vector.worker import WorkerFailed, described
 
@@ -47,7 +47,7 @@ class Asked:
     worker: int
     life: int
     until: float
-    answer: Any  # Ray's reference, or the number of a question over the line
+    answer: Any  # Ray's reference, or the number of a question over the connection
 
 
 class EnvActor:
@@ -58,7 +58,7 @@ class EnvActor:
         os.environ.update(environment)
         self._make = make
         self._held: Any = None
-        self._ear: Ear | None = None
+        self._call_server: CallServer | None = None
 
     def begin(self) -> Answer:
         """Create the object; returns the node, and the name of the socket there."""
@@ -71,8 +71,8 @@ class EnvActor:
             return _RAISED, str(described(error))
         if (cv2 := sys.modules.get("cv2")) is not None:
             cv2.setNumThreads(0)
-        self._ear = self._ear or Ear(self.do)
-        return _VALUE, (ray.get_runtime_context().get_node_id(), self._ear.name)
+        self._call_server = self._call_server or CallServer(self.do)
+        return _VALUE, (ray.get_runtime_context().get_node_id(), self._call_server.name)
 
     def do(self, method: str, arguments: tuple[Any, ...]) -> Answer:
         """Call a method of the object; a restarted process has none yet."""
@@ -122,7 +122,7 @@ class EnvWorkers:
         self._orders = [(list(sys.path), dict(environment or {}), cloudpickle.dumps(make)) for make in makers]
         self._lives = [0] * len(makers)
         self._deaths = [0] * len(makers)
-        self._lines: dict[int, Line] = {}  # to workers of this machine
+        self._connections: dict[int, CallConnection] = {}  # to workers of this machine
         self._node = ray.get_runtime_context().get_node_id()
         self.restarts = 0
         self._actors = [self._new(worker) for worker in range(len(makers))]
@@ -149,8 +149,8 @@ class EnvWorkers:
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Asked:
         """Begin a call; several may be in flight, they are run in order."""
-        line = self._lines.get(worker)
-        answer = line.ask(method, arguments) if line else self._actors[worker].do.remote(method, arguments)
+        connection = self._connections.get(worker)
+        answer = connection.ask(method, arguments) if connection else self._actors[worker].do.remote(method, arguments)
         return Asked(worker, self._lives[worker], time.monotonic() + self._timeout, answer)
 
     def answer(self, asked: Asked) -> Any:
@@ -162,9 +162,9 @@ class EnvWorkers:
         worker = asked.worker
         if asked.life != self._lives[worker]:
             return LOST
-        line = self._lines.get(worker)
+        connection = self._connections.get(worker)
         try:
-            kind, value = _wait(asked.answer, asked.until, line)
+            kind, value = _wait(asked.answer, asked.until, connection)
         except GetTimeoutError:
             ray.kill(self._actors[worker], no_restart=False)  # Ray makes it anew
             kind = _NEW
@@ -184,16 +184,16 @@ class EnvWorkers:
             actors, self._actors = self._actors, []
             if actors:
                 ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_STOP)
-            for line in self._lines.values():
-                line.close()
-            self._lines.clear()
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
             for actor in actors:
                 ray.kill(actor)
 
     def _replace(self, worker: int) -> None:
         """Wait until Ray has restarted it, and let it create its object."""
-        if (line := self._lines.pop(worker, None)) is not None:
-            line.close()
+        if (connection := self._connections.pop(worker, None)) is not None:
+            connection.close()
         self._lives[worker] += 1
         self._deaths[worker] += 1
         self.restarts += 1
@@ -234,7 +234,7 @@ class EnvWorkers:
         node, name = value
         if node == self._node:
             with suppress(OSError):
-                self._lines[worker] = Line(name)
+                self._connections[worker] = CallConnection(name)
 
     def _new(self, worker: int) -> Any:
         options: dict[str, Any] = {
@@ -246,12 +246,12 @@ class EnvWorkers:
         return ray.remote(EnvActor).options(**options).remote(*self._orders[worker])
 
 
-def _wait(answer: Any, until: float, line: Line | None = None) -> Answer:
+def _wait(answer: Any, until: float, connection: CallConnection | None = None) -> Answer:
     while True:
         look = min(until, time.monotonic() + _LOOK)
         try:
             left = max(0.0, look - time.monotonic())
-            found: Answer | None = line.answer(answer, look) if line else ray.get(answer, timeout=left)
+            found: Answer | None = connection.answer(answer, look) if connection else ray.get(answer, timeout=left)
         except GetTimeoutError:
             found = None
         if found is not None:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.cluster.actors import Heard, RolePlace
+from jurybox.training.cluster.actors import ProcessOutput, RolePlace
 from jurybox.training.cluster.connection import connect, disconnect
 from jurybox.training.cluster.endpoints import REGISTRY, EngineSpec
 from jurybox.training.cluster.engines import EnginePlacement
@@ -247,7 +247,7 @@ class RayLauncher:
                 member.here.discard(number)
                 await self._look_after(member)
         except ValueError as error:
-            self._hear(process, Heard(({"kind": "failed", "error": str(error)},), b"", None))
+            self._hear(process, ProcessOutput(({"kind": "failed", "error": str(error)},), b"", None))
             status = 1
         finally:
             if member is not None:
@@ -256,7 +256,7 @@ class RayLauncher:
 
     async def _listen(self, process: RayProcess, place: Any) -> int:
         while True:
-            heard: Heard = await place.listen.remote(_LISTEN_SECONDS)
+            heard: ProcessOutput = await place.listen.remote(_LISTEN_SECONDS)
             self._hear(process, heard)
             if heard.status is not None:
                 return heard.status
@@ -280,7 +280,7 @@ class RayLauncher:
             except (RayError, TimeoutError):
                 self._traffic.gone(member)
 
-    def _hear(self, process: RayProcess, heard: Heard) -> None:
+    def _hear(self, process: RayProcess, heard: ProcessOutput) -> None:
         if heard.log:
             with process.log.open("ab") as log:
                 log.write(heard.log)

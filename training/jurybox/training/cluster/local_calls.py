@@ -25,7 +25,7 @@ _PEER = struct.Struct("3i")  # process, user, group
 _TIMEOUT = 5.0
 
 
-class Ear:
+class CallServer:
     """The worker's end: a server thread, for one caller at a time.
 
     Args:
@@ -47,20 +47,20 @@ class Ear:
         while True:
             caller, _ = listening.accept()
             if _own_user(caller):
-                with Connection(caller.detach()) as line:
-                    self._serve(line)
+                with Connection(caller.detach()) as connection:
+                    self._serve(connection)
             else:
                 caller.close()
 
-    def _serve(self, line: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         try:
             while True:
-                line.send_bytes(_packed(self._do(*pickle.loads(line.recv_bytes()))))
+                connection.send_bytes(_packed(self._do(*pickle.loads(connection.recv_bytes()))))
         except (EOFError, OSError):
             return  # whoever called is gone
 
 
-class Line:
+class CallConnection:
     """The learner's end. Calls are answered in order.
 
     Raises:
@@ -69,7 +69,7 @@ class Line:
 
     def __init__(self, name: str) -> None:
         if not name:
-            raise OSError("this worker has no line")
+            raise OSError("this worker has no connection")
         caller = socket.socket(socket.AF_UNIX)
         try:
             caller.settimeout(_TIMEOUT)

@@ -14,14 +14,13 @@ from jurybox.training.environments.gymnasium_env import Actions, Environment, Ob
 from jurybox.training.recipes.gym import CHANNEL, ON_POLICY, ROWS, GymTraining
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
-from jurybox.training.runtime.serving import LeasedModel
+from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]
 
 _SEED = 1_000_003  # episodes of evaluations are none of those that were trained on
 _LIVES = 40  # bits of a moment that are of one life of a worker
-_REMEMBERED = 64  # publications
 _ADOPTED = 30.0  # seconds: an engine that restarts imports torch before it adopts weights
 _ENDLESS = 1_000_000  # steps of an evaluation's episode
 _SIDE_BY_SIDE = 10  # environments of the evaluator
@@ -70,7 +69,7 @@ class _Told:
 
     def __init__(self, context: RoleContext) -> None:
         self.version = 0
-        self.updates: dict[int, int] = {}  # by version, of the last that were seen
+        self.updates = UpdatesByVersion()
         self._reader = context.reader(CHANNEL)
         self._buffers = self._reader.buffers()
         context.follow(CHANNEL, self)
@@ -79,9 +78,7 @@ class _Told:
         if not self._reader.newer_than(self.version):
             return False
         _, self.version, extra = self._reader.read(out=self._buffers, timeout=timeout)
-        self.updates[self.version] = int(extra["updates"])
-        if len(self.updates) > _REMEMBERED:
-            del self.updates[min(self.updates)]
+        self.updates.note(self.version, int(extra["updates"]))
         return True
 
 
@@ -100,8 +97,7 @@ class ServedPolicy:
 
     @property
     def updates(self) -> int:
-        known = [updates for version, updates in self._told.updates.items() if version <= self._version]
-        return max(known, default=min(self._told.updates.values()))
+        return self._told.updates.at(self._version)
 
     def outputs(self, rows: Array) -> Outputs:
         """Raises ServerGone, Timeout, ModelNotFound: for longer than the time-out; StaleAnswers."""

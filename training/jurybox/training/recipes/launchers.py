@@ -13,7 +13,7 @@ from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.plan import RunError, refuse_unused
 
 if TYPE_CHECKING:
-    from jurybox.training.cluster.connection import Way
+    from jurybox.training.cluster.connection import ServerAddresses
     from jurybox.training.cluster.env_workers import EnvWorkers, Needs
 
 
@@ -114,11 +114,11 @@ class Spread:
 
         return EnvWorkers(makers, self.needs, environment=environment, timeout=timeout)
 
-    def way_to(self, address: str | None, far: str | None) -> Way:
-        """How workers reach a server; see `way_to`."""
-        from jurybox.training.cluster.connection import way_to
+    def addresses_of(self, address: str | None, far: str | None) -> ServerAddresses:
+        """How workers reach a server; see `addresses_of`."""
+        from jurybox.training.cluster.connection import addresses_of
 
-        return way_to(address, far)
+        return addresses_of(address, far)
 
 
 @contextmanager

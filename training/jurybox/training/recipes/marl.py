@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.recipes.marl_policies import ON_POLICY, Algorithm, make_network
-from jurybox.training.recipes.marl_worlds import Sight, make_world, sights
+from jurybox.training.recipes.marl_worlds import AgentSpaces, agent_spaces, make_world
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.runtime.plan import (
@@ -238,20 +238,20 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
     world = make_world(environment)
     if not getattr(world, "possible_agents", None):
         raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
-    known = sights(world)
+    known = agent_spaces(world)
     world.close()
     groups = _groups(settings, list(known))
-    sight = _of_groups(groups, known)
-    of_group = {name: settings.of(name.split("+")) for name in sight}
+    agent_space = _of_groups(groups, known)
+    of_group = {name: settings.of(name.split("+")) for name in agent_space}
     for own in of_group.values():
         own.refuse_unused()
     networks: dict[str, dict[str, Any]] = {
         name: {
             "algorithm": own.algorithm,
-            "shape": (own.frames, *sight[name].shape),
-            "dtype": sight[name].dtype,
-            "scale": sight[name].scale,
-            "actions": sight[name].actions,
+            "shape": (own.frames, *agent_space[name].shape),
+            "dtype": agent_space[name].dtype,
+            "scale": agent_space[name].scale,
+            "actions": agent_space[name].actions,
             "hidden": own.hidden,
         }
         for name, own in of_group.items()
@@ -315,7 +315,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             ),
         ),
         replays=tuple(
-            ReplaySpec(name, own.buffer_size, {"observation": sight[name].field, **fields}, episodes=Episodes())
+            ReplaySpec(name, own.buffer_size, {"observation": agent_space[name].field, **fields}, episodes=Episodes())
             for name, own in of_group.items()
         ),
         channels=tuple(
@@ -338,7 +338,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed(models),
-        policy=description(settings, groups, networks, sight),
+        policy=description(settings, groups, networks, agent_space),
     )
 
 
@@ -346,7 +346,7 @@ def description(
     settings: MarlTraining,
     groups: Mapping[str, str],
     networks: Mapping[str, Mapping[str, Any]],
-    sight: Mapping[str, Sight],
+    agent_space: Mapping[str, AgentSpaces],
 ) -> dict[str, Any]:
     """The description of all learners' policies for ``jurybox policy``, one for each group."""
     from jurybox.training.policies import Acts, Description
@@ -358,15 +358,17 @@ def description(
             f"weights-{name}.state",
             output="logits" if network["algorithm"] == ON_POLICY else "values",
             choose="draw" if network["algorithm"] == ON_POLICY else "best",  # as its evaluations do
-            first=sight[name].first,
-            seat={"agent": name.split("+")[0]},
+            first=agent_space[name].first,
+            own_arguments={"agent": name.split("+")[0]},
         )
         for name, network in networks.items()
     }
     frames = {name: [list(network["shape"]), network["dtype"]] for name, network in networks.items()}
     said = {"name": settings.environment, "world": settings.world_settings, "groups": dict(groups), "frames": frames}
     kept = settings.model_dump(mode="json")
-    return Description("marl", policies, "jurybox.training.recipes.marl_seat:Seat", said, kept, settings.seed).as_dict()
+    return Description(
+        "marl", policies, "jurybox.training.recipes.marl_agent_env:AgentEnv", said, kept, settings.seed
+    ).as_dict()
 
 
 def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
@@ -379,9 +381,9 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
     return groups
 
 
-def _of_groups(groups: Mapping[str, str], known: Mapping[str, Sight]) -> dict[str, Sight]:
+def _of_groups(groups: Mapping[str, str], known: Mapping[str, AgentSpaces]) -> dict[str, AgentSpaces]:
     """The spaces of each group."""
-    found: dict[str, Sight] = {}
+    found: dict[str, AgentSpaces] = {}
     for agent, group in groups.items():
         if found.setdefault(group, known[agent]) != known[agent]:
             raise ConfigError(

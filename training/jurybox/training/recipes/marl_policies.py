@@ -17,7 +17,7 @@ from jurybox.training.algorithms.ppo import ActorCritic
 from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
-from jurybox.training.runtime.serving import LeasedModel
+from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
 
 Algorithm = Literal["dqn", "iqn", "ppo"]
 ON_POLICY = "ppo"
@@ -47,7 +47,6 @@ def make_network(
 
 
 Observation = npt.NDArray[Any]
-_UPDATES = 64
 
 
 class Policy(ABC):
@@ -152,7 +151,7 @@ class SampledPolicy(Policy):
     def __init__(self, context: RoleContext, channel: str, network: ActorCritic, *, scale: float) -> None:
         super().__init__(context, channel, network)
         self._network, self._scale = network, scale
-        self._updates: dict[int, int] = {}  # by version, of the last that were seen
+        self._updates = UpdatesByVersion()
 
     def act(self, stacked: Observation, random: np.random.Generator) -> tuple[int, Mapping[str, Any]]:
         action, log_probability = self._draw(stacked, random)
@@ -163,11 +162,8 @@ class SampledPolicy(Policy):
         newest = int(self._weights.extra["updates"])
         if self._served is None:
             return newest
-        self._updates[self._weights.version] = newest
-        if len(self._updates) > _UPDATES:
-            del self._updates[min(self._updates)]
-        known = [updates for version, updates in self._updates.items() if version <= self._served.version]
-        return max(known, default=min(self._updates.values()))
+        self._updates.note(self._weights.version, newest)
+        return self._updates.at(self._served.version)
 
     def play(self, stacked: Observation, random: np.random.Generator) -> int:
         return self._draw(stacked, random)[0]
@@ -210,7 +206,7 @@ def policies(
     return {agent: of_group[group] for agent, group in groups.items()}
 
 
-class Seen:
+class FrameStack:
     """The last frames of one agent: (stack, ...), the newest last, zeroes before the first."""
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:

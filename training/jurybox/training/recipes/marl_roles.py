@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from jurybox.training.recipes.marl_policies import ON_POLICY, Observation, Seen, policies
-from jurybox.training.recipes.marl_worlds import Environment, eyes, make_world, sights
+from jurybox.training.recipes.marl_policies import ON_POLICY, FrameStack, Observation, policies
+from jurybox.training.recipes.marl_worlds import Environment, agent_spaces, encoders, make_world
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 
 _LIVES = 40  # bits of a moment that are of one life of the actor
@@ -45,12 +45,12 @@ class TurnTaker(Actor):
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
         self.env = make_world(environment)
-        self._eyes, self._sights = eyes(self.env), sights(self.env)
+        self._encoders, self._spaces = encoders(self.env), agent_spaces(self.env)
         self.random = np.random.default_rng(context.seed)
         self._policies = policies(context, groups, networks)
         self._rows = {agent: context.replay(group).stream() for agent, group in groups.items()}
         self._seen = {
-            agent: Seen(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
+            agent: FrameStack(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
         }
         # An agent's rows follow each other in its world alone.
         self._numbers = {agent: each for each, agent in enumerate(groups, number * len(groups))}
@@ -107,7 +107,7 @@ class TurnTaker(Actor):
 
     def _one(self, agent: str) -> None:
         observed, reward, terminated, truncated, _ = self.env.last()
-        observation = self._eyes[agent].row(observed)
+        observation = self._encoders[agent].row(observed)
         if agent in self._pending:
             # What an action brought is known when the agent's turn comes again.
             before, action, chosen = self._pending.pop(agent)
@@ -124,7 +124,7 @@ class TurnTaker(Actor):
         if agent in self._on_policy:
             chosen = {**chosen, "agent": self._numbers[agent], "moment": self._moment + self._gaps[agent]}
         self._pending[agent] = (observation, action, chosen)
-        self.env.step(action + self._sights[agent].first)
+        self.env.step(action + self._spaces[agent].first)
 
     def _end(self) -> None:
         self._playing = False
@@ -153,7 +153,7 @@ class PlayingEvaluator(Evaluator):
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
         self._env = make_world(environment)
-        self._eyes, self._sights = eyes(self._env), sights(self._env)
+        self._encoders, self._spaces = encoders(self._env), agent_spaces(self._env)
         self._policies = policies(context, groups, networks, epsilon)
         self._frames = {agent: (networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()}
         self._actions = {agent: int(networks[group]["actions"]) for agent, group in groups.items()}
@@ -174,7 +174,7 @@ class PlayingEvaluator(Evaluator):
         totals = dict.fromkeys(self._policies, 0.0)
         for _ in range(self._episodes):
             self._env.reset(seed=int(random.integers(2**31)))
-            seen = {agent: Seen(*frames) for agent, frames in self._frames.items()}
+            seen = {agent: FrameStack(*frames) for agent, frames in self._frames.items()}
             for agent in self._env.agent_iter():
                 observation, reward, terminated, truncated, _ = self._env.last()
                 totals[agent] += float(reward) / self._episodes
@@ -182,8 +182,8 @@ class PlayingEvaluator(Evaluator):
                     seen[agent].clear()
                     self._env.step(None)
                     continue
-                action = choose(agent, seen[agent].add(self._eyes[agent].row(observation)), random)
-                self._env.step(action + self._sights[agent].first)
+                action = choose(agent, seen[agent].add(self._encoders[agent].row(observation)), random)
+                self._env.step(action + self._spaces[agent].first)
             self.context.alive()
         return totals
 

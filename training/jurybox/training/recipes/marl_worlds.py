@@ -88,7 +88,7 @@ class _Announced(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AgentSpaces:
     """The observation and action space of one agent.
 
     Attributes:
@@ -106,7 +106,7 @@ class Sight:
     first: int
 
     @classmethod
-    def of(cls, seen: spaces.Space[Any], does: spaces.Space[Any], agent: str) -> Sight:
+    def of(cls, seen: spaces.Space[Any], does: spaces.Space[Any], agent: str) -> AgentSpaces:
         """Check the spaces of `agent`.
 
         Raises:
@@ -141,16 +141,16 @@ class Sight:
         return Field(self.shape, self.dtype, stored="bits" if self.binary else None)
 
 
-class Eyes:
+class ObservationEncoder:
     """Converts one agent's observations to rows.
 
     Args:
         seen: the agent's observation space.
     """
 
-    def __init__(self, agent: str, seen: spaces.Space[Any], sight: Sight) -> None:
-        self._agent, self._seen, self._sight = agent, seen, sight
-        self._dtype = np.dtype(sight.dtype)
+    def __init__(self, agent: str, seen: spaces.Space[Any], agent_space: AgentSpaces) -> None:
+        self._agent, self._seen, self._spaces = agent, seen, agent_space
+        self._dtype = np.dtype(agent_space.dtype)
         self._declared = np.dtype(seen.dtype)
 
     def row(self, observation: Any) -> Observation:
@@ -165,7 +165,7 @@ class Eyes:
             start = np.asarray(self._seen.start).ravel()
             return self._one_hot((np.ravel(observation) - start).tolist(), self._seen.nvec.ravel().tolist())
         given = np.asarray(observation)
-        if given.shape != self._sight.shape:
+        if given.shape != self._spaces.shape:
             raise self._strange(f"has the shape {given.shape}")
         if given.dtype == self._dtype:
             return given.copy()  # an environment may write into its array again
@@ -181,7 +181,7 @@ class Eyes:
         return row
 
     def _one_hot(self, numbers: Sequence[int], counts: Sequence[int]) -> Observation:
-        out = np.zeros(self._sight.shape, np.uint8)
+        out = np.zeros(self._spaces.shape, np.uint8)
         first = 0
         for number, count in zip(numbers, counts, strict=True):
             if not 0 <= number < count:
@@ -194,14 +194,17 @@ class Eyes:
         return WorldError(f"an observation of {self._agent} {what}, its observation space is {self._seen}")
 
 
-def sights(world: AECEnv[Any, Any, Any]) -> dict[str, Sight]:
+def agent_spaces(world: AECEnv[Any, Any, Any]) -> dict[str, AgentSpaces]:
     """The spaces of all agents."""
     return {
-        agent: Sight.of(world.observation_space(agent), world.action_space(agent), agent)
+        agent: AgentSpaces.of(world.observation_space(agent), world.action_space(agent), agent)
         for agent in world.possible_agents
     }
 
 
-def eyes(world: AECEnv[Any, Any, Any]) -> dict[str, Eyes]:
+def encoders(world: AECEnv[Any, Any, Any]) -> dict[str, ObservationEncoder]:
     """Converters of all agents' observations to rows."""
-    return {agent: Eyes(agent, world.observation_space(agent), sight) for agent, sight in sights(world).items()}
+    return {
+        agent: ObservationEncoder(agent, world.observation_space(agent), agent_space)
+        for agent, agent_space in agent_spaces(world).items()
+    }

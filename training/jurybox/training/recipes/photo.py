@@ -164,8 +164,8 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, far: str | None) -> Vec
     config, n = settings.config, settings.n_envs
     # Of two in one worker, one renders while the other waits for its score.
     numbers = dealt(n, 2 if settings.workers is None else -(-n // settings.workers))
-    way = None if config.scorer == "local" else spread.way_to(config.address, far)
-    makers = [partial(env_group, config, each, settings.server_timeout, way) for each in numbers]
+    addresses = None if config.scorer == "local" else spread.addresses_of(config.address, far)
+    makers = [partial(env_group, config, each, settings.server_timeout, addresses) for each in numbers]
     # A step may wait for a server that is restarted, and then for its score.
     timeout = settings.server_timeout + 2 * config.timeout + 60.0
     workers = spread.workers(makers, environment=credentials(), timeout=timeout)

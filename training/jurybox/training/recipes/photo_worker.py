@@ -16,7 +16,7 @@ from jurybox.training.cluster.vector_env import EnvGroup
 from jurybox.training.environments.photo import PhotoConfig, PhotoEdit, Scorer, build
 
 if TYPE_CHECKING:
-    from jurybox.training.cluster.connection import Way  # which imports Ray
+    from jurybox.training.cluster.connection import ServerAddresses  # which imports Ray
 
 # Between two looks for a server that is not there; a client that waits for it sleeps in between by itself.
 _PAUSE = 0.2
@@ -93,11 +93,13 @@ def _make(config: PhotoConfig, index: int, timeout: float) -> PhotoEdit:
     return environment
 
 
-def env_group(config: PhotoConfig, numbers: Sequence[int], timeout: float, way: Way | None) -> EnvGroup:
+def env_group(
+    config: PhotoConfig, numbers: Sequence[int], timeout: float, addresses: ServerAddresses | None
+) -> EnvGroup:
     """The environments of these numbers, seeded as on one machine.
 
     Args:
-        way: to the server that scores; the address is this machine's. None: the juror is in the environment.
+        addresses: to the server that scores; the address is this machine's. None: the juror is in the environment.
     """
-    here = config if way is None else replace(config, address=way.here())
+    here = config if addresses is None else replace(config, address=addresses.here())
     return EnvGroup([environment_maker(here, number, timeout) for number in numbers])

@@ -31,7 +31,7 @@ from jurybox.training.search.environments import Parts
 from jurybox.training.search.report import WorkflowRun, conclusion, render
 from jurybox.training.search.rollouts import INPUTS
 from jurybox.training.search.settings import WorkflowTraining, describe
-from jurybox.training.search.trainer import Priced, WorkflowTrainer
+from jurybox.training.search.trainer import OrderEvaluation, WorkflowTrainer
 
 
 @contextmanager
@@ -324,7 +324,7 @@ def _more(trainer: WorkflowTrainer) -> dict[str, Any]:
     }
 
 
-def _price(each: Priced) -> dict[str, Any]:
+def _price(each: OrderEvaluation) -> dict[str, Any]:
     found = each.evaluated
     return {
         "first": None if each.first is None else UNIT_TYPES[each.first],

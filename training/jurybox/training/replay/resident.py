@@ -26,7 +26,7 @@ FINAL, TERMINATED = 1, 2
 
 
 @dataclass(slots=True)
-class _Around:
+class _Neighbours:
     """The rows around n drawn ones.
 
     Attributes:
@@ -130,7 +130,7 @@ class Rows:
         return out
 
     def _window(
-        self, name: str, around: _Around, first: int, count: int, *, ahead: bool
+        self, name: str, around: _Neighbours, first: int, count: int, *, ahead: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Values (n, count, ...) of a field, zeroes where there is no row, and (n, count) whether there is one."""
         origin = around.next[:, None] if ahead else torch.zeros_like(around.next)[:, None]
@@ -147,7 +147,7 @@ class Rows:
         stored = self._slots[positions.reshape(-1) % self._capacity, at : at + spec.stored_bytes]
         return _widened(spec, stored).reshape(*positions.shape, *spec.shape)
 
-    def _returns(self, reward: str, around: _Around, w: Windows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _returns(self, reward: str, around: _Neighbours, w: Windows) -> tuple[torch.Tensor, torch.Tensor]:
         """The discounted sums of the steps' rewards, and what a value after them counts."""
         step = torch.arange(w.n_step, device=self._device)
         rewards = self._values(reward, around.positions[:, around.back : around.back + w.n_step]).double()
@@ -157,7 +157,7 @@ class Rows:
         discount = torch.where(around.terminated, 0.0, w.gamma ** around.steps.double()).float()
         return returns, discount
 
-    def _around(self, drawn: torch.Tensor, w: Windows, taken: int) -> _Around:
+    def _around(self, drawn: torch.Tensor, w: Windows, taken: int) -> _Neighbours:
         """Follow the links of n rows side by side, as the native sampler follows those of one."""
         oldest, capacity = taken - self._capacity, self._capacity
         back, ahead = max(w.stack - 1, 0), max(w.steps, w.length - 1 if w.length else 0)
@@ -198,7 +198,7 @@ class Rows:
             if w.next:
                 fits = fits & ~(cut & ~terminated)
             following = torch.where(cut, after, steps)
-        return _Around(back, positions, before, after, transitions, fits, steps, following, terminated)
+        return _Neighbours(back, positions, before, after, transitions, fits, steps, following, terminated)
 
 
 def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:

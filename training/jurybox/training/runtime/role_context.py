@@ -37,7 +37,7 @@ _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
 
 
-class Follows(Protocol):
+class Refreshable(Protocol):
     """Keeps itself at the newest weights, such as `algorithms.torch_states.TorchWeights`."""
 
     version: int
@@ -46,7 +46,7 @@ class Follows(Protocol):
         """Load the newest publication if it is newer; returns whether it was. Raises Timeout."""
 
 
-class KeepingReader(WeightsReader):
+class CachedReader(WeightsReader):
     """A reader that keeps a copy of what it read last: an evaluator's, whose weights may turn out to be the best.
 
     Attributes:
@@ -108,11 +108,11 @@ class RoleContext:
         self._folders = {**plan.folders, **(folders or {})}
         self.scoreboard = shared.scoreboard
         self.words = self.scoreboard.words[number]
-        self.followed: list[tuple[str, WeightsReader, Follows]] = []
+        self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._told = self.scoreboard.orders[number]
         self._send, self._certainly = send, certainly or send
         self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
-        self._keeping: dict[str, KeepingReader] = {}
+        self._cached: dict[str, CachedReader] = {}
         self._timeline = self.scoreboard.timeline[number]
         self._mark = self._busy_from = time.monotonic_ns()
         self._episodes: list[dict[str, float]] = []
@@ -128,7 +128,7 @@ class RoleContext:
         name = name or _only(self.spec.reads, "weights channel", self.name)
         if self._evaluated is None:
             return self.shared.reader(name)
-        return self._keeping.setdefault(name, KeepingReader(self.shared.channel(name)))
+        return self._cached.setdefault(name, CachedReader(self.shared.channel(name)))
 
     def folder(self, name: str) -> Path:
         """The run's folder of that name on this machine; files of roles on other machines arrive later."""
@@ -139,7 +139,7 @@ class RoleContext:
         assert self.spec.publishes is not None
         return self.shared.publisher(self.spec.publishes)
 
-    def follow(self, name: str, weights: Follows) -> None:
+    def follow(self, name: str, weights: Refreshable) -> None:
         """Make the driver refresh `weights` before an actor's steps and an evaluator's evaluations.
 
         In between, every `sync_every` steps; at once when the role is more than `max_lag` publications behind.
@@ -191,7 +191,7 @@ class RoleContext:
         self._certainly(message)
 
     def _written(self, parent: Path, env_steps: int, numbers: dict[str, float]) -> Message:
-        kept = {name: reader.kept for name, reader in self._keeping.items() if reader.kept is not None}
+        kept = {name: reader.kept for name, reader in self._cached.items() if reader.kept is not None}
         if not kept:
             return {"unkept": f"{self.name} took no weights from a reader of its context (context.reader())"}
         checkpoints = Checkpoints(parent)

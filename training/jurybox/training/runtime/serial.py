@@ -17,7 +17,7 @@ from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, Turn, make_turn
 
 
-class Stuck(RuntimeError):
+class Deadlock(RuntimeError):
     """A deadlock: no role can take a turn."""
 
 
@@ -72,7 +72,7 @@ class Serial:
         """Take turns until the plan's budget is used up, or `ending` gives another reason; `tick` is called in between.
 
         Raises:
-            Stuck: nobody can take a turn.
+            Deadlock: nobody can take a turn.
         """
         while True:
             moved = False
@@ -94,7 +94,7 @@ class Serial:
                 if not any(turn.may() or turn.waiting[0] not in _DONE for turn in self._turns):
                     return self._finish(End.STEPS)
                 waits = ", ".join(f"{turn.context.name} for {turn.waiting[0].name.lower()}" for turn in self._turns)
-                raise Stuck(f"no role can take a turn; they wait: {waits}")
+                raise Deadlock(f"no role can take a turn; they wait: {waits}")
             if self._checkpoint_due():
                 self.save()
 

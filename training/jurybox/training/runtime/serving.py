@@ -32,6 +32,7 @@ _log = logging.getLogger("jurybox.training")
 KEEP = 60.0  # seconds that a server holds a run's models without a word of it
 _KEEPS = 4  # words in that time
 _LOAD = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
+_REMEMBERED = 64  # publications
 _CALL = 10.0
 _UNLOAD = 5.0
 _TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that went away; nobody starts a private one again
@@ -295,3 +296,20 @@ class LeasedModel:
             self._resources = undo.pop_all()
         self._model = model
         return model
+
+
+class UpdatesByVersion:
+    """The number of a learner's updates at each of the last publications that a role has seen."""
+
+    def __init__(self) -> None:
+        self._updates: dict[int, int] = {}
+
+    def note(self, version: int, updates: int) -> None:
+        """A version was published after so many updates."""
+        self._updates[version] = updates
+        if len(self._updates) > _REMEMBERED:
+            del self._updates[min(self._updates)]
+
+    def at(self, version: int) -> int:
+        """The updates of a version, or of the newest known one before it; else of the oldest that is known."""
+        return max((of for known, of in self._updates.items() if known <= version), default=min(self._updates.values()))

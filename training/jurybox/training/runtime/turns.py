@@ -58,7 +58,7 @@ class Rules:
         return self._scoreboard.words[number][Word.LEARNER_STEPS] < self._pace.learner_steps(env_steps)
 
 
-class Following:
+class WeightsSync:
     """Keeps a role's weights at the newest version, as often as the plan says."""
 
     def __init__(self, context: RoleContext) -> None:
@@ -142,19 +142,19 @@ class ActorTurn(Turn):
     def __init__(self, role: Actor, context: RoleContext, rules: Rules) -> None:
         super().__init__(role, context, rules)
         self._step = role.step
-        self._following = Following(context)
+        self._sync = WeightsSync(context)
 
     def may(self) -> bool:
         if self.rules.collected():
             return self._not_for(Subject.ORDERS)
         if not self.rules.may_collect():
             return self._not_for(Subject.LEARNERS)
-        if (missing := self._following.missing()) is not None:
+        if (missing := self._sync.missing()) is not None:
             return self._not_for(Subject.WEIGHTS, missing)
         return True
 
     def take(self) -> None:
-        self._following.sync()
+        self._sync.sync()
         made = self._step()
         words = self.context.words
         words[Word.EPOCHS] += 1
@@ -163,7 +163,7 @@ class ActorTurn(Turn):
             words[Word.MOVED_AT] = time.monotonic_ns()
 
     def saved(self) -> None:
-        self._following.at_once()
+        self._sync.at_once()
 
 
 class LearnerTurn(Turn):
@@ -224,7 +224,7 @@ class EvaluatorTurn(Turn):
     def __init__(self, role: Evaluator, context: RoleContext, rules: Rules) -> None:
         super().__init__(role, context, rules)
         self._evaluator = role
-        self._following = Following(context)
+        self._sync = WeightsSync(context)
 
     def may(self) -> bool:
         steps, at, every = (
@@ -236,13 +236,13 @@ class EvaluatorTurn(Turn):
         due = self.rules.over() and at < steps if self.rules.collected() else every and steps // every > at // every
         if not due:
             return self._not_for(Subject.WORK)
-        if (missing := self._following.missing()) is not None:
+        if (missing := self._sync.missing()) is not None:
             return self._not_for(Subject.WEIGHTS, missing)
         return True
 
     def take(self) -> None:
-        self._following.at_once()
-        self._following.sync()
+        self._sync.at_once()
+        self._sync.sync()
         steps = self.context.env_steps
         numbers = {name: float(value) for name, value in self._evaluator.evaluate().items()}
         # Told first: once the scoreboard shows the last one, the run may end.

@@ -64,7 +64,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class OrderEvaluation:
     """What one policy does when it is told the orders that begin with a type.
 
     Attributes:
@@ -79,7 +79,7 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedWorkflow:
     """A tried workflow: its proposal, its training, its evaluation."""
 
     order: Order
@@ -120,11 +120,11 @@ class WorkflowTrainer:
         self.phase = REFERENCE if settings.reference_share > 0 else MIXED if self._mixes else SEARCH
         self.episodes = self.updates = 0
         self.env_steps = 0
-        self.tried: list[Tried] = []
+        self.tried: list[TriedWorkflow] = []
         self.reference: Evaluated | None = None
         self.final: Evaluated | None = None
         self.best: Order | None = None
-        self.prices: list[Priced] = []
+        self.prices: list[OrderEvaluation] = []
         self.recent: list[float] = []
         self._learner_steps = 0  # of learners that were given up
         self._proposal: Proposal | None = None
@@ -319,7 +319,9 @@ class WorkflowTrainer:
         self._proposal = None if proposal is None else Proposal(**{**proposal, "order": tuple(proposal["order"])})
         self.reference, self.final = (None if each is None else Evaluated(**each) for each in state["evaluated"])
         self.best = None if state["best"] is None else tuple(state["best"])
-        self.prices = [Priced(**{**each, "evaluated": Evaluated(**each["evaluated"])}) for each in state["prices"]]
+        self.prices = [
+            OrderEvaluation(**{**each, "evaluated": Evaluated(**each["evaluated"])}) for each in state["prices"]
+        ]
         kept = state["kept"]
         self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
         self.learner.restore(state["learner"])
@@ -361,7 +363,7 @@ class WorkflowTrainer:
         self.search.tell(proposal, score)
         spent = self.episodes - self._began
         self.tried.append(
-            Tried(proposal.order, proposal.mean, proposal.std, proposal.bound, score, spent, verdict, found)
+            TriedWorkflow(proposal.order, proposal.mean, proposal.std, proposal.bound, score, spent, verdict, found)
         )
         self._proposal = None
 
@@ -386,13 +388,13 @@ class WorkflowTrainer:
             self.prices = self.price(5 * settings.evaluation_episodes)
         self.phase = DONE
 
-    def price(self, episodes: int) -> list[Priced]:
+    def price(self, episodes: int) -> list[OrderEvaluation]:
         """What the policy does told no order, and told those that begin with each type."""
-        found = [Priced(None, self.evaluate(None, episodes), 0.0)]
+        found = [OrderEvaluation(None, self.evaluate(None, episodes), 0.0)]
         for kind in range(N_TYPES):
             orders = [order for order in ORDERS if order[0] == kind]
             anyway = self.evaluate(orders, episodes, told=False, fresh=False)
-            found.append(Priced(kind, self.evaluate(orders, episodes), anyway.obedience))
+            found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
         return found
 
     def _new_learner(self) -> tuple[PPO, Policy]:
@@ -417,5 +419,5 @@ def _error(values: npt.NDArray[np.float64]) -> float:
     return float(values.std() / np.sqrt(len(values)))
 
 
-def _tried(parts: Mapping[str, Any]) -> Tried:
-    return Tried(**{**parts, "order": tuple(parts["order"]), "evaluated": Evaluated(**parts["evaluated"])})
+def _tried(parts: Mapping[str, Any]) -> TriedWorkflow:
+    return TriedWorkflow(**{**parts, "order": tuple(parts["order"]), "evaluated": Evaluated(**parts["evaluated"])})

@@ -61,7 +61,7 @@ def fields_of(memory: Any) -> dict[str, Field]:
     }
 
 
-class Tap:
+class MemoryRecorder:
     """Copies additions to a model's memory to a replay, for the model's learner.
 
     Args:
@@ -81,7 +81,7 @@ class Tap:
 
     def _put_in(self) -> None:
         memory = self._model.memory
-        if isinstance(getattr(memory.add, "tap", None), Tap):
+        if isinstance(getattr(memory.add, "recorder", None), MemoryRecorder):
             return
         keep = memory.add
 
@@ -99,12 +99,12 @@ class Tap:
             }
             self._write(**row)
 
-        add.tap = self  # type: ignore[attr-defined]
+        add.recorder = self  # type: ignore[attr-defined]
         memory.add = add
 
 
 def remember(model: Any, row: Mapping[str, Any]) -> None:
-    """Put a transition that a `Tap` wrote into a model's memory, as the agent did."""
+    """Put a transition that a `MemoryRecorder` wrote into a model's memory, as the agent did."""
     action = int(row["action"])
     more = {name.removeprefix(_EXTRA): value for name, value in row.items() if name.startswith(_EXTRA)}
     chosen = (action, float(row["log_probability"])) if is_on_policy(model) else action
@@ -134,7 +134,7 @@ class ModelWeights:
         return True
 
 
-class Chance:
+class GlobalRandom:
     """Random states of its own for code that draws from the global generators of Python, NumPy and torch."""
 
     def __init__(self, seed: int) -> None:

@@ -18,9 +18,9 @@ from jurybox.training.sorrel.models import (
     EPOCH_BEGINS,
     EPOCH_ENDS,
     TRANSITION,
-    Chance,
+    GlobalRandom,
+    MemoryRecorder,
     ModelWeights,
-    Tap,
     acting_part,
     is_on_policy,
     remember,
@@ -42,19 +42,19 @@ class SorrelActor(Actor):
     def __init__(self, context: RoleContext, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
-        with Chance(context.seed)():
+        with GlobalRandom(context.seed)():
             self.env: Any = load(make[0])(**make[1])
         # Anew: models take their seeds from the operating system where nobody gives them one, and leave that behind.
-        self._chance = Chance(context.seed)
-        self._taps = {}
+        self._random = GlobalRandom(context.seed)
+        self._recorders = {}
         for group, members in groups.items():
             model = self.env.agents[members[0]].model
-            self._taps[group] = Tap(context.replay(group).add, model)
+            self._recorders[group] = MemoryRecorder(context.replay(group).add, model)
             context.follow(group, ModelWeights(context.reader(group), model))
         self._epoch, self._runs = 0, False
 
     def step(self) -> int:
-        with self._chance():
+        with self._random():
             if not self._runs:
                 self._begin()
             self.env.take_turn(self._epoch)
@@ -74,8 +74,8 @@ class SorrelActor(Actor):
 
     def _begin(self) -> None:
         self.env.reset()
-        for tap in self._taps.values():
-            tap.mark(EPOCH_BEGINS, self._epoch)
+        for recorder in self._recorders.values():
+            recorder.mark(EPOCH_BEGINS, self._epoch)
         for agent in self.env.agents:
             self.env._model_start_epoch_action(agent, self._epoch)
         self._runs = True
@@ -84,8 +84,8 @@ class SorrelActor(Actor):
         self.env.world.is_done = True
         for agent in self.env.agents:
             self.env._model_end_epoch_action(agent, self._epoch)
-        for tap in self._taps.values():
-            tap.mark(EPOCH_ENDS, self._epoch)
+        for recorder in self._recorders.values():
+            recorder.mark(EPOCH_ENDS, self._epoch)
         self.context.episode(total=float(self.env.world.total_reward), length=self.env.turn)
         self._epoch += 1
         self._runs = False
@@ -107,9 +107,9 @@ class SorrelLearner(Learner):
         torch.set_num_threads(context.spec.threads)
         self._group = group
         seed = int(np.random.SeedSequence([context.plan.seed, context.number]).generate_state(1)[0])
-        with Chance(seed)():
+        with GlobalRandom(seed)():
             self._env: Any = load(make[0])(**make[1])
-        self._chance = Chance(seed)
+        self._random = GlobalRandom(seed)
         self._agents = [self._env.agents[number] for number in members]
         self.model: Any = self._agents[0].model
         self._decay = self._env.config.model.get("epsilon_decay", 0.0)
@@ -124,12 +124,12 @@ class SorrelLearner(Learner):
         self._old = self._rows.taken
 
     def ready(self) -> bool:
-        with self._chance():
+        with self._random():
             self._take_in()
         return self._complete or (not self._on_policy and self._taken > 0)
 
     def step(self) -> None:
-        with self._chance():
+        with self._random():
             loss = float(np.mean(self._env._model_train_step(self._agents[0])))
         self._complete = False
         counted = {f"loss_{self._group}": loss, f"missed_{self._group}": float(self._rows.missed)}

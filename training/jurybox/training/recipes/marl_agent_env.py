@@ -10,22 +10,22 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from jurybox.training.recipes.marl_policies import Seen
-from jurybox.training.recipes.marl_worlds import eyes, make_world, sights
+from jurybox.training.recipes.marl_policies import FrameStack
+from jurybox.training.recipes.marl_worlds import agent_spaces, encoders, make_world
 from jurybox.training.runtime.plan import ConfigError
 
 Array = npt.NDArray[Any]
 Chooses = Callable[[Array], Array]
 
 
-class Seat(gymnasium.Env[Array, int]):
-    """The place of one agent; the others act when their turns come.
+class AgentEnv(gymnasium.Env[Array, int]):
+    """The world as one agent's environment; the others act when their turns come.
 
     A step is this agent's action, and whatever happens up to its next turn; its reward is what the agent was given
     meanwhile. The episode goes on until the world's is over, also while the agent is away.
 
     Args:
-        agent: whose place it is.
+        agent: whose environment it is.
         groups: by agent, its group.
         frames: by group, shape (stack, ...) and dtype of stacked observations.
         partners: by group, rows of stacked observations to actions, in the environment's own numbers.
@@ -57,14 +57,14 @@ class Seat(gymnasium.Env[Array, int]):
                 "one: give the run's folder, or --set \"others='random'\""
             )
         self._world = make_world((name, dict(world) if render_mode is None else {**world, "render_mode": render_mode}))
-        self._agent, self._eyes, self._sights = agent, eyes(self._world), sights(self._world)
-        self._seen = {each: Seen(*frames[group]) for each, group in groups.items()}
+        self._agent, self._encoders, self._spaces = agent, encoders(self._world), agent_spaces(self._world)
+        self._seen = {each: FrameStack(*frames[group]) for each, group in groups.items()}
         self._choosing = {each: partners[group] for each, group in groups.items() if group in partners}
         self._random = others == "random"
         shape, dtype = frames[groups[agent]]
         low, high = (0, 255) if dtype == "uint8" else (-np.inf, np.inf)
         self.observation_space = spaces.Box(low, high, tuple(shape), np.dtype(dtype).type)
-        own = self._sights[agent]
+        own = self._spaces[agent]
         self.action_space = spaces.Discrete(own.actions, start=own.first)  # type: ignore[assignment]
         self.render_mode = render_mode
         self.metadata = dict(getattr(self._world, "metadata", {}))
@@ -98,7 +98,7 @@ class Seat(gymnasium.Env[Array, int]):
                     self._ended = (bool(terminated), bool(truncated))
                 world.step(None)
                 continue
-            stacked = self._seen[agent].add(self._eyes[agent].row(observed))
+            stacked = self._seen[agent].add(self._encoders[agent].row(observed))
             if agent == self._agent:
                 return stacked.copy(), total, False, False
             world.step(self._chosen(agent, stacked))
@@ -107,8 +107,8 @@ class Seat(gymnasium.Env[Array, int]):
 
     def _chosen(self, agent: str, stacked: Array) -> int:
         if self._random:
-            sight = self._sights[agent]
-            return int(self.np_random.integers(sight.actions)) + sight.first
+            agent_space = self._spaces[agent]
+            return int(self.np_random.integers(agent_space.actions)) + agent_space.first
         return int(self._choosing[agent](stacked[None])[0])
 
     def render(self) -> Any:
