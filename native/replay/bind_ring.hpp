@@ -296,7 +296,7 @@ struct PyRing {
 // Rows of one episode after another: of one env, or of n envs side by side.
 struct PyStreams {
     PyRing* ring;
-    nb::object keeper;
+    nb::object owner;
     std::vector<Stream> streams;
     bool group;  // add() takes one row for each stream
 };

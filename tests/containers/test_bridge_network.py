@@ -9,7 +9,7 @@ from tests.containers.engine import USER, Container, bridges, docker
 from tests.serving import wait_until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
-PATIENCE = 150.0  # seconds, on a busy machine
+TIMEOUT = 150.0  # seconds, on a busy machine
 
 
 def answered(line):
@@ -44,11 +44,11 @@ def client(server, transport):
 def test_a_client_beyond_a_bridge_gets_right_answers_through_an_engines_death(server, scores, transport):
     asking = client(server, transport)
     try:
-        wait_until(lambda: len([*filter(answered, asking.lines())]) >= len(scores), PATIENCE, "answers")
+        wait_until(lambda: len([*filter(answered, asking.lines())]) >= len(scores), TIMEOUT, "answers")
         said = len(asking.lines())
         engine = json.loads(docker("exec", server.name, "jurybox", "status", "--json"))["engines"][0]["pid"]
         docker("exec", server.name, "sh", "-c", f"kill -9 {engine}")
-        asking.wait_for(answered, PATIENCE, after=said + 5)
+        asking.wait_for(answered, TIMEOUT, after=said + 5)
         for line in filter(answered, asking.lines()):
             assert line["score"] == pytest.approx(scores[line["picture"]], abs=1e-4)
     finally:
@@ -58,13 +58,13 @@ def test_a_client_beyond_a_bridge_gets_right_answers_through_an_engines_death(se
 def test_rows_of_a_client_that_was_killed_beyond_a_bridge_come_back(server):
     asking = client(server, ("tcp", 5555))
     try:
-        asking.wait_for(answered, PATIENCE)
+        asking.wait_for(answered, TIMEOUT)
         before = json.loads(docker("exec", server.name, "jurybox", "status", "--json"))["lanes"]["in_use"]
         docker("kill", "--signal", "KILL", asking.name)
     finally:
         asking.remove()
     wait_until(
         lambda: json.loads(docker("exec", server.name, "jurybox", "status", "--json"))["lanes"]["in_use"] < before,
-        PATIENCE,
+        TIMEOUT,
         "the return of its rows",
     )

@@ -134,7 +134,7 @@ def test_sigterm_ends_it_in_order(project):
     began = time.monotonic()
     project.compose("stop", "server")
     assert project.inspect(".State.ExitCode") == 0, docker("logs", "--tail", "20", project.server)
-    assert time.monotonic() - began < 20, "it was killed by the engine's patience, not stopped by its signal"
+    assert time.monotonic() - began < 20, "it was killed by the engine_timeout, not stopped by its signal"
     log = docker("logs", "--tail", "20", project.server)
     assert log.index("draining") < log.index("stopped")
     project.compose("start", "server")

@@ -28,7 +28,7 @@ import numpy as np
 from jurybox.client import Error, Server, SessionLost, connect
 from jurybox.client.remote import connection
 
-PATIENCE = 60.0  # seconds for one answer: whatever is done to the server, it is back before
+TIMEOUT = 60.0  # seconds for one answer: whatever is done to the server, it is back before
 CALL = struct.Struct("3d")  # of a journal
 
 
@@ -53,7 +53,7 @@ class Asker:
         assert self.process.stdout.readline() == "asking\n"
 
     def end(self) -> Told:
-        out, _ = self.process.communicate(timeout=2 * PATIENCE)
+        out, _ = self.process.communicate(timeout=2 * TIMEOUT)
         return Told(**json.loads(out))
 
 
@@ -97,10 +97,10 @@ def sums(server: Server, rng: np.random.Generator) -> Callable[[], bool]:
 
 
 def ask(address: str, transport: str, journal: BinaryIO | None) -> Told:
-    connection._PATIENCE = PATIENCE  # a relay's successor may take long to start where others want the cores too
+    connection._TIMEOUT = TIMEOUT  # a relay's successor may take long to start where others want the cores too
     rng = np.random.default_rng()
     answered, wrong, errors, longest = 0, 0, [], 0.0
-    with connect(address, transport=transport, timeout=PATIENCE) as server:
+    with connect(address, transport=transport, timeout=TIMEOUT) as server:
         there = server.models()
         kinds = {"affine": affine, "shout": shout, "sum": sums}
         questions = [kind(server, rng) for name, kind in kinds.items() if name in there]

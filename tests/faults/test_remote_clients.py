@@ -264,7 +264,7 @@ def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server):
 
 def test_a_killed_server_is_told_to_remote_clients(server, where, monkeypatch):
     """The last, since it ends the server of all."""
-    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 1.0)
+    monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 1.0)
     client = connect(where)
     model = client.model("moody", rows=4)
     ticket = model.submit(np.full((1, 4), 30_000_000, np.float32))

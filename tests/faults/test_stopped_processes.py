@@ -15,14 +15,14 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import connect
 
-PATIENCE = 5.0  # seconds
+TIMEOUT = 5.0  # seconds
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
 @pytest.fixture
 def server(tmp_path, nothing_left):
     transports = {"tcp": "127.0.0.1:0", "http": "127.0.0.1:0"}
-    with serving(tmp_path, MODELS, engine_timeout=PATIENCE, **transports) as running:
+    with serving(tmp_path, MODELS, engine_timeout=TIMEOUT, **transports) as running:
         yield running
 
 
@@ -55,11 +55,11 @@ def test_a_pause_of_everything_longer_than_anybody_may_be_silent_is_no_outage(se
         model = client.model("affine", rows=2)
         for pid in pids.values():
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3 * PATIENCE)
+        time.sleep(3 * TIMEOUT)
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
         np.testing.assert_array_equal(model.infer(X, timeout=20), 2 * X + 1)
-        time.sleep(2 * PATIENCE)
+        time.sleep(2 * TIMEOUT)
         assert httpx.get(f"{http}/health/ready", timeout=10).status_code == 200
     assert server.pids() == pids
     assert "killing" not in server.text()
@@ -84,7 +84,7 @@ def test_a_supervisor_without_a_core_for_seconds_fails_no_scrape(server):
 def test_a_model_that_hangs_costs_its_engine_and_no_more(server):
     with server.connect() as client:
         moody, affine = client.model("moody", rows=2), client.model("affine", rows=2)
-        hanging = moody.submit(np.full((1, 4), 3_000_000_000, np.float32), timeout=2 * PATIENCE)
+        hanging = moody.submit(np.full((1, 4), 3_000_000_000, np.float32), timeout=2 * TIMEOUT)
         engine = server.pids()["engine-0"]
         np.testing.assert_array_equal(affine.infer(X, timeout=60), 2 * X + 1)
         assert server.pids()["engine-0"] != engine

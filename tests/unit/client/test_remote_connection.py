@@ -19,7 +19,7 @@ def context():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 0.3)
+    monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 0.3)
 
 
 def test_a_server_that_ends_before_the_connection_stands_is_gone(context, impatient):

@@ -7,7 +7,7 @@ import pytest
 
 from jurybox.server.supervisor.children import Child, Watchdog
 
-SILENCE, PATIENCE = 10.0, 100.0
+SILENCE, TIMEOUT = 10.0, 100.0
 
 
 class Scene:
@@ -17,7 +17,7 @@ class Scene:
         self.engines = np.zeros(1, [("heartbeat", "<i8")])
         self.engine, self.relay = _Running("engine-0"), _Running("relay")
         self.now = 1000.0
-        self.watchdog = Watchdog(self, SILENCE, PATIENCE, self.now)
+        self.watchdog = Watchdog(self, SILENCE, TIMEOUT, self.now)
         self.beat()
 
     def beat(self, *, engine: bool = True, relay: bool = True) -> None:
@@ -65,8 +65,8 @@ def test_a_silent_engine_hangs_and_so_does_a_silent_edge(scene):
 
 def test_a_child_that_never_comes_to_serve_hangs(scene):
     scene.engine.serving, scene.engine.started_at = False, scene.now
-    assert scene.live(PATIENCE - 1, engine=False) == []
-    assert scene.live(2, engine=False) == [f"engine-0 does not serve {PATIENCE + 1:.1f} s after its start"]
+    assert scene.live(TIMEOUT - 1, engine=False) == []
+    assert scene.live(2, engine=False) == [f"engine-0 does not serve {TIMEOUT + 1:.1f} s after its start"]
 
 
 def test_a_pause_of_everybody_is_held_against_nobody(scene):

@@ -20,7 +20,7 @@ from jurybox.protocol.errors import Refused
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 
 MOST_BYTES = 1 << 30  # of a frame that a server may send
-_PATIENCE = 10.0  # seconds without a connection after which the server counts as gone
+_TIMEOUT = 10.0  # seconds without a connection after which the server counts as gone
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
 _FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -117,7 +117,7 @@ class Connection:
                 self._broken_at = None
             self.engines["state"] = EngineState.SERVING if stands else EngineState.ABSENT
             self.torn = False
-        return self._broken_at is None or time.monotonic() - self._broken_at < _PATIENCE
+        return self._broken_at is None or time.monotonic() - self._broken_at < _TIMEOUT
 
     def close(self) -> None:
         """Close the socket; what was not sent yet is dropped."""

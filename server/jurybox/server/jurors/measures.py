@@ -21,7 +21,7 @@ from jurybox.server.models import RowErrors, ServedModel
 
 Reader = Callable[[NDArray[np.uint8]], str]
 _PIXELS = 1024 * 1024
-_PATIENCE = 30.0  # seconds for one picture
+_TIMEOUT = 30.0  # seconds for one picture
 
 
 class _JpegSize(nn.Module):
@@ -115,7 +115,7 @@ def tesseract(image: NDArray[np.uint8]) -> str:
     sink = io.BytesIO()
     Image.fromarray(image).save(sink, "PNG")
     command = ["tesseract", "stdin", "stdout", "--psm", "11"]
-    done = subprocess.run(command, input=sink.getvalue(), capture_output=True, timeout=_PATIENCE, check=True)
+    done = subprocess.run(command, input=sink.getvalue(), capture_output=True, timeout=_TIMEOUT, check=True)
     return done.stdout.decode("utf-8", "replace")
 
 

@@ -14,8 +14,8 @@ from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, Timeo
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
+from jurybox.server.gateway.robots.arrivals import ArrivalTracker
 from jurybox.server.gateway.robots.counters import PortCounters
-from jurybox.server.gateway.robots.crowd import Crowd
 from jurybox.server.gateway.robots.observations import row_of
 
 _CONNECT = 2.0  # seconds the server has for an answer on the control socket
@@ -27,7 +27,7 @@ class RobotPolicy:
 
     Rows are leased at the first connection, as many as there may be connections, and kept: a robot that connects asks
     nobody for memory, and one that leaves leaves none behind. Observations that wait at the same time go as one ticket,
-    which waits a little for robots that are about to ask (`Crowd`).
+    which waits a little for robots that are about to ask (`ArrivalTracker`).
 
     Args:
         address: the server's.
@@ -49,7 +49,7 @@ class RobotPolicy:
         self._server: Server | None = None
         self._model: Model | None = None
         self._sessions: Sessions | None = None
-        self._crowd = Crowd(1)
+        self._arrivals = ArrivalTracker(1)
         self._coalescer: RequestCoalescer | None = None
         self._spec: ModelSpec | None = None  # the coalescer's
         self._engines = 1
@@ -79,7 +79,7 @@ class RobotPolicy:
         try:
             yield Episode(self, place)
         finally:
-            self._crowd.left(place)
+            self._arrivals.left(place)
             if self._coalescer is not None:
                 self._coalescer.look_again()
             self._free.append(place)
@@ -106,7 +106,7 @@ class RobotPolicy:
         if self._sessions is not None:
             self._require_known(place, begins)
             sessions = {place: begins}
-        self._crowd.asked(place)
+        self._arrivals.asked(place)
         try:
             outputs, _ = await coalescer.ask(rows, 1, max(0.0, until - time.monotonic()), 0, sessions)
         except Timeout:
@@ -114,7 +114,7 @@ class RobotPolicy:
                 self._unknown.add(place)  # its step may have been computed, or be computed yet
             raise
         finally:
-            self._crowd.answered(place)
+            self._arrivals.answered(place)
         self._counters.sessions += begins
         return {name: value[0] for name, value in outputs.items()}
 
@@ -132,10 +132,10 @@ class RobotPolicy:
     def _coalesced(self, model: Model) -> RequestCoalescer:
         """A coalescer for the model as it is now: where it was loaded anew, its spec may be another."""
         most = min(model.max_batch, self._clients)
-        self._crowd = Crowd(most, self._engines, self._counters.waited)
+        self._arrivals = ArrivalTracker(most, self._engines, self._counters.waited)
         self._spec = model.spec
         self._coalescer = RequestCoalescer(
-            model, most, sessions=self._sessions, gathering=self._crowd, engines=self._engines
+            model, most, sessions=self._sessions, gathering=self._arrivals, engines=self._engines
         )
         return self._coalescer
 

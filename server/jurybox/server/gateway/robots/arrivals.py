@@ -2,8 +2,8 @@
 
 Robots whose observations share a batch are answered together, and those that only wait for their answers ask again one
 after another, as fast as their messages are read. An engine that starts on the first of them computes it alone, then
-the rest; as soon as there are two groups they take turns, and each batch has half of the crowd. So the next batch
-waits for those that came back at once the last time, by this rule: where the whole crowd comes back in less time than
+the rest; as soon as there are two groups they take turns, and each batch has half of the robots. So the next batch
+waits for those that came back at once the last time, by this rule: where all come back in less time than
 a batch costs however few rows it has, one batch of all is sooner done than two of halves (with n robots, a fixed cost
 F and a time R until the last is back, n answers in F + R, against n / 2 in F). Nobody is waited for longer than F: who
 stays away is waited for no more until it was quick again. A lone robot waits for nobody.
@@ -21,12 +21,12 @@ _MOST_IN_VAIN = 0.4  # of the waits; where more are, nobody is waited for
 _FORGIVEN = 0.99  # what is left of that share after a batch that waited for nobody
 
 
-class Crowd:
-    """The robots of one port, as a coalescer's `Gathering`. Belongs to one event loop.
+class ArrivalTracker:
+    """When the robots of one port come back, as a coalescer's `Gathering`. Belongs to one event loop.
 
     Args:
         most: rows of a batch.
-        engines: that compute at the same time; each gets its part of the crowd.
+        engines: that compute at the same time; each gets its part of the robots.
         waited: called with the seconds that a batch's observations waited to be sent.
         clock: seconds, monotonic.
     """
@@ -106,8 +106,8 @@ class Crowd:
             self._quick.discard(place)
         if not self._away or self._in_vain > _MOST_IN_VAIN:
             return 0.0
-        crowd = min(self._most, -(-(waiting + len(self._away) + computing) // self._engines))
-        if waiting >= crowd or self._first + self._gap * (crowd - 1) > fixed:
+        together = min(self._most, -(-(waiting + len(self._away) + computing) // self._engines))
+        if waiting >= together or self._first + self._gap * (together - 1) > fixed:
             return 0.0
         self._waits = True
         return next(reversed(self._away.values())) + fixed - now

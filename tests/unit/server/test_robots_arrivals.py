@@ -13,12 +13,12 @@ from jurybox.client import SessionLost, Timeout
 from jurybox.client.model import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.gateway.inference.coalescer import RequestCoalescer
-from jurybox.server.gateway.robots.crowd import Crowd
+from jurybox.server.gateway.robots.arrivals import ArrivalTracker
 from jurybox.server.gateway.robots.policy import RobotPolicy
 
 
 class Port:
-    """Robots in closed loop, a crowd that says when batches go, and one engine: simulated, in seconds.
+    """Robots in closed loop, a tracker of arrivals that says when batches go, and one engine: simulated, in seconds.
 
     Args:
         fixed, by_row: what a batch costs.
@@ -30,7 +30,7 @@ class Port:
     def __init__(self, robots, fixed, by_row, gap, most=8, slow=0, away=0.0):
         self.away = away
         self.now = 0.0
-        self.crowd = Crowd(most, clock=lambda: self.now)
+        self.arrivals = ArrivalTracker(most, clock=lambda: self.now)
         self.batches, self.events, self.order = [], [], 0
         self.waiting, self.computing, self.read = [], [], 0.0
         self.cost, self.gap, self.most = (fixed, by_row), gap, most
@@ -49,14 +49,14 @@ class Port:
             self.read = self.now  # who thinks keeps nobody from being read
 
     def asks(self, robot):
-        self.crowd.asked(robot)
+        self.arrivals.asked(robot)
         self.waiting.append(robot)
         self.send()
 
     def send(self):
         if self.computing or not self.waiting:
             return
-        if len(self.waiting) < self.most and (wait := self.crowd.wait(len(self.waiting), 0)) > 0:
+        if len(self.waiting) < self.most and (wait := self.arrivals.wait(len(self.waiting), 0)) > 0:
             self.at(self.now + wait, self.send)
             return
         self.computing, self.waiting = self.waiting[: self.most], self.waiting[self.most :]
@@ -65,9 +65,9 @@ class Port:
     def answers(self):
         done, self.computing = self.computing, []
         self.batches.append((self.now, len(done)))
-        self.crowd.took(len(done), self.cost[0] + self.cost[1] * len(done))
+        self.arrivals.took(len(done), self.cost[0] + self.cost[1] * len(done))
         for robot in done:
-            self.crowd.answered(robot)
+            self.arrivals.answered(robot)
         for robot in done:
             self.comes(robot)
         self.send()
@@ -94,7 +94,7 @@ def test_robots_behind_a_slow_network_are_computed_in_one_batch_while_that_pays(
     assert near == pytest.approx(8 / (0.08 + 0.04 + 0.008), rel=0.02)
     for away in (0.07, 0.075, 0.09, 0.2):  # who is back only when another batch could be done is not waited for
         far, hasty = (Port(8, fixed=0.08, by_row=0.0, gap=0.001, away=away) for _ in range(2))
-        hasty.crowd.wait = lambda waiting, computing: 0.0
+        hasty.arrivals.wait = lambda waiting, computing: 0.0
         assert far.run(40.0)[0] > 0.98 * hasty.run(40.0)[0]
 
 
@@ -102,7 +102,7 @@ def test_where_most_waits_are_in_vain_little_is_lost_by_them():
     """A few robots come back just in time, and the rest too late."""
     for seconds in (20.0, 40.0):
         patient, hasty = (Port(8, fixed=0.01, by_row=0.002, gap=0.003, away=0.005) for _ in range(2))
-        hasty.crowd.wait = lambda waiting, computing: 0.0
+        hasty.arrivals.wait = lambda waiting, computing: 0.0
         assert patient.run(seconds)[0] > 0.75 * hasty.run(seconds)[0]
 
 
@@ -111,7 +111,7 @@ def test_nobody_is_waited_for_where_rows_cost_and_batches_do_not():
     assert rate > 0.98 / 0.005  # the engine is never idle
 
 
-def test_a_crowd_that_takes_longer_to_come_back_than_a_batch_costs_is_computed_in_groups():
+def test_robots_that_take_longer_to_come_back_than_a_batch_costs_are_computed_in_groups():
     rate, _ = Port(8, fixed=0.01, by_row=0.0, gap=0.003).run(20.0)
     assert rate > 0.95 / 0.003  # as fast as they can be read at all
 
@@ -126,52 +126,52 @@ def test_a_lone_robot_waits_for_nobody_and_those_who_think_hold_up_nobody():
 
 def test_who_does_not_come_back_is_waited_for_once_and_not_longer_than_a_batch_costs():
     now = [0.0]
-    crowd = Crowd(8, clock=lambda: now[0])
+    arrivals = ArrivalTracker(8, clock=lambda: now[0])
     for rows in (1, 8, 1, 8):
-        crowd.took(rows, 0.02)
-    assert crowd.fixed == pytest.approx(0.02)
+        arrivals.took(rows, 0.02)
+    assert arrivals.fixed == pytest.approx(0.02)
 
     def back_at_once(*robots):
         for robot in robots:
-            crowd.answered(robot)
+            arrivals.answered(robot)
         now[0] += 0.001
         for robot in robots:
-            crowd.asked(robot)
+            arrivals.asked(robot)
 
     back_at_once(0, 1)  # both are quick
     for robot in (0, 1):
-        crowd.answered(robot)
+        arrivals.answered(robot)
     now[0] += 0.005
-    crowd.asked(0)
-    assert crowd.wait(1, 0) == pytest.approx(0.015)
+    arrivals.asked(0)
+    assert arrivals.wait(1, 0) == pytest.approx(0.015)
     now[0] += 0.0151
-    assert crowd.wait(1, 0) == 0.0
-    crowd.answered(0)
+    assert arrivals.wait(1, 0) == 0.0
+    arrivals.answered(0)
     now[0] += 0.001
-    crowd.asked(0)
-    assert crowd.wait(1, 0) == 0.0  # the other is not waited for again
-    crowd.answered(0)
+    arrivals.asked(0)
+    assert arrivals.wait(1, 0) == 0.0  # the other is not waited for again
+    arrivals.answered(0)
     back_at_once(1)
-    crowd.answered(1)
-    crowd.left(1)
-    crowd.asked(0)
-    assert crowd.wait(1, 0) == 0.0  # nor one that has disconnected
+    arrivals.answered(1)
+    arrivals.left(1)
+    arrivals.asked(0)
+    assert arrivals.wait(1, 0) == 0.0  # nor one that has disconnected
 
 
-def test_engines_get_their_parts_of_the_crowd():
+def test_engines_get_their_parts_of_the_robots():
     now = [0.0]
-    crowd = Crowd(8, engines=2, clock=lambda: now[0])
+    arrivals = ArrivalTracker(8, engines=2, clock=lambda: now[0])
     for rows in (1, 8, 1, 8):
-        crowd.took(rows, 0.02)
+        arrivals.took(rows, 0.02)
     for _ in range(2):
         for robot in range(8):
-            crowd.asked(robot)
+            arrivals.asked(robot)
         for robot in range(8):
-            crowd.answered(robot)
+            arrivals.answered(robot)
     for robot in range(4):
-        assert crowd.wait(robot, 0) > 0
-        crowd.asked(robot)
-    assert crowd.wait(4, 0) == 0.0  # and the other four go to the other engine
+        assert arrivals.wait(robot, 0) > 0
+        arrivals.asked(robot)
+    assert arrivals.wait(4, 0) == 0.0  # and the other four go to the other engine
 
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
