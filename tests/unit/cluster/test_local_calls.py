@@ -65,6 +65,6 @@ def test_the_end_of_a_worker_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "jurybox-env-nobody"])
-def test_there_is_no_line_to_nobody(name) -> None:
+def test_there_is_no_connection_to_nobody(name) -> None:
     with pytest.raises(OSError):
         CallConnection(name)
