@@ -34,15 +34,11 @@ class ToyTraining(Settings):
     learning_starts: int = Field(4, ge=0)
 
 
-def train(settings, folder, *, command, **how):
+def work(settings: ToyTraining, run: Run) -> str:
     """The whole of the training's own: a plan, and a report's own text."""
     planned = toys.plan(steps=settings.steps, seed=settings.seed)
-    report = lambda outcome, rows: f"<p>{command}: {outcome.text}</p>"  # noqa: E731
-    return recorded_run(planned, folder, COLUMNS, settings, report, **how)
-
-
-def work(settings: ToyTraining, run: Run) -> str:
-    outcome = carry_out(partial(train, settings, run.folder), run)
+    report = lambda outcome, rows: f"<p>{run.command}: {outcome.text}</p>"  # noqa: E731
+    outcome = carry_out(partial(recorded_run, planned, run.folder, COLUMNS, settings, report), run)
     return f"{outcome.text}: {outcome.env_steps} steps of toys"
 
 

@@ -102,7 +102,7 @@ def report(
 
 
 def _work(settings: PlanTraining, run: Run) -> str:
-    outcome = carry_out(partial(train, settings, run.folder), run)
+    outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
     return (
         f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps, "
         f"{outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s"

@@ -550,7 +550,7 @@ def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Secti
 
 
 def _work(settings: GymTraining, run: Run) -> str:
-    outcome = carry_out(partial(train, settings, run.folder), run)
+    outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
     said = [f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
     if (found := outcome.evaluation.get("eval_return")) is not None:
         said.append(f"the last evaluation: a mean return of {found:.2f} over {settings.evaluation_episodes} episodes")

@@ -222,7 +222,7 @@ def train(
 
 
 def _work(settings: HockeyTraining, run: Run) -> str:
-    outcome = carry_out(partial(train, settings, run.folder), run)
+    outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
     said = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
     for who in settings.league.anchors:
         won, lost = (outcome.evaluation.get(f"eval_{what}_{who}") for what in ("wins", "losses"))

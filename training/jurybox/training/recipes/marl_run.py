@@ -118,7 +118,7 @@ def _against_random(outcome: Outcome) -> list[Part]:
 def _work(settings: MarlTraining, run: Run) -> str:
     settings = settings.model_copy(update={"log_dir": run.folder})
     run = run if settings.logging else replace(run, console=None)
-    outcome = carry_out(partial(train, settings), run)
+    outcome = carry_out(partial(train, settings, command=run.command), run)
     return f"{outcome.text}: {outcome.env_steps:,} turns in {outcome.seconds:.0f} s"
 
 

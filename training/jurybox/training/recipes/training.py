@@ -230,7 +230,7 @@ def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
     """Run a plan with the run's launcher; returns the outcome, unless it was interrupted.
 
     Args:
-        start: takes serial, resume, console, signals, command, trackers and launcher, as `recorded_run` does.
+        start: takes serial, resume, console, signals, trackers and launcher, as `recorded_run` does.
 
     Raises:
         RunError: there is no such launcher, or no such cluster.
@@ -248,7 +248,6 @@ def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
             resume=run.resume,
             console=run.console,
             signals=signals,
-            command=run.command,
             trackers=run.trackers,
             launcher=launcher,
         )
