@@ -7,6 +7,7 @@ NB_MODULE(native, m) {
     m.doc() = "Jurybox's native core: shm rings, sequence-locked slots, replay ring, gather.";
     jurybox::bind_tickets(m);
     jurybox::bind_shm_rings(m);
+    jurybox::bind_grpc(m);
     jurybox::bind_weights(m);
     jurybox::bind_replay(m);
     jurybox::bind_replay_archive(m);

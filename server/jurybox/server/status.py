@@ -42,6 +42,7 @@ def status_document(
     address: str,
     http: str = "",
     grpc: str = "",
+    grpc_http2: str = "",
     tcp: str = "",
     robots: Mapping[str, str] | None = None,
     dialects: Mapping[str, str] | None = None,
@@ -57,6 +58,7 @@ def status_document(
     """The status of a server, as JSON values.
 
     Args:
+        grpc_http2: what speaks HTTP/2 for gRPC, with its version.
         robots, dialects: where those with a port of their own listen, by name.
         panels: members of each by name.
         models: those it holds.
@@ -80,6 +82,7 @@ def status_document(
             "address": address,
             "http": http,
             "grpc": grpc,
+            "grpc_http2": grpc_http2,
             "tcp": tcp,
             "robots": dict(robots or {}),
             "dialects": dict(dialects or {}),

@@ -39,6 +39,7 @@ def examine(*, fix: bool = False) -> list[Finding]:
         lambda: check_packages(_installed()),
         _check_conflicts,
         check_native,
+        lambda: check_http2(*_nghttp2()),
         lambda: host.check_kernel(os.uname().release),
         lambda: check_memory(*available_memory()),
         lambda: check_room(*_room(directory()), directory()),
@@ -101,6 +102,22 @@ def check_native() -> Finding:
             "install a wheel for this platform, or a C++17 compiler and reinstall",
         )
     return Finding("native core", Level.OK, str(module.__file__))
+
+
+def check_http2(version: str, missing: str) -> Finding:
+    """What speaks HTTP/2 for gRPC: the system's library, or grpcio. One of the arguments is empty."""
+    if version:
+        return Finding("gRPC", Level.OK, f"HTTP/2 by libnghttp2 {version}")
+    text = f"HTTP/2 by grpcio, which takes several times the CPU time a request: {missing}"
+    return Finding("gRPC", Level.WARN, text, "apt install libnghttp2-14, or dnf install libnghttp2")
+
+
+def _nghttp2() -> tuple[str, str]:
+    try:
+        from jurybox import native
+    except ImportError:
+        return "", "the native core cannot be imported"
+    return native.nghttp2()
 
 
 def check_memory(free: int, where: str) -> Finding:

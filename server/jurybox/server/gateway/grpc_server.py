@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
+from jurybox import native
 from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
+from jurybox.server.gateway.grpc_calls import Calls
 from jurybox.server.gateway.http_server import CannotListen, bound_name, listen
 from jurybox.server.gateway.live import StatusSource
 from jurybox.server.security.access import Access
@@ -28,6 +31,7 @@ from jurybox.server.settings.endpoints import split_host
 
 Readiness = Callable[[], Awaitable[list[str]]]
 
+_log = logging.getLogger("jurybox.gateway.grpc")
 _EVERY = 0.5  # seconds between two looks for somebody who watches
 
 
@@ -91,7 +95,11 @@ class Status:
 
 
 GRACE = 2.0  # seconds that calls in progress get when the gateway stops
+_AGAIN = 0.1  # seconds until a port is tried again
 _CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
+
+
+_INSTALL = "install it (apt install libnghttp2-14, dnf install libnghttp2)"
 
 
 class _Adder(Protocol):
@@ -118,19 +126,22 @@ class Service:
 
 
 class GrpcServer:
-    """A grpc.aio server over some services. Make it in the event loop that serves it.
+    """A gRPC server over some services. Make it in the event loop that serves it.
 
     Args:
         address: "host:port"; port 0 takes a free one.
         services: what is offered besides health and reflection.
         readiness: why the server is not ready, for grpc.health.v1; an empty list when it is.
         access: the walls before every call; without it the limits alone.
+        http2: what speaks HTTP/2: "nghttp2", the system's library, much the faster; "grpcio", which is always there; or
+            "auto", the first of them that is there.
 
     Attributes:
+        http2: what does, with its version, and why not the other.
         bound: where it really listens.
 
     Raises:
-        CannotListen, ValueError: the address cannot be had.
+        CannotListen, ValueError: the address cannot be had, or what is to speak HTTP/2.
     """
 
     def __init__(
@@ -139,52 +150,107 @@ class GrpcServer:
         services: Sequence[Service],
         readiness: Readiness,
         access: Access | None = None,
+        http2: str = "auto",
     ) -> None:
-        access = access or Access()
-        self._server = grpc.aio.server(
-            interceptors=interceptors(access),
+        self._access = access = access or Access()
+        self._room = access.room()
+        self._services = services
+        self._readiness = readiness
+        self._stopping = False
+        self._health = Health([service.name for service in services], readiness)
+        self.http2, found = choose_http2(http2)
+        self._listener = listen(address, "grpc")
+        host, port = split_host(address)[0], self._listener.getsockname()[1]
+        self.bound = bound_name(host, port)
+        self._calls: Calls | None = None
+        if found:
+            direct = {path: function for service in services for path, function in service.direct.items()}
+            self._calls = Calls(access, self._room, direct)
+            self._offer(self._calls, {})
+        else:
+            self._listener.close()  # gRPC's own message names neither the port's state nor a remedy
+            self._aio = self._new_aio()
+
+    async def start(self) -> None:
+        """Start serving."""
+        if self._calls is not None:
+            await self._calls.start(self._listener)
+        else:
+            await self._aio.start()
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def stop(self) -> None:
+        """Refuse new calls, and wait for those in progress for the grace period."""
+        self._stopping = True
+        self._health.stop()
+        if self._calls is not None:
+            await self._calls.stop(GRACE)
+        else:
+            await self._aio.stop(GRACE)  # which ends `_renew`, too: to cancel its wait would cancel this
+
+    def _offer(self, server: Any, direct: Mapping[str, Direct]) -> None:
+        """Add all services to a server."""
+        names = [service.name for service in self._services]
+        health = Service(
+            "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
+        )
+        guarding: Any = Guarding(server, self._room, direct)
+        for service in (*self._services, health):
+            service.add(service.servicer, guarding)
+        files = [*(service.file for service in self._services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+        reflecting = reflection.aio.ReflectionServicer(
+            (*names, health.name, reflection.SERVICE_NAME), pool=_pool_of(files)
+        )
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, guarding)
+
+    def _new_aio(self) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            interceptors=interceptors(self._access),
             options=(
-                *limits(access),
+                *limits(self._access),
                 ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
                 ("grpc.keepalive_time_ms", _CONNECTION_MS),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", _CONNECTION_MS // 4),
             ),
         )
-        names = [service.name for service in services]
-        self._health = Health(names, readiness)
-        health = Service(
-            "grpc.health.v1.Health", health_pb2.DESCRIPTOR, self._health, health_pb2_grpc.add_HealthServicer_to_server
-        )
-        direct = {path: function for service in services for path, function in service.direct.items()}
-        guarding: Any = Guarding(self._server, access.room(), direct)
-        for service in (*services, health):
-            service.add(service.servicer, guarding)
-        files = [*(service.file for service in services), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
-        reflecting = reflection.aio.ReflectionServicer(
-            (*names, health.name, reflection.SERVICE_NAME), pool=_pool_of(files)
-        )
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, guarding)
-        self.bound = self._bind(address, access)
-
-    async def start(self) -> None:
-        """Start serving."""
-        await self._server.start()
-
-    async def stop(self) -> None:
-        """Refuse new calls, and wait for those in progress for the grace period."""
-        self._health.stop()
-        await self._server.stop(GRACE)
-
-    def _bind(self, address: str, access: Access) -> str:
-        host, _ = split_host(address)
-        listen(address, "grpc").close()  # gRPC's own message names neither the port's state nor a remedy
+        self._offer(server, {path: function for service in self._services for path, function in service.direct.items()})
         try:
-            return bound_name(host, open_port(self._server, address, access))
+            open_port(server, self.bound, self._access)
         except RuntimeError as error:
             raise CannotListen(
-                f"cannot listen on grpc://{address}: {error}; set server.grpc to another host:port, or to '' for no "
+                f"cannot listen on grpc://{self.bound}: {error}; set server.grpc to another host:port, or to '' for no "
                 "gRPC"
             ) from error
+        return server
+
+    async def _renew(self) -> None:
+        """Serve on where grpc.aio has stopped by itself: a method's path that is no UTF-8 ends its loop."""
+        while True:
+            why: object = "it stopped"
+            try:
+                await self._aio.wait_for_termination()
+            except Exception as error:  # noqa: BLE001  whatever ended it
+                why = error
+            if self._stopping:
+                return
+            _log.error("grpcio's server ended (%s): another begins", why)
+            while not self._stopping:
+                try:
+                    self._aio = self._new_aio()
+                    await self._aio.start()
+                    break
+                except CannotListen:
+                    await asyncio.sleep(_AGAIN)
+
+
+def choose_http2(wanted: str) -> tuple[str, bool]:
+    """What is to speak HTTP/2, in words, and whether that is libnghttp2. Raises ValueError where it cannot be had."""
+    version, missing = native.nghttp2()
+    if wanted == "nghttp2" and missing:
+        raise ValueError(f"server.grpc_http2 = 'nghttp2': {missing}; {_INSTALL}, or set it to 'auto' or 'grpcio'")
+    if wanted != "grpcio" and version:
+        return f"libnghttp2 {version}", True
+    return f"grpcio {grpc.__version__} ({missing if wanted == 'auto' else 'server.grpc_http2 says so'})", False
 
 
 def _pool_of(files: Sequence[FileDescriptor]) -> DescriptorPool:

@@ -80,7 +80,11 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     if rpc is not None:
         await rpc.start()
     # The HTTP socket listens already: whoever connects from now on is answered.
-    bound: dict[str, Any] = {"http": http.bound if http else "", "grpc": rpc.bound if rpc else ""}
+    bound: dict[str, Any] = {
+        "http": http.bound if http else "",
+        "grpc": rpc.bound if rpc else "",
+        "grpc_http2": rpc.http2 if rpc else "",
+    }
     if robots:
         bound["robots"] = {name: robot.bound for name, robot in robots.items()}
     if dialects:
@@ -113,7 +117,7 @@ def _grpc_server(orders: dict[str, Any], oip: OpenInference, source: StatusSourc
     add: Any = control_pb2_grpc.add_ServerStatusServicer_to_server
     status = Service("jurybox.protocol.ServerStatus", control_pb2.DESCRIPTOR, Status(source), add)
     services = [grpc_inference.service(oip, access.room()), remote_weights.service(orders["address"]), status]
-    return GrpcServer(orders["grpc"], services, oip.reasons, access)
+    return GrpcServer(orders["grpc"], services, oip.reasons, access, orders.get("grpc_http2", "auto"))
 
 
 def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotServer]:

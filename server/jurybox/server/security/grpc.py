@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -22,10 +22,11 @@ OPEN_METHODS = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
+UNAUTHENTICATED = "expected metadata 'authorization: Bearer TOKEN' with the server's token (server.token_file)"
 CODE = "jurybox-code"  # trailing metadata: several codes of errors.Code share a status of gRPC's
-_MOST_METADATA = 16 << 10  # bytes
+MOST_METADATA = 16 << 10  # bytes
 _MOST_DETAILS = 1000  # characters of an error: they travel as metadata, up to twelve bytes each
-_MOST_STREAMS = 1024  # calls in progress on one connection
+MOST_STREAMS = 1024  # calls in progress on one connection
 _FEW_BYTES = 64 << 10  # a message of no more is harmless, whatever its parts
 _MOST_PARTS = 1 << 16  # of a message: every tensor, parameter and number that is not packed
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
@@ -42,19 +43,22 @@ class TokenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has 
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler:
         """As gRPC asks."""
-        if handler_call_details.method in OPEN_METHODS:
-            return await continuation(handler_call_details)
-        shown = [value for name, value in handler_call_details.invocation_metadata or () if name == "authorization"]
-        if len(shown) == 1 and isinstance(shown[0], str) and self._token.is_shown_by(shown[0]):
+        metadata = handler_call_details.invocation_metadata or ()
+        if admitted(self._token, handler_call_details.method, metadata):
             return await continuation(handler_call_details)
         return _REFUSAL
 
 
+def admitted(token: Token, method: str, metadata: Iterable[tuple[str, Any]]) -> bool:
+    """Whether a call may be made: with the token as ``authorization: Bearer TOKEN`` in its metadata, or by anybody."""
+    if method in OPEN_METHODS:
+        return True
+    shown = [value for name, value in metadata if name == "authorization"]
+    return len(shown) == 1 and isinstance(shown[0], str) and token.is_shown_by(shown[0])
+
+
 async def _refuse(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED,
-        "expected metadata 'authorization: Bearer TOKEN' with the server's token (server.token_file)",
-    )
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNAUTHENTICATED)
     yield b""
 
 
@@ -64,10 +68,17 @@ _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)
 
 async def abort(context: Any, error: Error) -> NoReturn:
     """Abort a call with the status of an error."""
-    row = TABLE.get(error.code)
-    context.set_trailing_metadata(((CODE, str(int(error.code))),))
-    await context.abort(_STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN, said(error, _MOST_DETAILS))
+    code, details, trailing = status_of(error)
+    context.set_trailing_metadata(trailing)
+    await context.abort(code, details)
     raise AssertionError("abort raises")
+
+
+def status_of(error: Error) -> tuple[Any, str, tuple[tuple[str, str], ...]]:
+    """The status of an error, its details, and the metadata that ends the call."""
+    row = TABLE.get(error.code)
+    code = _STATUS[row.grpc] if row else grpc.StatusCode.UNKNOWN
+    return code, said(error, _MOST_DETAILS), ((CODE, str(int(error.code))),)
 
 
 class _Came(NamedTuple):
@@ -130,7 +141,7 @@ class Guarding:
         direct: functions that are asked before methods of one request and one answer, by the methods' paths.
     """
 
-    def __init__(self, server: grpc.aio.Server, room: Room, direct: Mapping[str, Direct]) -> None:
+    def __init__(self, server: Any, room: Room, direct: Mapping[str, Direct]) -> None:
         self._server = server
         self._room = room
         self._direct = direct
@@ -338,8 +349,8 @@ def limits(access: Access) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", access.max_message),
         ("grpc.max_send_message_length", access.max_message),
-        ("grpc.max_metadata_size", _MOST_METADATA),
-        ("grpc.max_concurrent_streams", _MOST_STREAMS),
+        ("grpc.max_metadata_size", MOST_METADATA),
+        ("grpc.max_concurrent_streams", MOST_STREAMS),
     ]
 
 

@@ -114,6 +114,7 @@ class ServerSettings(SecuritySettings):
     tcp: Listen = ""
     http: Listen = "127.0.0.1:8000"
     grpc: Listen = "127.0.0.1:8001"
+    grpc_http2: Literal["auto", "nghttp2", "grpcio"] = "auto"
     replicas: int = Field(default=1, ge=1, le=MAX_ENGINES)
     devices: Annotated[list[str] | Literal["auto"], PlainValidator(_check_devices)] = "auto"
     threads: int = Field(default=0, ge=0, le=1024)

@@ -289,7 +289,7 @@ def _gateway(
     panels: Mapping[str, Any],
 ) -> Child:
     def configure() -> dict[str, Any]:
-        given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle"})
+        given = settings.model_dump(mode="json", include=_BOTH | {"sequence_idle", "grpc_http2"})
         where: dict[str, Any] = {"http": listening["http"], "grpc": listening["grpc"], "panels": panels}
         own = listening["dialects"]
         where["dialects"] = {name: {**dialect, "listen": own.get(name, "")} for name, dialect in dialects.items()}

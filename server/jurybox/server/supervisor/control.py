@@ -207,6 +207,7 @@ class ControlHandlers:
         self.listening: dict[str, Any] = {
             "http": server.http,
             "grpc": server.grpc,
+            "grpc_http2": "",
             "tcp": server.tcp,
             "robots": robots,
             "dialects": dialects,

@@ -34,7 +34,7 @@ _SETTLED = 60.0  # seconds of service after which a child's failures are forgott
 _STOP = 3.0  # seconds a child gets to stop
 _CHANCE = 3  # times as many kills from outside, all while one model was computed, as deaths of another kind are borne
 _DEAD_BY_THEN = 5.0  # seconds after which a predecessor killed just before the start holds nothing any more
-_SELDOM = ("robots", "dialects")  # that are told of where there are any
+_SELDOM = ("grpc_http2", "robots", "dialects")  # that are told of where there are any
 _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 
 
@@ -338,9 +338,8 @@ class Supervisor:
         child.heard_at = time.monotonic()
         if message["kind"] == "ready":
             child.serves(child.heard_at)
-            self._control.listening.update(
-                {key: message[key] for key in ("http", "grpc", "tcp", "robots", "dialects") if key in message}
-            )
+            told = ("http", "grpc", "grpc_http2", "tcp", "robots", "dialects")
+            self._control.listening.update({key: message[key] for key in told if key in message})
         elif message["kind"] == "failed":
             self._log.error(f"{child.role} failed", reason=message["reason"])
             if not self._announced:

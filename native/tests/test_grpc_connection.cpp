@@ -1,0 +1,343 @@
+// gRPC's calls over HTTP/2: whole messages whatever the pieces they come in, bounds held, calls ended once.
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "check.hpp"
+#include "gateway/grpc_connection.hpp"
+
+using namespace jurybox;
+
+namespace {
+
+using Connection = GrpcConnection<std::string>;
+const nghttp2::Library& lib = nghttp2::library();
+constexpr GrpcLimits kLimits{1 << 20, 4096, 8}, kOurs{1 << 20, 4096, 8, 1000};  // kOurs: without the bounds of the library
+
+nghttp2::Field field(const char* name, const char* value) {
+    return {reinterpret_cast<std::uint8_t*>(const_cast<char*>(name)), reinterpret_cast<std::uint8_t*>(const_cast<char*>(value)), std::strlen(name), std::strlen(value),
+            nghttp2::kNoFlags};
+}
+
+std::string framed(const std::string& message, char compressed = 0) {
+    const auto size = static_cast<std::uint32_t>(message.size());
+    std::string made{compressed, static_cast<char>(size >> 24), static_cast<char>(size >> 16), static_cast<char>(size >> 8), static_cast<char>(size)};
+    return made + message;
+}
+
+// A client of nghttp2's own.
+struct Client {
+    nghttp2::Session* session = nullptr;
+    std::string body, to_send, trailers;
+    std::size_t sent = 0;
+    std::int32_t closed = 0;
+    std::uint32_t why = 0;
+
+    Client() {
+        nghttp2::Callbacks* callbacks = nullptr;
+        CHECK(lib.session_callbacks_new(&callbacks) == 0);
+        lib.session_callbacks_set_on_data_chunk_recv_callback(callbacks, [](nghttp2::Session*, std::uint8_t, std::int32_t, const std::uint8_t* data, std::size_t size, void* user) {
+            static_cast<Client*>(user)->body.append(reinterpret_cast<const char*>(data), size);
+            return 0;
+        });
+        lib.session_callbacks_set_on_header_callback(callbacks, [](nghttp2::Session*, const nghttp2::FrameHead*, const std::uint8_t* name, std::size_t name_size, const std::uint8_t* value, std::size_t size, std::uint8_t, void* user) {
+            auto& all = static_cast<Client*>(user)->trailers;
+            all.append(reinterpret_cast<const char*>(name), name_size).append("=").append(reinterpret_cast<const char*>(value), size).append(";");
+            return 0;
+        });
+        lib.session_callbacks_set_on_stream_close_callback(callbacks, [](nghttp2::Session*, std::int32_t id, std::uint32_t why, void* user) {
+            static_cast<Client*>(user)->closed = id, static_cast<Client*>(user)->why = why;
+            return 0;
+        });
+        CHECK(lib.session_client_new(&session, callbacks, this) == 0);
+        lib.session_callbacks_del(callbacks);
+        CHECK(lib.submit_settings(session, nghttp2::kNoFlags, nullptr, 0) == 0);
+    }
+    ~Client() { lib.session_del(session); }
+
+    std::int32_t ask(const std::string& bytes, const char* timeout = nullptr, const char* method = "POST", const char* type = "application/grpc", const char* note = "b") {
+        to_send = bytes, sent = 0;
+        std::vector<nghttp2::Field> fields = {field(":method", method), field(":scheme", "http"), field(":path", "/a.B/C"), field(":authority", "here"), field("content-type", type), field("te", "trailers"), field("x-a", note)};
+        if (timeout) fields.push_back(field("grpc-timeout", timeout));
+        nghttp2::Provider provider{};
+        provider.read = [](nghttp2::Session*, std::int32_t, std::uint8_t* to, std::size_t room, std::uint32_t* flags, nghttp2::Source*, void* user) -> ssize_t {
+            auto& me = *static_cast<Client*>(user);
+            const std::size_t part = std::min(room, me.to_send.size() - me.sent);
+            std::memcpy(to, me.to_send.data() + me.sent, part);
+            if ((me.sent += part) == me.to_send.size()) *flags |= nghttp2::kEof;
+            return static_cast<ssize_t>(part);
+        };
+        return lib.submit_request(session, nullptr, fields.data(), fields.size(), &provider, nullptr);
+    }
+    std::string outgoing() {
+        std::string made;
+        const std::uint8_t* data = nullptr;
+        for (ssize_t size; (size = lib.session_mem_send(session, &data)) > 0;) made.append(reinterpret_cast<const char*>(data), static_cast<std::size_t>(size));
+        return made;
+    }
+};
+
+// Everything either side has to say, in pieces of so many bytes.
+void talk(Client& client, Connection& server, std::size_t piece = 1 << 20) {
+    for (;;) {
+        const std::string there = client.outgoing();
+        for (std::size_t at = 0; at < there.size(); at += piece) {
+            const std::string part = there.substr(at, piece);
+            if (!server.feed(reinterpret_cast<const std::uint8_t*>(part.data()), part.size())) return;
+        }
+        std::string back;
+        server.send(back);
+        if (there.empty() && back.empty()) return;
+        CHECK(lib.session_mem_recv(client.session, reinterpret_cast<const std::uint8_t*>(back.data()), back.size()) >= 0);
+    }
+}
+
+void a_message_is_whole_whatever_the_pieces_it_comes_in() {
+    for (const std::size_t piece : {std::size_t{1}, std::size_t{7}, std::size_t{1} << 20}) {
+        Client client;
+        Connection server(kLimits);
+        const std::string message(70'000, 'm');
+        const std::int32_t call = client.ask(framed(message), "20S");
+        talk(client, server, piece);
+        auto& events = server.events();
+        CHECK(events.size() == 3 && events[0].kind == GrpcEvent::kCall && events[0].path == "/a.B/C");
+        CHECK(events[0].timeout == 20'000'000'000 && events[1].kind == GrpcEvent::kMessage);
+        CHECK(events[1].message == message && events[2].kind == GrpcEvent::kEnd);
+        CHECK(server.metadata(call)->size() == 1);
+        CHECK(server.answer(call, std::string(200'000, 'a')));
+        server.finish(call, 0, {}, {{"x-t", "1"}});
+        CHECK(!server.answer(call, "again"));
+        talk(client, server, piece);
+        CHECK(client.body == framed(std::string(200'000, 'a')) && client.closed == call && client.why == 0);
+        CHECK(client.trailers.find("grpc-status=0;x-t=1;") != std::string::npos && server.calls() == 0);
+    }
+}
+
+void a_message_that_is_too_large_is_told_before_it_has_come() {
+    Client client;
+    Connection server(kLimits);
+    const std::int32_t call = client.ask(framed(std::string((1 << 20) + 1, 'm')));
+    talk(client, server);
+    CHECK(server.events().size() >= 2 && server.events()[1].kind == GrpcEvent::kTooLarge && server.events()[1].timeout == (1 << 20) + 1);
+    for (const auto& event : server.events()) CHECK(event.kind != GrpcEvent::kMessage);
+    server.finish(call, 8, "100% too \xC3\xA4 large", {});
+    talk(client, server);
+    CHECK(client.trailers.find("grpc-status=8;grpc-message=100%25 too %C3%A4 large;") != std::string::npos);
+}
+
+void a_call_that_ends_in_the_midst_of_a_message_is_gone() {
+    Client client;
+    Connection server(kLimits);
+    client.ask(framed("message").substr(0, 9));
+    talk(client, server);
+    CHECK(server.events().back().kind == GrpcEvent::kGone && server.calls() == 0 && client.why == nghttp2::kCancel);
+}
+
+void what_is_no_call_of_grpc_is_answered_by_http() {
+    const char* wrong[][3] = {{"GET", "application/grpc", ":status=405;"}, {"POST", "text/html", ":status=415;"}};
+    for (const auto& [method, type, told] : wrong) {
+        Client client;
+        Connection server(kLimits);
+        client.ask("", nullptr, method, type);
+        talk(client, server);
+        CHECK(server.events().empty() && client.trailers == told);
+    }
+}
+
+void messages_that_nobody_takes_hold_up_their_sender() {
+    Client client;
+    Connection server(kLimits);
+    std::string many;
+    for (int i = 0; i < 40; ++i) many += framed(std::string(1 << 20, 'm'));
+    const std::int32_t call = client.ask(many);
+    talk(client, server);
+    std::size_t came = 0;
+    for (const auto& event : server.events()) came += event.kind == GrpcEvent::kMessage;
+    CHECK(came >= 4 && came <= 9);  // what may wait, and a window
+    while (came < 40) {
+        std::size_t more = 0;
+        for (const auto& event : server.events()) more += event.kind == GrpcEvent::kMessage;
+        server.events().clear();
+        for (; more; --more) server.taken(call, 1 << 20);
+        talk(client, server);
+        for (const auto& event : server.events()) came += event.kind == GrpcEvent::kMessage;
+    }
+    CHECK(came == 40);
+}
+
+void a_client_that_gives_up_is_told_once() {
+    Client client;
+    Connection server(kLimits);
+    const std::int32_t call = client.ask(framed("message"));
+    talk(client, server);
+    server.events().clear();
+    lib.submit_rst_stream(client.session, nghttp2::kNoFlags, call, nghttp2::kCancel);
+    talk(client, server);
+    CHECK(server.events().size() == 1 && server.events()[0].kind == GrpcEvent::kGone);
+    CHECK(!server.answer(call, "late"));
+    server.finish(call, 0, {}, {});
+    talk(client, server);
+    CHECK(client.body.empty());
+}
+
+void bytes_that_are_no_http_end_the_connection() {
+    Connection server(kLimits);
+    const std::string page = "GET / HTTP/1.1\r\nHost: here\r\n\r\n";
+    CHECK(!server.feed(reinterpret_cast<const std::uint8_t*>(page.data()), page.size()));
+}
+
+// A frame of HTTP/2, by hand (RFC 9113, 4.1).
+std::string frame(std::uint8_t type, std::uint8_t flags, std::uint32_t stream, const std::string& payload) {
+    const std::size_t size = payload.size();
+    const std::uint8_t head[9] = {static_cast<std::uint8_t>(size >> 16), static_cast<std::uint8_t>(size >> 8), static_cast<std::uint8_t>(size), type, flags,
+                                  static_cast<std::uint8_t>(stream >> 24), static_cast<std::uint8_t>(stream >> 16), static_cast<std::uint8_t>(stream >> 8),
+                                  static_cast<std::uint8_t>(stream)};
+    return std::string(reinterpret_cast<const char*>(head), sizeof head) + payload;
+}
+
+constexpr std::uint8_t kContinuation = 9, kGoAway = 7, kEndHeaders = 4;
+
+bool fed(Connection& server, const std::string& bytes) { return server.feed(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()); }
+
+// Whether a peer is told, before the end, that it asks too much.
+bool told_to_calm_down(Connection& server) {
+    std::string back;
+    server.send(back);
+    for (std::size_t at = 0; at + 9 <= back.size();) {
+        const auto* p = reinterpret_cast<const std::uint8_t*>(back.data()) + at;
+        if (p[3] == kGoAway && p[16] == nghttp2::kCalm) return true;
+        at += 9 + ((std::size_t{p[0]} << 16) | (std::size_t{p[1]} << 8) | p[2]);
+    }
+    return false;
+}
+
+void calls_that_are_begun_and_given_up_without_end_end_the_connection() {
+    Client client;
+    Connection server(kOurs);
+    int given_up = 0;
+    for (; given_up < 5000; ++given_up) {
+        const std::int32_t call = client.ask(framed("m"));
+        CHECK(call > 0);
+        std::string there = client.outgoing();
+        lib.submit_rst_stream(client.session, nghttp2::kNoFlags, call, nghttp2::kCancel);
+        if (!fed(server, there + client.outgoing())) break;
+        server.events().clear();
+    }
+    CHECK(given_up >= 1000 && given_up < 3000 && told_to_calm_down(server) && server.over());
+}
+
+void a_head_that_never_ends_ends_the_connection() {
+    for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{16'000}}) {
+        Client client;
+        Connection server(kOurs);
+        CHECK(fed(server, client.outgoing()));
+        std::string field(size, '\0');  // literal fields without a name are no good, but a head goes on all the same
+        for (std::size_t i = 0; i + 4 <= size; i += 4) field.replace(i, 4, std::string("\x00\x01x\x00", 4));
+        field.resize(size / 4 * 4);
+        bool goes_on = fed(server, frame(nghttp2::kHeaders, 0, 1, std::string("\x83\x86", 2)));
+        int frames = 0;
+        for (; goes_on && frames < 20'000; ++frames) goes_on = fed(server, frame(kContinuation, 0, 1, field));
+        CHECK(!goes_on && frames < 8000 && server.events().empty());
+    }
+}
+
+void a_head_in_pieces_beside_long_bodies_is_taken() {
+    const std::string note(12'000, 'n');
+    for (const std::size_t piece : {std::size_t{100}, std::size_t{20'000}}) {
+        Client client;
+        Connection server({1 << 20, 64 << 10, 8});
+        std::size_t whole = 0;
+        for (int i = 0; i < 20; ++i) {
+            client.ask(framed(std::string(50'000, 'm')), nullptr, "POST", "application/grpc", note.c_str());
+            talk(client, server, piece);
+            for (const auto& event : server.events()) {
+                whole += event.kind == GrpcEvent::kMessage;
+                if (event.kind == GrpcEvent::kMessage) server.taken(event.stream, 50'000);
+                if (event.kind == GrpcEvent::kEnd) server.finish(event.stream, 0, {}, {});
+            }
+            server.events().clear();
+            talk(client, server, piece);
+        }
+        CHECK(whole == 20);
+    }
+}
+
+// Bytes of a rightful client, bent: whatever they say, bounds hold and every call that began can be ended.
+void bent_bytes_end_a_connection_or_are_read() {
+    std::uint64_t state = 24;
+    const auto chance = [&](std::uint64_t below) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        return (state >> 33) % below;
+    };
+    for (int turn = 0; turn < 10'000; ++turn) {
+        Client client;
+        std::string bytes;
+        for (int call = 0; call < 3; ++call) {
+            client.ask(framed(std::string(chance(300), 'm'), chance(8) == 0) + (chance(3) ? "" : framed("x")), chance(2) ? "1S" : nullptr);
+            bytes += client.outgoing();
+        }
+        lib.submit_rst_stream(client.session, nghttp2::kNoFlags, 3, nghttp2::kCancel);
+        bytes += client.outgoing();
+        for (std::uint64_t bends = chance(6); bends; --bends) {
+            const std::size_t at = chance(3) ? chance(bytes.size()) : 24 + chance(200);
+            if (at >= bytes.size()) continue;
+            switch (chance(4)) {
+                case 0: bytes[at] = static_cast<char>(chance(256)); break;
+                case 1: bytes.erase(at, 1 + chance(20)); break;
+                case 2: bytes.insert(at, bytes.substr(chance(bytes.size()), chance(40))); break;
+                default: bytes.insert(at, frame(static_cast<std::uint8_t>(chance(11)), static_cast<std::uint8_t>(chance(256)), static_cast<std::uint32_t>(chance(8)), bytes.substr(chance(bytes.size()), chance(30))));
+            }
+        }
+        Connection server({1024, 512, 4});
+        std::string back;
+        const std::size_t piece = 1 + chance(100);
+        for (std::size_t at = 0; at < bytes.size(); at += piece) {
+            const bool goes_on = fed(server, bytes.substr(at, piece));
+            for (auto& event : server.events()) {
+                CHECK(event.message.size() <= 1024);
+                if (chance(2)) server.taken(event.stream, event.message.size());
+                if (event.kind == GrpcEvent::kEnd || chance(9) == 0) {
+                    server.answer(event.stream, std::string(chance(100), 'a'));
+                    if (chance(3)) server.finish(event.stream, static_cast<int>(chance(17)), "bent \x01%", {{"x", "y"}});
+                }
+            }
+            server.events().clear();
+            server.send(back);
+            if (!goes_on) break;
+        }
+        CHECK(server.calls() <= 8);
+    }
+}
+
+void too_much_metadata_is_refused() {
+    Client client;
+    Connection server({1 << 20, 128, 8});
+    client.ask(framed("message"));
+    talk(client, server);
+    CHECK(server.events().empty() && client.trailers == ":status=431;");
+}
+
+}  // namespace
+
+int main() {
+    if (!lib.missing.empty()) {
+        std::printf("grpc connection: skipped, %s\n", lib.missing.c_str());
+        return 0;
+    }
+    a_message_is_whole_whatever_the_pieces_it_comes_in();
+    a_message_that_is_too_large_is_told_before_it_has_come();
+    a_call_that_ends_in_the_midst_of_a_message_is_gone();
+    what_is_no_call_of_grpc_is_answered_by_http();
+    messages_that_nobody_takes_hold_up_their_sender();
+    a_client_that_gives_up_is_told_once();
+    bytes_that_are_no_http_end_the_connection();
+    too_much_metadata_is_refused();
+    calls_that_are_begun_and_given_up_without_end_end_the_connection();
+    a_head_that_never_ends_ends_the_connection();
+    a_head_in_pieces_beside_long_bodies_is_taken();
+    bent_bytes_end_a_connection_or_are_read();
+    std::puts("grpc connection: ok");
+    return 0;
+}

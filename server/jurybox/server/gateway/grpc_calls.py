@@ -1,0 +1,504 @@
+"""gRPC over HTTP/2 on the event loop: connections, their calls, and the methods that answer them.
+
+A call in grpc.aio costs several times what a small inference does: threads hand every event over to one another. Here
+the loop reads a socket, `native.GrpcConnection` (the system's libnghttp2) says what came, and answers go out with one
+write. Methods are written and registered as those of grpc.aio are, by grpcio's own generated code; a direct method
+(security.grpc) is a plain function, for which no task is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+
+from jurybox import native
+from jurybox.protocol.errors import Error, Refused
+from jurybox.server.security.access import Access, Room
+from jurybox.server.security.grpc import MOST_METADATA, MOST_STREAMS, UNAUTHENTICATED, Direct, admitted, status_of
+
+_MOST_CONNECTIONS = 4096
+_MOST_QUEUED = 1 << 20  # bytes of a stream's answers that the peer has not taken yet
+_READ = 1 << 18  # bytes read at once
+_QUIET = 20.0  # seconds without a byte after which a peer is asked whether it is still there, and has for its answer
+_CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE = range(6)  # native.GrpcConnection's events
+_WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
+_STATUS = grpc.StatusCode
+
+
+class _Details(NamedTuple):
+    """What a generic handler of grpcio is asked by."""
+
+    method: str
+    invocation_metadata: Sequence[tuple[str, Any]] = ()
+
+
+class Call:
+    """A call in progress; to its method the context, as grpc.aio.ServicerContext is, or a DirectCall."""
+
+    __slots__ = (
+        "_connection", "_direct", "_done", "_handler", "_late", "_message", "_number", "_requests", "_taken", "_task",
+        "_trailing", "_until", "_waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: _Connection, number: int, handler: Any, direct: Direct | None, until: float | None
+    ) -> None:
+        self._connection = connection
+        self._number = number
+        self._handler = handler
+        self._direct = direct
+        self._until = until  # its deadline, s of the monotonic clock
+        self._done = False
+        self._message: bytes | None = None
+        self._taken = 0  # bytes of the server's room
+        self._requests: deque[bytes | None] | None = None  # of a stream; None after the last
+        self._waiting: asyncio.Future[None] | None = None  # for the next of them
+        self._task: asyncio.Task[None] | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._trailing: Sequence[tuple[str, str]] = ()
+
+    # ---- for methods
+
+    def done(self) -> bool:
+        """Whether it was answered, or its peer is gone: what is answered then goes nowhere."""
+        return self._done
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline; None: there is none."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def set_trailing_metadata(self, trailing: Sequence[tuple[str, str]]) -> None:
+        """Metadata that ends the call."""
+        self._trailing = trailing
+
+    async def abort(self, code: Any, details: str = "") -> NoReturn:
+        """End the call with a status of grpc.StatusCode. Raises grpc.aio.AbortError, always."""
+        self._finish(code, details)
+        raise grpc.aio.AbortError()
+
+    def reply(self, message: bytes) -> None:
+        """Answer the call."""
+        if not self._done:
+            self._end()
+            self._connection.native.answer(self._number, message)
+            self._connection.flush()
+
+    def fail(self, error: Error) -> None:
+        """End the call with the status of an error."""
+        code, details, self._trailing = status_of(error)
+        self._finish(code, details)
+
+    def as_usual(self) -> None:
+        """Have the usual method answer the message."""
+        if self._done:
+            return
+        self._give()
+        handler, request = self._handler, self._handler.request_deserializer(self._message)
+        self._message = None
+        if handler.response_streaming:
+            self._run(self._answers(handler.unary_stream(request, self)))
+        else:
+            self._run(self._unary(request))
+
+    # ---- for the connection
+
+    def begin(self) -> None:
+        """It was asked for; messages follow."""
+        if self._handler.request_streaming:
+            self._requests = deque()
+            self._run(self._answers(self._handler.stream_stream(self._iterated(), self)))
+        elif self._direct is None:
+            self._watch()
+
+    def came(self, message: bytes) -> None:
+        """A message."""
+        if self._requests is not None:
+            self._requests.append(message)
+            self._wake()
+        elif self._message is None:
+            self._message = message
+        else:
+            self._finish(_STATUS.INTERNAL, "more than one message came: this method takes one")
+
+    def ended(self) -> None:
+        """The last message was there."""
+        message = self._message
+        if self._requests is not None:
+            self._requests.append(None)
+            self._wake()
+        elif message is None:
+            self._finish(_STATUS.INTERNAL, "no message came: this method takes one")
+        elif self._direct is None:
+            self.as_usual()
+        else:
+            try:
+                self._connection.room.take(len(message))
+            except Refused as error:
+                self.fail(error)
+                return
+            self._taken = len(message)
+            if not self._direct(message, self):
+                self._watch()
+                self.as_usual()
+
+    def gone(self) -> None:
+        """The peer has given it up, or the connection is over."""
+        self._end()
+        self._wake()
+        if self._task is not None:
+            self._task.cancel()
+
+    def refuse(self, code: Any, details: str) -> None:
+        """End the call, whatever its method does."""
+        self._finish(code, details)
+        self._wake()
+        if self._task is not None:
+            self._task.cancel()
+
+    # ---- inside
+
+    def _watch(self) -> None:
+        if (left := self.time_remaining()) is not None and self._late is None and not self._done:
+            loop = self._connection.loop
+            self._late = loop.call_later(min(left, 1e8), self.refuse, _STATUS.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = task = self._connection.loop.create_task(work)
+        self._watch()
+        task.add_done_callback(self._ran)
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if task.cancelled():
+            self._finish(_STATUS.CANCELLED, "the call was given up")
+        elif (error := task.exception()) is not None and not isinstance(error, grpc.aio.AbortError):
+            self._finish(_STATUS.UNKNOWN, f"Unexpected {type(error).__name__}")
+
+    async def _unary(self, request: Any) -> None:
+        self.reply(self._handler.response_serializer(await self._handler.unary_unary(request, self)))
+
+    async def _answers(self, answers: AsyncIterator[Any]) -> None:
+        connection, number = self._connection, self._number
+        async for answer in answers:
+            if self._done:
+                return
+            connection.native.send(number, self._handler.response_serializer(answer))
+            connection.flush()
+            while not self._done and connection.full(number):
+                await connection.taken_some()
+        self._finish(_STATUS.OK, "")
+
+    async def _iterated(self) -> AsyncIterator[Any]:
+        requests = self._requests
+        assert requests is not None
+        while True:
+            while not requests:
+                if self._done:
+                    return
+                self._waiting = self._connection.loop.create_future()
+                await self._waiting
+            message = requests.popleft()
+            if message is None:
+                return
+            self._connection.native.taken(self._number, len(message))
+            self._connection.flush()
+            yield self._handler.request_deserializer(message)
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _give(self) -> None:
+        taken, self._taken = self._taken, 0
+        self._connection.room.give(taken)
+
+    def _end(self) -> None:
+        self._done = True
+        self._give()
+        if self._late is not None:
+            self._late.cancel()
+        self._connection.calls.pop(self._number, None)
+
+    def _finish(self, code: Any, details: str) -> None:
+        if not self._done:
+            self._end()
+            trailing = [(name.lower(), str(value)) for name, value in self._trailing]
+            told = details.encode("utf-8", "replace").decode()
+            self._connection.native.finish(self._number, code.value[0], told, trailing)
+            self._connection.flush()
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection of a peer."""
+
+    def __init__(self, server: Calls) -> None:
+        self._server = server
+        self.loop = server.loop
+        self.room = server.room
+        self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_STREAMS)
+        self.calls: dict[int, Call] = {}
+        self._transport: Any = None
+        self._paused = self._reading = False
+        self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have taken something
+        self._heard = 0.0
+        self._asked = False  # the peer, whether it is still there
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- what asyncio calls
+
+    def connection_made(self, transport: Any) -> None:
+        """As asyncio asks."""
+        self._transport = transport
+        if len(self._server.connections) >= _MOST_CONNECTIONS:
+            transport.abort()
+            return
+        self._server.connections.add(self)
+        self._heard = self.loop.time()
+        self._timer = self.loop.call_later(_QUIET, self._look)
+        self.flush()
+
+    def get_buffer(self, _hint: int) -> bytearray:
+        """As asyncio asks: all connections share the memory, which is read before the loop turns to another."""
+        return self._server.buffer
+
+    def buffer_updated(self, size: int) -> None:
+        """As asyncio asks."""
+        self._heard = self.loop.time()
+        self._asked = False
+        self._reading = True  # what is answered meanwhile goes out together
+        over = False
+        try:
+            for event in self.native.feed(self._server.buffer, size):
+                if event is None:
+                    over = True
+                else:
+                    self._take_in(*event)
+        finally:
+            self._reading = False
+            self.flush()
+            self._wake()
+        if over and self._transport is not None:
+            self._transport.close()
+
+    def _take_in(self, kind: int, number: int, told: Any) -> None:
+        if kind == _CALL:
+            self._begin(number, *told)
+        elif (call := self.calls.get(number)) is None:
+            return
+        elif kind == _MESSAGE:
+            call.came(told)
+        elif kind == _END:
+            call.ended()
+        elif kind == _COMPRESSED:
+            self._inflate(call, number, told)
+        elif kind == _GONE:
+            call.gone()
+        elif kind == _TOO_LARGE:
+            self._too_large(call, f"{told} vs. {self._server.most_message}")
+
+    def eof_received(self) -> None:
+        """As asyncio asks: the transport closes."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """As asyncio asks."""
+        self._server.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport = None
+        for call in list(self.calls.values()):
+            call.gone()
+        self._wake()
+        self._server.look()
+
+    def pause_writing(self) -> None:
+        """As asyncio asks."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """As asyncio asks."""
+        self._paused = False
+        self.flush()
+        self._wake()
+
+    # ---- for calls, and the server
+
+    def flush(self) -> None:
+        """Send what there is to send."""
+        if self._paused or self._reading or self._transport is None:
+            return
+        if data := self.native.outgoing():
+            self._transport.write(data)
+        if self.native.over:
+            self._transport.close()
+        elif self._server.stopping:
+            self._server.look()
+
+    def full(self, number: int) -> bool:
+        """Whether a stream's answers wait for the peer."""
+        return self._paused or self.native.queued(number) > _MOST_QUEUED
+
+    async def taken_some(self) -> None:
+        """Wait until the peer may have taken something, or is gone."""
+        future: asyncio.Future[None] = self.loop.create_future()
+        self._waiters.append(future)
+        await future
+
+    def drain(self) -> None:
+        """Take no new calls."""
+        self.native.drain()
+        self.flush()
+
+    def close(self) -> None:
+        """End all calls, and the connection."""
+        for call in list(self.calls.values()):
+            call.refuse(_STATUS.UNAVAILABLE, "the server stops")
+        if self._transport is not None:
+            self._transport.close()
+
+    # ---- inside
+
+    def _begin(self, number: int, path: bytes, timeout: int) -> None:
+        server = self._server
+        if server.token is not None and not admitted(
+            server.token,
+            path.decode("latin-1"),
+            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self.native.metadata(number)],
+        ):
+            self.native.finish(number, _STATUS.UNAUTHENTICATED.value[0], UNAUTHENTICATED, [])
+        elif (handler := server.found(path)) is None:
+            self.native.finish(number, _STATUS.UNIMPLEMENTED.value[0], "Method not found!", [])
+        else:
+            until = None if timeout < 0 else time.monotonic() + timeout * 1e-9
+            call = self.calls[number] = Call(self, number, handler, server.direct.get(path), until)
+            call.begin()
+
+    def _too_large(self, call: Call, sizes: str) -> None:
+        call.refuse(_STATUS.RESOURCE_EXHAUSTED, f"Received message larger than max ({sizes})")
+
+    def _inflate(self, call: Call, number: int, data: bytes) -> None:
+        named = dict(self.native.metadata(number)).get(b"grpc-encoding", b"")
+        most = self._server.most_message
+        told = named.decode("latin-1")
+        if (bits := _WINDOW_BITS.get(named)) is None:
+            call.set_trailing_metadata((("grpc-accept-encoding", "identity, deflate, gzip"),))
+            call.refuse(_STATUS.UNIMPLEMENTED, f"messages in encoding {told!r} are not read: expected gzip or deflate")
+            return
+        inflating = zlib.decompressobj(bits)
+        try:
+            message = inflating.decompress(data, most + 1)
+        except zlib.error as error:
+            call.refuse(_STATUS.INTERNAL, f"a message in encoding {told!r} could not be read: {error}")
+            return
+        if len(message) > most:
+            self._too_large(call, f"more than {most} when inflated")
+        elif not inflating.eof:
+            call.refuse(_STATUS.INTERNAL, f"a message in encoding {told!r} ends early")
+        else:
+            self.native.taken(number, max(0, len(data) - len(message)))
+            call.came(message)
+
+    def _look(self) -> None:
+        """Is the peer still there?"""
+        quiet = self.loop.time() - self._heard
+        if quiet < _QUIET:
+            self._timer = self.loop.call_later(_QUIET - quiet, self._look)
+        elif self._asked:
+            self._transport.abort()
+        else:
+            self._asked = True
+            self.native.ping()
+            self.flush()
+            self._timer = self.loop.call_later(_QUIET, self._look)
+
+    def _wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+
+class Calls:
+    """The methods of a port, and its connections; in place of a grpc.aio.Server. Make it in the loop that serves it.
+
+    Args:
+        access: token, TLS and limits.
+        room: bounds the bytes of all requests together.
+        direct: methods that are functions, by path.
+
+    Raises:
+        ValueError, OSError: the certificate or its key.
+    """
+
+    def __init__(self, access: Access, room: Room, direct: Mapping[str, Direct]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.room = room
+        self.most_message = access.max_message
+        self.token = access.token
+        self.direct = {path.encode(): method for path, method in direct.items()}
+        self.connections: set[_Connection] = set()
+        self.buffer = bytearray(_READ)
+        self.stopping = False
+        self._methods: dict[bytes, Any] = {}
+        self._generic: list[Any] = []
+        self._tls = _tls(access)
+        self._listening: asyncio.Server | None = None
+        self._idle = asyncio.Event()
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """As grpc.aio.Server, for generated code."""
+        self._generic += handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """As grpc.aio.Server, for generated code."""
+        self._methods.update({f"/{service}/{name}".encode(): handler for name, handler in handlers.items()})
+
+    def found(self, path: bytes) -> Any:
+        """The handler of a method, or None."""
+        if (known := self._methods.get(path)) is None:
+            details = _Details(path.decode("latin-1"))
+            known = next((found for handler in self._generic if (found := handler.service(details))), None)
+            if known is not None:
+                self._methods[path] = known
+        return known
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serve a socket that listens."""
+        self._listening = await self.loop.create_server(lambda: _Connection(self), sock=listener, ssl=self._tls)
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls, wait for those in progress that many seconds, and close all connections."""
+        self.stopping = True
+        if self._listening is not None:
+            self._listening.close()
+        for connection in list(self.connections):
+            connection.drain()
+        self.look()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        for connection in list(self.connections):
+            connection.close()
+
+    def look(self) -> None:
+        """Is nothing in progress any more?"""
+        if self.stopping and not any(one.calls or one.native.calls for one in self.connections):
+            self._idle.set()
+
+
+def _tls(access: Access) -> ssl.SSLContext | None:
+    if access.tls() is None:  # which looks who may read the key
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    context.load_cert_chain(str(access.tls_cert), access.tls_key, password=lambda: "")
+    return context

@@ -1,0 +1,344 @@
+"""Calls over HTTP/2, by libnghttp2 on our loop and by grpcio: whoever speaks it, clients are answered alike."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+import threading
+import time
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+
+from jurybox import native
+from jurybox.protocol.errors import Code, error_for
+from jurybox.server.gateway.grpc_server import GrpcServer, Service
+from jurybox.server.security.access import Access
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+MIB = 1 << 20
+
+
+class Methods:
+    """What is served: bytes in, bytes out."""
+
+    def __init__(self):
+        self.given_up = threading.Event()
+        self.began = threading.Event()
+        self.slept = 0
+
+    async def echo(self, request, context):
+        return request
+
+    async def fail(self, request, context):
+        raise error_for(Code.BUSY, "no room: 100% full, ä")
+
+    async def sleep(self, request, context):
+        self.began.set()
+        try:
+            await asyncio.sleep(float(request))
+        except asyncio.CancelledError:
+            self.given_up.set()
+            raise
+        self.slept += 1
+        return b"slept"
+
+    async def count(self, request, context):
+        try:
+            for i in range(int(request)):
+                yield b"%d" % i * 1000
+        finally:
+            self.given_up.set()
+
+    async def double(self, requests, context):
+        async for request in requests:
+            yield 2 * request
+
+    def add(self, _, server):
+        as_it_is = {"request_deserializer": lambda data: data, "response_serializer": lambda data: data}
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(getattr(self, name), **as_it_is)
+            for name in ("echo", "fail", "sleep")
+        }
+        handlers["count"] = grpc.unary_stream_rpc_method_handler(self.count, **as_it_is)
+        handlers["double"] = grpc.stream_stream_rpc_method_handler(self.double, **as_it_is)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
+
+
+async def ready():
+    return []
+
+
+class Served:
+    """A server in a thread of its own."""
+
+    def __init__(self, http2, access=None):
+        self.methods = Methods()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        file = SimpleNamespace(name="t.proto", dependencies=[], serialized_pb=file_named("t.proto"))
+        service = Service("t.T", file, self.methods, self.methods.add)
+
+        async def start():
+            server = GrpcServer("127.0.0.1:0", [service], ready, access or Access(max_message=MIB), http2)
+            await server.start()
+            return server
+
+        self.server = self.run(start())
+        self.bound = self.server.bound
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def close(self):
+        self.run(self.server.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(30)
+
+
+def file_named(name):
+    return descriptor_pb2.FileDescriptorProto(name=name).SerializeToString()
+
+
+HTTP2 = ["nghttp2", "grpcio"]
+
+
+def start(http2, **options):
+    if http2 == "nghttp2" and (missing := native.nghttp2()[1]):
+        pytest.skip(missing)
+    return Served(http2, **options)
+
+
+@pytest.fixture(scope="module", params=HTTP2)
+def served(request):
+    served = start(request.param)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def channel(served):
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(served.bound, [*options, ("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield channel
+
+
+def status(call, *arguments, **named):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **{"timeout": 20, **named})
+    return caught.value.code()
+
+
+def test_which_one_serves_is_said(served):
+    assert served.server.http2.startswith(("libnghttp2 1.", "grpcio 1."))
+
+
+def test_messages_of_any_size_come_back_as_they_were(channel):
+    for size in (0, 1, 16_384, 70_000, MIB):
+        message = random.Random(size).randbytes(size)
+        assert channel.unary_unary("/t.T/echo")(message, timeout=20) == message
+
+
+def test_many_calls_at_once_get_their_own_answers(channel):
+    calls = [channel.unary_unary("/t.T/echo").future(b"%d" % i, timeout=20) for i in range(200)]
+    assert [call.result() for call in calls] == [b"%d" % i for i in range(200)]
+
+
+def test_a_stream_is_answered_in_its_order(channel):
+    many = [b"%d" % i * (i % 7) * 1000 for i in range(300)]
+    assert list(channel.stream_stream("/t.T/double")(iter(many), timeout=20)) == [2 * one for one in many]
+
+
+def test_a_message_beyond_the_limit_is_refused_packed_or_not(channel):
+    echo = channel.unary_unary("/t.T/echo")
+    for packed in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
+        assert echo(bytes(MIB), timeout=20, compression=packed) == bytes(MIB)
+        assert status(echo, bytes(MIB + 1), compression=packed) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_errors_keep_their_words(channel):
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/t.T/fail")(b"", timeout=20)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "no room: 100% full, ä"
+    assert dict(caught.value.trailing_metadata())["jurybox-code"] == str(int(Code.BUSY))
+
+
+def test_a_method_that_is_not_there_is_unimplemented(channel):
+    for path in ("/t.T/nothing", "/nobody/echo", "/", "/t.T/échø"):
+        assert status(channel.unary_unary(path), b"") in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+    assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
+
+
+def test_a_deadline_ends_the_method(served, channel):
+    served.methods.given_up.clear()
+    began = time.monotonic()
+    assert status(channel.unary_unary("/t.T/sleep"), b"60", timeout=0.2) == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert served.methods.given_up.wait(20) and time.monotonic() - began < 20
+
+
+def test_a_call_that_is_given_up_ends_its_method(served, channel):
+    for call, message in (
+        (channel.unary_unary("/t.T/sleep").future, b"60"),
+        (channel.unary_stream("/t.T/count"), b"9999999"),
+    ):
+        served.methods.given_up.clear(), served.methods.began.clear()
+        running = call(message, timeout=60)
+        if message == b"60":
+            assert served.methods.began.wait(20)
+        else:
+            assert next(running) == b"0" * 1000
+        running.cancel()
+        assert served.methods.given_up.wait(20)
+
+
+def test_a_stream_that_nobody_reads_waits(served, channel):
+    answers = channel.unary_stream("/t.T/count")(b"20000", timeout=60)
+    assert next(answers) == b"0" * 1000
+    time.sleep(0.3)  # it runs ahead as far as it may, and no further
+    assert sum(1 for _ in answers) == 19_999
+
+
+def test_stopping_lets_calls_in_progress_end():
+    for http2 in HTTP2:
+        served = start(http2)
+        with grpc.insecure_channel(served.bound) as channel:
+            call = channel.unary_unary("/t.T/sleep").future(b"0.5", timeout=20)
+            assert served.methods.began.wait(20)
+            served.run(served.server.stop())
+            assert call.result() == b"slept"
+            assert status(channel.unary_unary("/t.T/echo"), b"") == grpc.StatusCode.UNAVAILABLE
+        served.loop.call_soon_threadsafe(served.loop.stop)
+
+
+def test_the_token_is_asked_for_before_a_message_is_read():
+    for http2 in HTTP2:
+        served = start(http2, access=Access(secret="s3cret-s3cret-s3cret", max_message=MIB))
+        with grpc.insecure_channel(served.bound) as channel:
+            for method in (channel.unary_unary("/t.T/echo"), channel.unary_unary("/t.T/nothing")):
+                assert status(method, b"x") == grpc.StatusCode.UNAUTHENTICATED
+            right, wrong = (("authorization", f"Bearer s3cret-s3cret-s3cre{end}") for end in "tx")
+            assert channel.unary_unary("/t.T/echo")(b"x", timeout=20, metadata=[right]) == b"x"
+            for metadata in ([wrong], [right, right], [("Authorization".lower() + "-x", right[1])]):
+                assert (
+                    status(channel.unary_unary("/t.T/echo"), b"x", metadata=metadata) == grpc.StatusCode.UNAUTHENTICATED
+                )
+        served.close()
+
+
+# ---- bytes by hand
+
+
+def frame(kind, flags, stream, payload=b""):
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def literal(name, value):
+    return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+def asked(stream, message, path=b"/t.T/echo", more=()):
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"here"),
+              (b"content-type", b"application/grpc"), (b"te", b"trailers"), *more]  # fmt: skip
+    head = frame(1, 4, stream, b"".join(literal(*field) for field in fields))
+    return head + frame(0, 1, stream, b"\0" + struct.pack(">I", len(message)) + message)
+
+
+def connected(served):
+    host, port = served.bound.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def kinds_until(connection, wanted):
+    """The kinds of frames that come, up to one that is wanted or the end."""
+    came, kinds = b"", []
+    while True:
+        while len(came) >= 9 and len(came) >= (size := 9 + int.from_bytes(came[:3], "big")):
+            kinds.append(came[3])
+            if kinds[-1] == wanted:
+                return kinds
+            came = came[size:]
+        try:
+            more = connection.recv(65536)
+        except ConnectionResetError:
+            more = b""
+        if not more:
+            return [*kinds, None]
+        came += more
+
+
+def test_what_the_bytes_by_hand_say_is_understood(served):
+    with connected(served) as connection:
+        connection.sendall(PREFACE + frame(4, 0, 0) + asked(1, b"x"))
+        assert 0 in kinds_until(connection, 0)
+
+
+def test_a_client_that_dies_in_the_midst_of_anything_harms_nobody(served, channel):
+    whole = PREFACE + frame(4, 0, 0) + asked(1, b"0.2", b"/t.T/sleep") + asked(3, bytes(5000))
+    for cut in range(1, len(whole), max(1, len(whole) // 60)):
+        with connected(served) as connection:
+            connection.sendall(whole[:cut])
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as kill -9 does
+    assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
+
+
+def test_calls_begun_and_given_up_without_end_end_their_connection_alone(served, channel):
+    with connected(served) as connection:
+        connection.sendall(PREFACE + frame(4, 0, 0))
+        try:
+            for stream in range(1, 20_001, 2):
+                connection.sendall(asked(stream, b"60", b"/t.T/sleep") + frame(3, 0, stream, struct.pack(">I", 8)))
+        except (ConnectionError, TimeoutError):
+            pass
+        else:
+            if "nghttp2" in served.server.http2:
+                assert 7 in kinds_until(connection, 7)
+    assert channel.unary_unary("/t.T/echo")(b"x", timeout=20) == b"x"
+
+
+def test_bent_bytes_end_their_connection_or_are_read(served):
+    chance = random.Random(24)
+    right = PREFACE + frame(4, 0, 0) + b"".join(asked(2 * i + 1, b"m" * i * 30) for i in range(6))
+    for _ in range(300):
+        bent = bytearray(right)
+        for _ in range(chance.randrange(1, 6)):
+            at = chance.randrange(len(bent))
+            match chance.randrange(3):
+                case 0:
+                    bent[at] = chance.randrange(256)
+                case 1:
+                    del bent[at : at + chance.randrange(30)]
+                case _:
+                    bent[at:at] = frame(
+                        chance.randrange(11), chance.randrange(256), chance.randrange(14), chance.randbytes(8)
+                    )
+        with connected(served) as connection:
+            connection.sendall(bent)
+    assert_served(served)
+
+
+def test_a_path_that_is_no_text_stops_no_server(served):
+    for _ in range(3):
+        with connected(served) as connection:
+            connection.sendall(PREFACE + frame(4, 0, 0) + asked(1, b"x", b"/t.T/\x8e"))
+            kinds_until(connection, 1)
+        assert_served(served)
+
+
+def assert_served(served):
+    """Calls are answered, at the latest when who takes them has begun anew."""
+    until = time.monotonic() + 20
+    while True:
+        with grpc.insecure_channel(served.bound, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            try:
+                assert channel.unary_unary("/t.T/echo")(b"x", timeout=5) == b"x"
+                return
+            except grpc.RpcError:
+                if time.monotonic() > until:
+                    raise
+        time.sleep(0.05)
