@@ -163,7 +163,7 @@ class EngineProcess:
         self._callbacks = CallbackQueue(self._went_wrong)
         self._zmq = ZmqTransport(self._context, orders["address"], incarnation, self._warnings)
         others = [self._zmq.fileno(), control_pipe.fileno(), self._callbacks.fileno()]
-        self._native = ShmTransport(orders["rings"], others, incarnation, orders["spin_us"])
+        self._shm = ShmTransport(orders["rings"], others, incarnation, orders["spin_us"])
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
         self._loader = ModelLoader(
@@ -199,12 +199,12 @@ class EngineProcess:
         self._paused, self._standing = orders["paused"], False
 
     def _new_engine(self, index: int) -> Engine:
-        transports: list[Transport] = [self._native, self._zmq]
+        transports: list[Transport] = [self._shm, self._zmq]
         if self._timings is None:
-            return Engine(self._scoreboard, index, transports, pause=self._native.pause, report=self._report)
+            return Engine(self._scoreboard, index, transports, pause=self._shm.pause, report=self._report)
 
         return TracedEngine(
-            self._scoreboard, index, transports, self._timings, pause=self._native.pause, report=self._report
+            self._scoreboard, index, transports, self._timings, pause=self._shm.pause, report=self._report
         )
 
     def _report(self, event: str, **fields: Any) -> None:
@@ -222,7 +222,7 @@ class EngineProcess:
         self._regions.close()
         self._state(EngineState.STOPPED)
         self._zmq.close()
-        self._native.close()
+        self._shm.close()
         self._context.term()
 
     def _loop(self) -> None:
@@ -248,7 +248,7 @@ class EngineProcess:
             self._tell("drained")
             self._draining = False
         timeout = _HEARTBEAT if due is None else min(due / 1e9, _HEARTBEAT)
-        return self._zmq.may_sleep() and self._native.wait(timeout)
+        return self._zmq.may_sleep() and self._shm.wait(timeout)
 
     def _obey(self) -> None:
         """Carry out what the supervisor ordered and what the model loader finished."""
@@ -384,14 +384,14 @@ class EngineProcess:
     def _mend(self) -> None:
         """Write anew what others can write to. Where tickets or answers may have got lost, begin another life."""
         self._engine.show_counters()
-        if overwritten := self._native.mend():
+        if overwritten := self._shm.mend():
             self._log.error(
                 "another process wrote to the tickets' memory; all that are in flight are asked for again",
                 lanes=overwritten,
             )
             self._engine.forget_all()
             self._incarnation = secrets.randbits(62) | 1
-            self._native.renew(self._incarnation)
+            self._shm.renew(self._incarnation)
             self._zmq.renew(self._incarnation)
             self._beat(time.monotonic_ns())
 
