@@ -81,14 +81,7 @@ def report(
     command: str,
 ) -> str:
     """The report as one HTML document."""
-    facts = {
-        "Seed": planned.seed,
-        "Env steps": f"{outcome.env_steps:,}",
-        "Learner steps": f"{outcome.learner_steps:,}",
-        "Episodes": f"{outcome.episodes:,}",
-        "Time": f"{outcome.seconds:.0f} s",
-        "Restarts": outcome.restarts,
-    }
+    facts = {"Seed": planned.seed, "Episodes": f"{outcome.episodes:,}"}
     evaluated = [[name.removeprefix("eval_"), f"{value:.4g}"] for name, value in outcome.evaluation.items()]
     told = f"After {outcome.env_steps:,} env steps {outcome.text}."
     tables = [Table(["Last evaluation", ""], evaluated)] if evaluated else []
@@ -96,7 +89,7 @@ def report(
         Section("How it ended", [told, *tables]),
         page.return_curve(rows, "Learning", "env steps", "return, last 100 episodes") if outcome.episodes else None,
         None if outcome.serial else page.worked_when(folder / "timeline.json"),
-        page.the_run(facts, settings.as_dict(), command, packages=("numpy",)),
+        page.the_run(facts, settings.as_dict(), command, outcome),
     ]
     return page.render("Jurybox report", f"Jurybox: {settings.plan}", sections)
 

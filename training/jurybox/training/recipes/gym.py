@@ -523,14 +523,10 @@ def report(
         "Algorithm": settings.algorithm,
         "Policy": settings.policy,
         "Seed": settings.seed,
-        "Env steps": f"{outcome.env_steps:,}",
-        "Learner steps": f"{outcome.learner_steps:,}",
-        "Time": f"{outcome.seconds:.0f} s",
-        "Restarts": outcome.restarts,
     }
     in_force = {**settings.as_dict(), **{name: settings.of(name) for name in DEFAULTS[settings.algorithm]}}
     used = {name: value for name, value in in_force.items() if name not in settings.unused()}
-    sections.append(page.the_run(facts, used, command, packages=("torch", "numpy", "gymnasium")))
+    sections.append(page.the_run(facts, used, command, outcome, packages=("torch", "numpy", "gymnasium")))
     return page.render("Jurybox gym report", f"Jurybox: {settings.algorithm} in {settings.env}", sections)
 
 

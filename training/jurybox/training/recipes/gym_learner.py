@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ _TELL = 10  # learner steps between two whose losses are reported: reading a ten
 _LOOK, _GLANCE, _FIRST_GLANCE = 50, 256, 8192  # learner steps between two looks of the normaliser, and its rows
 
 
-class Algorithm(Protocol):
+class Algorithm:
     """One of the algorithms that learn from a replay.
 
     Attributes:
@@ -47,15 +47,24 @@ class Algorithm(Protocol):
 
     acting: nn.Module
     seeing: tuple[nn.Module, ...]
+    _learner: Any
 
     def update(self, batch: Batch) -> Mapping[str, Any]:
         """Make one learner step; returns numbers to report."""
+        metrics: Mapping[str, Any] = self._learner.update(batch).metrics
+        return metrics
 
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        state: dict[str, Any] = self._learner.state()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self._learner.restore(state)
 
 
-class _DQN:
+class _DQN(Algorithm):
     def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
         s = settings
         made = acting_network(**network, seed=seed)
@@ -68,8 +77,8 @@ class _DQN:
             max_grad_norm=s.of("max_grad_norm"),
         )
         self._learner = DQN(made, values, s.device, seed)
-        self.acting: nn.Module = made
-        self.seeing: tuple[nn.Module, ...] = (made, self._learner.target)
+        self.acting = made
+        self.seeing = (made, self._learner.target)
         self._pace, self._tau = s.pace, s.of("tau")
         self._interval = s.of("target_update_interval") * s.envs
 
@@ -87,14 +96,8 @@ class _DQN:
         self._learner.move_target()
         self._learner.steps = steps
 
-    def state(self) -> dict[str, Any]:
-        return self._learner.state()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._learner.restore(state)
-
-
-class _TD3:
+class _TD3(Algorithm):
     def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
         s = settings
         actor = acting_network(**network, seed=seed)
@@ -112,20 +115,11 @@ class _TD3:
         )
         actions = int(network["actions"])
         self._learner = TD3(1, actions, told, device=s.device, seed=seed, networks=(actor, critic))
-        self.acting: nn.Module = actor
-        self.seeing: tuple[nn.Module, ...] = (actor, critic, self._learner.target_actor, self._learner.target_critic)
-
-    def update(self, batch: Batch) -> Mapping[str, Any]:
-        return self._learner.update(batch).metrics
-
-    def state(self) -> dict[str, Any]:
-        return self._learner.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._learner.restore(state)
+        self.acting = actor
+        self.seeing = (actor, critic, self._learner.target_actor, self._learner.target_critic)
 
 
-class _SAC:
+class _SAC(Algorithm):
     def __init__(self, settings: GymTraining, network: Mapping[str, Any], seed: int) -> None:
         s = settings
         actor = acting_network(**network, seed=seed)
@@ -134,17 +128,8 @@ class _SAC:
         names = ("learning_rate", "tau", "target_update_interval", "ent_coef", "target_entropy")
         told = SACSettings(**{name: s.of(name) for name in names})
         self._learner = SAC(actor, critic, int(network["actions"]), told, device=s.device, seed=seed)
-        self.acting: nn.Module = actor
-        self.seeing: tuple[nn.Module, ...] = (actor, critic, self._learner.target)
-
-    def update(self, batch: Batch) -> Mapping[str, Any]:
-        return self._learner.update(batch).metrics
-
-    def state(self) -> dict[str, Any]:
-        return self._learner.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._learner.restore(state)
+        self.acting = actor
+        self.seeing = (actor, critic, self._learner.target)
 
 
 def _critic(network: Mapping[str, Any], seed: int) -> SeeingCritic:

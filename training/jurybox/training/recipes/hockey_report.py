@@ -60,14 +60,10 @@ def report(
         sections.append(Section("A game", [film], "Left: the learned policy."))
     facts = {
         "Seed": settings.seed,
-        "Env steps": f"{outcome.env_steps:,}",
-        "Learner steps": f"{outcome.learner_steps:,}",
         "Games": f"{outcome.episodes:,} ({outcome.episodes / max(outcome.seconds, 1e-9):.1f}/s)",
-        "Time": f"{outcome.seconds:.0f} s",
-        "Restarts": outcome.restarts,
         "Forced syncs": outcome.forced_syncs,
     }
-    sections.append(page.the_run(facts, settings.as_dict(), command, packages=("torch", "numpy", "box2d")))
+    sections.append(page.the_run(facts, settings.as_dict(), command, outcome, packages=("torch", "numpy", "box2d")))
     return page.render("Jurybox hockey report", "Jurybox: hockey", sections)
 
 

@@ -80,18 +80,12 @@ def report(
     command: str,
 ) -> str:
     """The report as one HTML document."""
-    facts = {
-        "Seed": settings.seed,
-        "Turns": f"{outcome.env_steps:,}",
-        "Learner steps": f"{outcome.learner_steps:,}",
-        "Time": f"{outcome.seconds:.0f} s",
-        "Restarts": outcome.restarts,
-    }
+    facts, packages = {"Seed": settings.seed}, ("torch", "numpy")
     sections = [
         Section("How it ended", [_headline(outcome), *_against_random(outcome)]),
         page.return_curve(rows, "Learning", "turns", "return, last 100 episodes"),
         None if outcome.serial else page.worked_when(folder / "timeline.json"),
-        page.the_run(facts, settings.model_dump(mode="json"), command, packages=("torch", "numpy")),
+        page.the_run(facts, settings.as_dict(), command, outcome, steps="Turns", packages=packages),
     ]
     heading = f"Jurybox: {len(planned.of_kind(Kind.LEARNER))} learners, one world"
     return page.render("Jurybox multi-agent report", heading, sections)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from jurybox.protocol.wire import build_version
 from jurybox.training.report import charts
+from jurybox.training.runtime.plan import Outcome
 from jurybox.training.runtime.progress import Timeline
 
 _FOLDER = Path(__file__).parent
@@ -164,11 +165,28 @@ def the_run(
     facts: Mapping[str, Any],
     settings: Mapping[str, Any],
     command: str,
+    outcome: Outcome | None = None,
     *,
+    steps: str = "Env steps",
     packages: Sequence[str] = ("numpy",),
     note: str = "",
 ) -> Section:
-    """The section on the run: settings, machine, versions of packages, and the command that runs it again."""
+    """The section on the run: facts, counts of its outcome, machine, versions of packages, and the command that runs it
+    again; its settings.
+
+    Args:
+        steps: what the training calls env steps.
+    """
+    counts = (
+        {}
+        if outcome is None
+        else {
+            steps: f"{outcome.env_steps:,}",
+            "Learner steps": f"{outcome.learner_steps:,}",
+            "Time": f"{outcome.seconds:.0f} s",
+            "Restarts": outcome.restarts,
+        }
+    )
     versions = [f"jurybox {build_version()}", f"Python {platform.python_version()}"]
     versions += [f"{name} {metadata.version(name)}" for name in packages]
     every_run = {
@@ -176,7 +194,7 @@ def the_run(
         "Versions": ", ".join(versions),
         **({"Command": command} if command else {}),
     }
-    return Section("The run", [{**facts, **every_run}, Details("Settings", [settings])], note)
+    return Section("The run", [{**facts, **counts, **every_run}, Details("Settings", [settings])], note)
 
 
 def _data_uri(kind: str, data: bytes) -> str:
