@@ -18,7 +18,7 @@ def test_hosts_are_indexed_alphabetically_and_have_their_types() -> None:
     assert {types[f"Enterprise{n}"] for n in range(3)} == {"enterprise"}
     assert {types[f"Op_Host{n}"] for n in range(3)} == {"op_host"}
     assert {types[f"User{n}"] for n in range(5)} == {"user"}
-    assert [[t.HOSTS[h] for h in range(13) if mask >> h & 1] for mask in t.TYPE_HOSTS][2] == ["Op_Server0"]
+    assert [host for host, kind in zip(t.HOSTS, t.UNIT_TYPE, strict=True) if kind == 2] == ["Op_Server0"]
 
 
 def test_the_subnets_hold_their_hosts() -> None:

@@ -65,5 +65,6 @@ def test_a_score_beyond_its_range_stays_within_the_space(photo, score):
 
 
 def test_the_view_inside_an_observation_is_the_small_picture(photo):
-    view = observation.view_of(observation.observe(photo, Edits(), 0.0, 0.0))
+    seen = observation.observe(photo, Edits(), 0.0, 0.0)[observation.VIEW]
+    view = np.rint((seen.reshape(16, 16, 3) / observation.VIEW_SCALE + 1.0) * 127.5)
     assert np.array_equal(view, cv2.resize(photo, (16, 16), interpolation=cv2.INTER_AREA))

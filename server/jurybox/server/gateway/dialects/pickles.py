@@ -92,7 +92,6 @@ _GLOBALS: Final = {
 _KIND = re.compile(r"U[1-9][0-9]{0,6}|b1|[iu][1248]|f[248]")
 # (dtype, version, order, subdtype, names, fields, itemsize, alignment, flags): numpy/core/src/multiarray/descriptor.c
 _DTYPE_STATE = 8
-_MARK: Final = object()
 
 
 class _Reader:

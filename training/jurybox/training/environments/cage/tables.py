@@ -46,7 +46,6 @@ def mask_of(*names: str) -> int:
 ENTERPRISE_HOSTS = mask_of("Enterprise0", "Enterprise1", "Enterprise2")
 OPERATIONAL_HOSTS = mask_of("Op_Host0", "Op_Host1", "Op_Host2", "Op_Server0")
 USER_HOSTS = mask_of("User0", "User1", "User2", "User3", "User4")
-TYPE_HOSTS = np.array([sum(1 << h for h in range(N_HOSTS) if UNIT_TYPE[h] == t) for t in range(len(UNIT_TYPES))])
 
 
 class Subnet(IntEnum):

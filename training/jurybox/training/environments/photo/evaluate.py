@@ -69,11 +69,6 @@ class Evaluation:
         """Mean score of the edited photos minus that of the damaged ones."""
         return self.after - self.before
 
-    @property
-    def improved_share(self) -> float:
-        """Share of the photos that score higher than before."""
-        return float(np.mean([outcome.after > outcome.before for outcome in self.outcomes]))
-
 
 def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int], *, intact: bool = False) -> Evaluation:
     """Evaluate a policy on all photos of the environment's split, degraded once for each seed.

@@ -184,10 +184,3 @@ def observe(picture: Image, edits: Edits, time: float, score: float) -> Observat
     view = cv2.resize(picture, (VIEW_SIDE, VIEW_SIDE), interpolation=cv2.INTER_AREA)
     np.multiply(np.asarray(view, dtype=np.float32).reshape(-1) / 127.5 - 1.0, VIEW_SCALE, out=seen[VIEW])
     return seen
-
-
-def view_of(observation: Observation) -> Image:
-    """The small view inside an observation, uint8 (16, 16, 3)."""
-    pixels = (observation[VIEW].reshape(VIEW_SIDE, VIEW_SIDE, 3) / VIEW_SCALE + 1.0) * 127.5
-    view: Image = np.rint(np.clip(pixels, 0, 255)).astype(np.uint8)
-    return view
