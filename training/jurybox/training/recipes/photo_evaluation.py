@@ -162,6 +162,8 @@ def evaluate_policy(
 
     def share(number: int) -> list[_Edited]:
         environment = environment_maker(replace(held_out, audit={}), number, timeout=0.0)()
+        if number == 0 and environment.library.left_out:
+            watcher.say(environment.library.left_out)
         try:
             found: list[_Edited] = []
             for seed in seeds[number::threads]:
@@ -196,7 +198,7 @@ def evaluate_policy(
     results.sort(key=lambda result: (result[0].seed, result[0].photo))
     with judge(config) as ask:
         return PhotoEvaluation(
-            tuple(_case(*result, ask, perceptual) for result in results),
+            tuple(_case(learned, random, original, ask, perceptual) for learned, random, _, original in results),
             tuple(_intact(whole, perceptual) for _, _, whole, _ in results if whole is not None),
         )
 
@@ -240,7 +242,6 @@ _Edited = tuple[Outcome, Outcome, Outcome | None, Picture]  # learned, random, o
 def _case(
     learned: Outcome,
     random: Outcome,
-    whole: Outcome | None,
     original: Picture,
     ask: Judge,
     perceptual: Perceptual | None,

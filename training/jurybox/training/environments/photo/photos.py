@@ -98,6 +98,16 @@ class PhotoLibrary:
     skipped: tuple[str, ...] = field(default=())
     beyond_limit: int = 0
 
+    @property
+    def left_out(self) -> str:
+        """A sentence on the files of a folder that are not used; "" if all are."""
+        used, parts = len(self.training) + len(self.held_out), []
+        if self.beyond_limit:
+            parts.append(f"{self.beyond_limit} more than are kept in memory")
+        if self.skipped:
+            parts.append(f"{len(self.skipped)} that are broken ({'; '.join(self.skipped[:3])})")
+        return f"{used} photos of the folder are used, and not: {', '.join(parts)}" if parts else ""
+
     def of(self, split: Split) -> tuple[Photo, ...]:
         """The photos of a split."""
         return self.training if split == "training" else self.held_out
