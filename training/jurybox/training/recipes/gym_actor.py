@@ -26,8 +26,8 @@ _ENDLESS = 1_000_000  # steps of an evaluation's episode
 _SIDE_BY_SIDE = 10  # environments of the evaluator
 
 
-class Policy(Protocol):
-    """The policy of an actor."""
+class ActingNetwork(Protocol):
+    """The network by which an actor acts: in its own process, or on a server."""
 
     @property
     def updates(self) -> int:
@@ -37,7 +37,7 @@ class Policy(Protocol):
         """The network's outputs, by name, for rows of observations (n, ...)."""
 
 
-class LocalPolicy:
+class LocalNetwork:
     """The network in this process, at its newest publication."""
 
     def __init__(self, context: RoleContext, network: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class _Told:
         return True
 
 
-class ServedPolicy:
+class ServedNetwork:
     """The network on the plan's server, with the newest weights or slightly older ones.
 
     Args:
@@ -249,11 +249,11 @@ class GymActor(Actor):
         with ExitStack() as undo:
             self._envs = Envs(s, n)
             undo.callback(self._envs.close)
-            self._policy: Policy
+            self._policy: ActingNetwork
             if context.plan.server is None:
-                self._policy = LocalPolicy(context, network)
+                self._policy = LocalNetwork(context, network)
             else:
-                served = ServedPolicy(context, rows=n, max_lag=0 if self._on_policy else s.max_lag)
+                served = ServedNetwork(context, rows=n, max_lag=0 if self._on_policy else s.max_lag)
                 undo.callback(served.close)
                 self._policy = served
             self._resources = undo.pop_all()
@@ -340,7 +340,7 @@ class GymEvaluator(Evaluator):
     def __init__(self, context: RoleContext, *, settings: Mapping[str, Any], network: Mapping[str, Any]) -> None:
         super().__init__(context)
         self._settings = s = GymTraining(**settings)
-        self._policy = LocalPolicy(context, network)
+        self._policy = LocalNetwork(context, network)
         self._choice = Choice(s.algorithm, network["discrete"], np.random.default_rng(0))
         self._envs = Envs(s, min(_SIDE_BY_SIDE, s.evaluation_episodes))
 

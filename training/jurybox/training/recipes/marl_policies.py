@@ -49,7 +49,7 @@ def make_network(
 Observation = npt.NDArray[Any]
 
 
-class Policy(ABC):
+class GroupPolicy(ABC):
     """A group's policy, kept at its newest publication.
 
     Args:
@@ -110,7 +110,7 @@ class ServedNetwork:
         self._model.close()
 
 
-class ValuePolicy(Policy):
+class ValuePolicy(GroupPolicy):
     """The best action, or with probability epsilon any.
 
     Args:
@@ -141,7 +141,7 @@ class ValuePolicy(Policy):
             return int(self._network.values(torch.from_numpy(stacked)[None])[0].argmax())
 
 
-class SampledPolicy(Policy):
+class SampledPolicy(GroupPolicy):
     """An action drawn from the policy's distribution.
 
     The replay keeps the logarithm of its probability, and after how many of its learner's updates the policy was
@@ -185,7 +185,7 @@ def policies(
     groups: Mapping[str, str],
     networks: Mapping[str, Mapping[str, Any]],
     epsilon: Mapping[str, float] | None = None,
-) -> dict[str, Policy]:
+) -> dict[str, GroupPolicy]:
     """A policy for each agent; agents of one group have the same.
 
     Args:
@@ -193,7 +193,7 @@ def policies(
         networks: by group, the arguments of `make_network`.
         epsilon: of evaluations, by group; 0 without it.
     """
-    of_group: dict[str, Policy] = {}
+    of_group: dict[str, GroupPolicy] = {}
     for group in dict.fromkeys(groups.values()):
         network = make_network(**networks[group], seed=0)
         if isinstance(network, ActorCritic):

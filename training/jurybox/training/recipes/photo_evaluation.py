@@ -29,13 +29,14 @@ from jurybox.training.environments.photo import (
 )
 from jurybox.training.environments.photo.audit import Perceptual, measure, registered
 from jurybox.training.environments.photo.edits import Degradation, degrade
+from jurybox.training.environments.photo.environment import Action
+from jurybox.training.environments.photo.evaluate import Policy
+from jurybox.training.environments.photo.observation import Observation
 from jurybox.training.environments.photo.scorer import LocalScorer
 from jurybox.training.recipes.photo_worker import environment_maker
 from jurybox.training.recipes.progress import Watcher
 
 Picture = npt.NDArray[np.uint8]
-Vector = npt.NDArray[np.float32]
-Policy = Callable[[Vector], Vector]
 Marks = Mapping[str, npt.NDArray[np.float64]]
 Judge = Callable[[Sequence[Picture]], Marks]
 
@@ -279,7 +280,7 @@ def _undamaged(environment: PhotoEdit, outcome: Outcome) -> Picture:
 
 
 def _unless(stopped: threading.Event, policy: Policy) -> Policy:
-    def act(observation: Vector) -> Vector:
+    def act(observation: Observation) -> Action:
         if stopped.is_set():
             raise KeyboardInterrupt
         return policy(observation)

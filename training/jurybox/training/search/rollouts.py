@@ -211,8 +211,8 @@ Floats = npt.NDArray[np.float32]
 Part = VectorEnv[Any, Any, Any]
 
 
-class Policy(Protocol):
-    """A policy: `PPO`, or one on a server."""
+class MaskedPolicy(Protocol):
+    """Acts under masks: `PPO`, or one on a server."""
 
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
@@ -258,7 +258,7 @@ def share(part: npt.ArrayLike, whole: npt.ArrayLike) -> float:
 
 def play(
     env: Part | Sequence[Part],
-    policy: Policy,
+    policy: MaskedPolicy,
     order: Sequence[int] | npt.NDArray[np.int64] | None,
     *,
     steps: int,
@@ -375,7 +375,7 @@ class _Game:
         counted = self._alignment
         return counted.fixes, counted.complied, counted.judged, counted.obeyed
 
-    def act(self, step: int, policy: Policy, *, greedy: bool) -> None:
+    def act(self, step: int, policy: MaskedPolicy, *, greedy: bool) -> None:
         """Choose actions and begin the step."""
         rollout, rows = self._rollout, self.rows
         seen = rollout.observations[step, rows]

@@ -19,7 +19,7 @@ from jurybox.training.algorithms.ppo import PPO, Rollout
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.search.gp_ucb import Proposal, WorkflowSearch
-from jurybox.training.search.rollouts import INPUTS, Episodes, Part, Policy, play, share
+from jurybox.training.search.rollouts import INPUTS, Episodes, MaskedPolicy, Part, play, share
 from jurybox.training.search.settings import N_TYPES, ORDERS, Order, WorkflowTraining
 
 Parts = tuple[Part, ...]
@@ -397,7 +397,7 @@ class WorkflowTrainer:
             found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
         return found
 
-    def _new_learner(self) -> tuple[PPO, Policy]:
+    def _new_learner(self) -> tuple[PPO, MaskedPolicy]:
         # Without inheritance each workflow gets a network of its own, from a seed of its own.
         seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
         learner = PPO(INPUTS, N_ACTIONS, self.settings.ppo, int(seed))
