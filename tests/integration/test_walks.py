@@ -1,4 +1,4 @@
-"""The walks of one request and one publication in docs/architecture.md name every file that runs for them, and few."""
+"""docs/architecture.md: its walks name every file that runs for a request and a publication, its map every module."""
 
 from __future__ import annotations
 
@@ -77,10 +77,13 @@ def profiled(told):
     return ServedModel(Profiled(told), VECTOR, {"action": TensorSpec("float32", (4,))})
 
 
+def section(heading):
+    return PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
 def walked(heading):
     """The Python files in the table of a section."""
-    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [line for line in section(heading).splitlines() if line.startswith("|")]
     return {file for row in rows for file in re.findall(r"`([\w/]+\.py)`", row)}
 
 
@@ -130,3 +133,19 @@ def test_one_publication_runs_in_the_files_that_its_walk_names_and_in_at_most_ni
     assert named <= publication
     assert publication - named <= request, "what a request needs anyway"
     assert len(named) <= 9
+
+
+def test_the_map_names_every_module_or_its_folder():
+    root, told = PAGE.parents[1], section("Modules")
+    files = [
+        path for part in ("protos", "client", "server", "training") for path in (root / part / "jurybox").rglob("*.py")
+    ]
+    files += [path for path in (root / "native").rglob("*.hpp") if path.parent.name != "tests"]
+    missing = []
+    for path in files:
+        if path.stem.startswith(("__", "bind_")) or "_pb2" in path.stem or "__pycache__" in path.parts:
+            continue
+        packages = path.relative_to(root).parts[3:-1] if path.suffix == ".py" else ()
+        if not re.search(rf"\b{path.stem}\b", told) and not any(re.search(rf"\b{name}/", told) for name in packages):
+            missing.append(str(path.relative_to(root)))
+    assert missing == []

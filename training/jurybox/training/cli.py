@@ -95,6 +95,11 @@ STEPS = Flag("steps", int, "Env steps in all.")
 WORKERS = Flag("workers", int, "Processes that hold environments.")
 SECONDS = Flag("seconds", float, "Stop training after so many.")
 ENVS = Flag("envs", int, "Environments, of all workers together.")
+LEARNING_STARTS = Flag("learning_starts", int, "Env steps at random, without learning.")
+INTERVALS = (
+    Flag("evaluate_every", int, "Env steps between evaluations."),
+    Flag("checkpoint_every", int, "Env steps between checkpoints."),
+)
 SERVED = (
     Flag("policy", str, "local: whoever acts computes; served: a server."),
     Flag("server", str, "Of a served policy: ipc:// or grpc:// of a server that runs; else a private one."),
@@ -133,8 +138,7 @@ TRAININGS = {
         "Carry out a plan of your own, with everything that the other trainings have.",
         (
             Flag("plan", str, "module:function that gives a jurybox.training.runtime.Plan."),
-            *(SEED, STEPS),
-            Flag("seconds", float, "Stop after so many."),
+            *(SEED, STEPS, SECONDS),
         ),
     ),
     "marl": Command(
@@ -146,8 +150,7 @@ TRAININGS = {
         "jurybox.training.recipes.hockey:TRAINING",
         "Teach a policy to play hockey against bots and its past selves, collecting and learning at the same time.",
         (
-            *(SEED, STEPS, WORKERS, ENVS),
-            SECONDS,
+            *(SEED, STEPS, SECONDS, WORKERS, ENVS),
             Flag("target", float, "Stop at so many points (wins - losses)."),
             Flag("on_failure", str, "end or serial, when a process fails too often."),
             Flag("environment", str, "module:Class made like the original.", "--env"),
@@ -155,11 +158,10 @@ TRAININGS = {
             *SERVED,
             Flag("train_freq", int, "Env steps for gradient_steps learner steps."),
             Flag("gradient_steps", int, "Learner steps for train_freq env steps."),
-            Flag("learning_starts", int, "Env steps at random, without learning."),
+            LEARNING_STARTS,
             Flag("weight_sync_interval", int, "A collector's steps between looks for new weights."),
             Flag("max_lag", int, "Staler than so many publications: sync at once."),
-            Flag("evaluate_every", int, "Env steps between evaluations."),
-            Flag("checkpoint_every", int, "Env steps between checkpoints."),
+            *INTERVALS,
         ),
     ),
     "gym": Command(
@@ -172,12 +174,11 @@ TRAININGS = {
             *SERVED,
             Flag("learning_rate", float, "Of Adam."),
             Flag("n_steps", int, "ppo: steps of each environment between two updates; else of a return."),
-            Flag("learning_starts", int, "Env steps at random, without learning."),
+            LEARNING_STARTS,
             Flag("train_freq", int, "Steps of each environment for gradient_steps learner steps."),
             Flag("gradient_steps", int, "Learner steps for train_freq steps; -1: as many as env steps."),
             Flag("normalize_observations", bool, "Numbers of observations to mean 0 and deviation 1."),
-            Flag("evaluate_every", int, "Env steps between evaluations."),
-            Flag("checkpoint_every", int, "Env steps between checkpoints."),
+            *INTERVALS,
         ),
     ),
     "workflow": Command(
