@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jurybox.training.algorithms.td3 import TD3, TD3Settings, TwinCritic
+from jurybox.training.algorithms.td3 import TD3, Actor, TD3Settings, TwinCritic
 from jurybox.training.algorithms.td3_actor import NumpyActor
 from jurybox.training.checkpoints import read_state, write_state
 
@@ -72,6 +72,38 @@ def test_the_target_is_the_lower_critics_and_ends_where_the_discount_does() -> N
     update = learner.update(rows)
     assert update.metrics["target"] == pytest.approx(float(expected.mean()), rel=1e-4)
     torch.testing.assert_close(update.errors, (now - expected).abs().mean(0))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradients_in_closed_form_are_those_of_autograd(weighted: bool) -> None:
+    s = TD3Settings(hidden_actor=(16, 8), hidden_critic=(8, 16), pre_tanh_penalty=0.5, policy_delay=2)
+    learner = TD3(5, 2, s, seed=1)
+    # Networks of the caller's own go through autograd. Actions near their bounds, so that the penalty counts.
+    networks = Actor(5, 2, s.hidden_actor), TwinCritic(5, 2, s.hidden_critic)
+    with torch.no_grad():
+        learner.actor.layers[-1].weight.mul_(100)
+    networks[0].load_state_dict(learner.actor.state_dict())
+    networks[1].load_state_dict(learner.critic.state_dict())
+    reference = TD3(5, 2, s, seed=1, networks=networks)
+    for target, live in ((learner.target_actor, learner.actor), (reference.target_actor, reference.actor)):
+        target.load_state_dict(live.state_dict())
+    g = torch.Generator().manual_seed(0)
+    for number, n in enumerate((64, 64, 64, 32, 64, 64)):  # another number of rows in between
+        rows = {name: value[:n].clamp(-4.9, 4.9) for name, value in batch(number).items()}  # no clipping there
+        counts = torch.rand(n, generator=g) if weighted else None
+        one, other = learner.update(rows, counts), reference.update(rows, counts)
+        assert one.metrics.keys() == other.metrics.keys()
+        for name, value in one.metrics.items():
+            torch.testing.assert_close(value, other.metrics[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one.errors, other.errors, rtol=1e-4, atol=1e-6)
+        for (name, p), q in zip(learner.critic.named_parameters(), reference.critic.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    for (name, p), q in zip(learner.actor.named_parameters(), reference.actor.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for p, q in zip(weights(learner), weights(reference), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
 def test_the_actor_and_the_targets_move_every_second_time_only() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jurybox.training.algorithms.td3_actor import CLIP, NumpyActor, TD3Settings
+from jurybox.training.algorithms.td3_gradients import ClosedForm
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, perceptron, restore_optimiser
 
 
@@ -167,6 +168,14 @@ class TwinCritic(nn.Module):
         return last.first(x).squeeze(-1)
 
 
+def _linears(actor: Actor) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.weight, layer.bias) for layer in actor.layers if isinstance(layer, nn.Linear)]
+
+
+def _twins(critic: TwinCritic) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.weight, layer.bias) for layer in critic.layers if isinstance(layer, TwinLinear)]
+
+
 # TD3, with n-step targets and importance weights.
 #
 # Twin delayed deep deterministic policy gradients: S. Fujimoto et al., "Addressing Function Approximation Error in
@@ -235,6 +244,13 @@ class TD3:
         self._critic_optimizer = torch.optim.Adam(self.critic.parameters(), s.critic_learning_rate, fused=True)
         self._actor_parameters = list(self.actor.parameters())
         self._critic_parameters = list(self.critic.parameters())
+        self._closed_form = (
+            None
+            if networks
+            else ClosedForm(
+                _linears(self.actor), _twins(self.critic), _linears(self.target_actor), _twins(self.target_critic)
+            )
+        )
         self._live: list[Tensor] = [*self._actor_parameters, *self._critic_parameters]
         self._targets: list[Tensor] = [*self.target_actor.parameters(), *self.target_critic.parameters()]
 
@@ -253,6 +269,9 @@ class TD3:
                 ``Windows(n_step=..., next="observation")``.
             weights: (n,) importance weights of prioritized samples.
         """
+        if self._closed_form is not None:
+            with torch.no_grad():
+                return self._update_in_closed_form(self._closed_form, batch, weights)
         s = self.settings
         observation = self._normalised(batch["observation"])
         action = batch["action"]
@@ -280,6 +299,25 @@ class TD3:
             with torch.no_grad():
                 torch._foreach_lerp_(self._targets, self._live, s.tau)
         return Update(metrics, errors.detach().abs().mean(0))
+
+    def _update_in_closed_form(self, form: ClosedForm, batch: Mapping[str, Tensor], weights: Tensor | None) -> Update:
+        """The same step without autograd, operation for operation."""
+        s = self.settings
+        observation = self._normalised(batch["observation"])
+        action = batch["action"]
+        noise = torch.empty_like(action).normal_(0.0, s.target_policy_noise, generator=self._generator)
+        noise.clamp_(-s.target_noise_clip, s.target_noise_clip)
+        bootstrap = form.following(self._normalised(batch["next_observation"]), noise)
+        target = torch.addcmul(batch["reward"] * s.reward_scale, batch["discount"], bootstrap)
+        values, errors, loss = form.critics(observation, action, target, weights)
+        self._critic_optimizer.step()
+        metrics = {"critic_loss": loss, "value": values.mean(), "target": target.mean()}
+        self.updates += 1
+        if self.updates % s.policy_delay == 0:
+            metrics["actor_loss"] = form.actor(observation, s.pre_tanh_penalty)
+            self._actor_optimizer.step()
+            torch._foreach_lerp_(self._targets, self._live, s.tau)
+        return Update(metrics, errors.abs_().mean(0))
 
     @staticmethod
     def _step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], loss: Tensor) -> None:

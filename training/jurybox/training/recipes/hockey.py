@@ -113,6 +113,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                 episodes=Episodes(),
                 prioritized=settings.prioritized,
                 alpha=settings.alpha,
+                anchor=settings.anchor_size,
             ),
             ReplaySpec(RESULTS, _RESULTS_KEPT, {"opponent": Field((), "int64"), "winner": Field((), "int32")}),
         ),

@@ -19,7 +19,7 @@ from jurybox.training.environments.hockey.original import make_game
 from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool, PublishedActor
 from jurybox.training.recipes.hockey_served import InCluster, OnServer, ServedPolicies
 from jurybox.training.recipes.hockey_settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping
-from jurybox.training.replay import Field, Replay
+from jurybox.training.replay import Field, Replay, Streams
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 from jurybox.training.runtime.scoreboard import Word
 
@@ -142,6 +142,10 @@ class Collector:
         self._number = number
         sides = 2 if settings.both_sides else 1
         self._streams = [[replay.stream() for _ in range(sides)] for _ in games]
+        # The second part of the replay, which nothing overwrites, takes games against anchors until it is full.
+        self._kept = replay.parts[1] if len(replay.parts) > 1 else None
+        self._kept_streams = [[replay.anchor for _ in range(sides)] for _ in games] if self._kept is not None else []
+        self._writes = list(self._streams)
         slots = range(len(games))
         self._halves = (list(slots[::2]), list(slots[1::2]))
         self.noise = np.geomspace(*settings.noise, len(games) * workers)[number::workers]
@@ -176,7 +180,7 @@ class Collector:
                 self._policies.actions(half)
         for slot in list(self._table.matches):
             del self._table.matches[slot]
-            for stream in self._streams[slot]:
+            for stream in self._writes[slot]:
                 stream.end()
         self._asked = [False, False]
         self._turn = 0
@@ -187,6 +191,7 @@ class Collector:
             if slot not in table.matches:
                 table.begin(slot, self.match(slot, warm=warm))
                 self._warm[slot] = warm
+                self._writes[slot] = self._where(slot, warm=warm)
         players = [table.matches[slot].player for slot in slots]
         self._policies.ask(half, table.seen[slots, 0], players, table.seen[slots, 1])
         self._asked[half] = True
@@ -201,8 +206,17 @@ class Collector:
         drawn *= 1.0 if warm else np.float32(self.noise[slot])
         return Match(int(rng.integers(2**31)), int(rng.integers(2)), name, self._policies.player(name), drawn)
 
+    def _where(self, slot: int, *, warm: bool) -> list[Streams]:
+        """The streams for the rows of the match that begins in game `slot`."""
+        kept = self._kept
+        # A game that fills it is cut there: its last rows have no next ones, so a window does not reach past them.
+        if kept is None or warm or kept.ring.size >= kept.capacity:
+            return self._streams[slot]
+        by_anchor = self._table.matches[slot].opponent.startswith("anchor:")
+        return self._kept_streams[slot] if by_anchor else self._streams[slot]
+
     def _write(self, slot: int, before: Rows, actions: Rows, turn: Turn) -> None:
-        for player, stream in enumerate(self._streams[slot]):
+        for player, stream in enumerate(self._writes[slot]):
             stream.add(
                 observation=before[player],
                 action=actions[player],

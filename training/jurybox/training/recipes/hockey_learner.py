@@ -82,12 +82,12 @@ class HockeyLearner(Learner):
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _LOOK == 0:
             self._look()
-        self._replay.sample(s.batch_size, self._batch, beta=s.beta)
+        self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=s.anchor_ratio)
         if self._mirrors is not None:
-            half, (observation, action) = s.batch_size // 2, self._mirrors
-            self._batch["observation"][:half] *= observation
-            self._batch["next_observation"][:half] *= observation
-            self._batch["action"][:half] *= action
+            observation, action = self._mirrors  # every second row: those of the replay's anchor are the first ones
+            self._batch["observation"][::2] *= observation
+            self._batch["next_observation"][::2] *= observation
+            self._batch["action"][::2] *= action
         update = self.learner.update(self._on_device(), self._weights_on_device())
         if s.prioritized:
             self._replay.update_priorities(self._batch.indices, update.errors.cpu().numpy())
@@ -142,7 +142,8 @@ class HockeyLearner(Learner):
     def _look(self) -> None:
         self._take_results()
         first = self.learner.normaliser.count == 0
-        glance = self._replay.sample(_FIRST_GLANCE if first else _GLANCE, uniform=True)
+        ratio = self._settings.anchor_ratio
+        glance = self._replay.sample(_FIRST_GLANCE if first else _GLANCE, uniform=True, anchor_ratio=ratio)
         self.learner.normaliser.see(glance["observation"])
         self.learner.refresh_normaliser()
         s, episodes = self._settings, self.context.scoreboard.episodes

@@ -20,12 +20,13 @@ class Shaping:
     Attributes:
         closeness: of the environment's term for keeping away from a puck in the own half; 1 is the environment's own.
         touch: for a catch.
-        direction: of the speed at which the puck moves towards the opponent's goal.
+        direction: of the speed at which the puck moves towards the opponent's goal; at 10 its way through the whole
+            rink counts as much as a fifteenth of a goal.
     """
 
     closeness: float = 1.0
     touch: float = 0.0
-    direction: float = 0.0
+    direction: float = 10.0
 
 
 # Names in the plan: of its replays, its channel and its folder.
@@ -69,8 +70,9 @@ class HockeyTraining(ServedSettings):
     envs: int | None = Field(None, ge=2, description="Games of all workers together; none: 8 for each.")
 
     learning_starts: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
-    # A learner step costs about what 39 env steps cost: with one collector, both are busy.
-    train_freq: int = Field(36, ge=1, description="Env steps for `gradient_steps` learner steps.")
+    # A learner step costs about what 25 env steps cost, so the learner is busy and a collector half so. More games for
+    # each learner step are fresher ones, and bring less than the learner steps that they take the core from.
+    train_freq: int = Field(8, ge=1, description="Env steps for `gradient_steps` learner steps.")
     gradient_steps: int = Field(1, ge=1)
     max_ahead: int = Field(2000, ge=0, description="Env steps that collectors may be ahead of the learner.")
     publish_interval: int = Field(50, ge=1, description="Learner steps between two publications.")
@@ -81,6 +83,9 @@ class HockeyTraining(ServedSettings):
     n_steps: int = Field(8, ge=1, description="Steps of a return before it is bootstrapped.")
     gamma: float = Field(0.99, ge=0, le=1)
     buffer_size: int = Field(1_000_000, ge=1, description="Rows of the replay.")
+    # The dual buffer: games against bots stay in reach, however many games against past selves come after them.
+    anchor_size: int = Field(0, ge=0, description="Rows of games against anchors that nothing overwrites.")
+    anchor_ratio: float = Field(0.25, ge=0, le=1, description="Part of each batch that comes from them.")
     prioritized: bool = True
     alpha: float = Field(0.6, ge=0, le=1, description="The exponent of the priorities.")
     beta: float = Field(0.4, ge=0, le=1, description="The exponent of the importance weights.")
@@ -122,6 +127,8 @@ class HockeyTraining(ServedSettings):
     def unused(self) -> dict[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``league.NAME``."""
         unused = super().unused()
+        if not self.anchor_size:
+            unused["anchor_ratio"] = "anchor_size is 0, so no rows are kept"
         if not self.prioritized:
             unused |= dict.fromkeys(("alpha", "beta"), "prioritized is false")
         if self.league.weighting != "hard":

@@ -79,6 +79,7 @@ class ReplaySpec:
     episodes: Episodes | None = None
     prioritized: bool = False
     alpha: float = 0.6
+    anchor: int = 0
 
 
 @dataclass(frozen=True, slots=True)

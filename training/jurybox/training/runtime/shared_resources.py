@@ -72,6 +72,7 @@ class SharedResources:
                     episodes=replay.episodes,
                     prioritized=replay.prioritized,
                     alpha=replay.alpha,
+                    anchor=replay.anchor,
                     seed=plan.seed,
                 )
             for channel in plan.channels:
