@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.serving import segments
+from tests.unit.hockey import like_the_original
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.interrupts import Signals
@@ -58,6 +59,19 @@ def test_two_collectors_and_a_learner_make_the_steps_of_the_budget(tmp_path) -> 
     assert any(row["critic_loss"] for row in rows) and any(row["eval_wins_strong"] for row in rows)
     assert max(float(row["pool"]) for row in rows if row["pool"]) > 0, "past selves joined"
     assert "Who worked when" in (tmp_path / "report.html").read_text()
+    assert segments() == before
+
+
+@pytest.mark.runs
+def test_the_same_command_trains_in_an_environment_with_the_originals_interface(tmp_path) -> None:
+    before = segments()
+    env = f"{like_the_original.__name__}:HockeyEnv"
+    done = command(tmp_path, "--env", env, "--steps", "1200", "--learning-starts", "200", "--set", "anchor_size = 800")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["env_steps"] >= 1200 and summary["learner_steps"] >= 400 and summary["restarts"] == 0
+    assert summary["episodes"] > 1 and "eval_wins_weak" in summary["evaluation"]
+    assert learned(tmp_path) is not None
     assert segments() == before
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
-import secrets
-import sys
+import importlib
+import inspect
 import types
 import warnings
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import parallel_api_test, parallel_seed_test
+from tests.unit.hockey import like_the_original
 from tests.unit.hockey.hockey_runs import Nothing, settings
 
 from jurybox.training.environments.hockey import Bot, HockeyGame, Mode, make_game
@@ -92,98 +92,97 @@ def test_a_game_becomes_a_gif_and_an_mp4(tmp_path) -> None:
         save_film(frames, tmp_path / "game.avi", 10)
 
 
-class TheirMode(enum.Enum):
-    NORMAL = 0
-    TRAIN_SHOOTING = 1
-    TRAIN_DEFENSE = 2
+LIKE_THE_ORIGINAL = f"{like_the_original.__name__}:HockeyEnv"
 
 
-class LikeTheOriginal:
-    """The original's interface and its ways.
-
-    Its actions are both players' joined; the end of time comes as terminated, one step late, and truncated never; it
-    declares 18 observations even where the puck is not kept; its modes are an Enum of its own; `reset` draws a seed of
-    its own where it gets none, and fails when it gets a mode.
-    """
-
-    def __init__(self, keep_mode: bool = True, mode: int | str | TheirMode = TheirMode.NORMAL, verbose: bool = False):
-        self.mode = TheirMode[mode] if isinstance(mode, str) else TheirMode(mode)
-        self.game = HockeyGame(self.mode.value, keep=keep_mode, time_out="original")
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (18,), np.float32)
-        self.action_space = gymnasium.spaces.Box(-1, 1, (2 * self.game.action_size,), np.float32)
-
-    def reset(self, one_starting=None, mode=None, seed=None, options=None):
-        if mode is not None:
-            raise TypeError("hasattr(): attribute name must be string")
-        seed = secrets.randbits(31) if seed is None else seed
-        self._seen = self.game.reset(seed, first=None if one_starting is None else 0 if one_starting else 1)
-        return self._seen[0].astype(np.float64), self.get_info_agent_two()
-
-    def step(self, action):
-        assert action.shape == self.action_space.shape
-        turn = self.game.step(np.clip(action, -1, 1).reshape(2, -1))
-        self._seen, self._infos = turn.observations, turn.infos
-        return turn.observations[0].astype(np.float64), turn.rewards[0], turn.terminated, False, dict(turn.infos[0])
-
-    def obs_agent_two(self):
-        return self._seen[1].astype(np.float64)
-
-    def get_info_agent_two(self):
-        return self.game._info(1, self.game.rink.scorer)
-
-    def close(self) -> None:
-        self.closed = True
+def interface(module: types.ModuleType) -> dict[str, object]:
+    """What a user of the module's `HockeyEnv` can rely on."""
+    kind = module.HockeyEnv
+    public = {name for name in vars(kind) if not name.startswith("_") and name != "r_uniform"}
+    methods = {name: inspect.signature(getattr(kind, name)) for name in public if callable(getattr(kind, name))}
+    env = kind()
+    state, info = env.reset(seed=3)
+    row = env.step(np.zeros(8))
+    return {
+        "made with": [(p.name, p.kind) for p in inspect.signature(kind).parameters.values()],
+        "methods": {n: [(p.name, p.kind, p.default) for p in s.parameters.values()] for n, s in methods.items()},
+        "others": sorted(public - methods.keys()),
+        "spaces": (kind.metadata, env.observation_space, env.action_space, env.discrete_action_space, env.num_actions),
+        "state": (state.dtype, state.shape, env.obs_agent_two().dtype, env.obs_agent_two().shape),
+        "infos": [{name: type(value) for name, value in each.items()} for each in (info, env.get_info_agent_two())],
+        "a step": [type(value) for value in row],
+        "modes": [(mode.name, mode.value) for mode in module.Mode],
+        "bases": [base.__name__ for base in kind.__mro__],
+    }
 
 
-@pytest.fixture
-def like_the_original(monkeypatch) -> str:
-    module = types.ModuleType("like_the_original")
-    module.HockeyEnv, module.Mode = LikeTheOriginal, TheirMode  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "like_the_original", module)
-    return "like_the_original:HockeyEnv"
+def test_the_stand_in_has_the_originals_interface() -> None:
+    original = pytest.importorskip("hockey.hockey_env", reason="the original is not installed")
+    assert interface(like_the_original) == interface(original)
 
 
-def test_another_environment_with_the_originals_interface_is_played_as_ours(like_the_original: str) -> None:
-    ours, theirs = HockeyGame(), make_game(like_the_original)
+def test_the_stand_in_has_the_originals_ways() -> None:
+    try:
+        modules = [like_the_original, importlib.import_module("hockey.hockey_env")]
+    except ImportError:
+        modules = [like_the_original]
+    for module in modules:
+        env = module.HockeyEnv()
+        sides = []
+        for _ in range(3):
+            env.reset()
+            sides.append(bool(env.obs_agent_two()[12] > 0))  # the puck is in the other's half, as player two sees it
+        assert sides == [False, True, False], "nobody is told to start: players do in turn, player two first"
+        assert [env.reset(one_starting=one)[0][12] < 0 for one in (True, True, False)] == [True, True, False]
+        with pytest.raises(TypeError):
+            env.reset(mode=module.Mode.NORMAL)
+        assert module.HockeyEnv(mode="TRAIN_DEFENSE").mode is module.HockeyEnv(mode=2).mode is module.Mode.TRAIN_DEFENSE
+        shooting = module.HockeyEnv(mode=module.Mode.TRAIN_SHOOTING)
+        ended = [shooting.step(np.zeros(8))[2:4] for _ in range(82)]
+        assert ended == [(False, False)] * 80 + [(True, False)] * 2, "time is up late, as terminated; steps go on"
+
+
+def test_another_environment_with_the_originals_interface_is_played_as_ours() -> None:
+    ours, theirs = HockeyGame(), make_game(LIKE_THE_ORIGINAL)
     assert (theirs.observation_size, theirs.action_size) == (18, 4)
     a, b = ours.reset(4, first=1), theirs.reset(4, first=1)
     rng = np.random.default_rng(0)
     np.testing.assert_array_equal(a, b)
     for _ in range(200):
-        actions = rng.uniform(-1, 1, (2, 4))
+        actions = rng.uniform(-1, 1, (2, 4)).astype(np.float32)  # the original's precision
         mine, other = ours.step(actions), theirs.step(actions)
         np.testing.assert_array_equal(mine.observations, other.observations)
         assert other.rewards == pytest.approx(mine.rewards)
         if mine.terminated:
             break
     theirs.close()
-    assert theirs.environment.closed  # type: ignore[attr-defined]
+    assert not theirs.environment.isopen  # type: ignore[attr-defined]
 
 
-def test_a_game_without_keeping_the_puck_has_the_sizes_that_it_plays_with(like_the_original: str) -> None:
-    game = make_game(like_the_original, keep=False)
+def test_a_game_without_keeping_the_puck_has_the_sizes_that_it_plays_with() -> None:
+    game = make_game(LIKE_THE_ORIGINAL, keep=False)
     assert (game.observation_size, game.action_size) == (*game.reset(0).shape[1:], 3) == (16, 3)
     assert game.step(np.zeros((2, 3))).observations.shape == (2, 16)
 
 
-def test_games_after_a_seeded_one_can_be_repeated(like_the_original: str) -> None:
+def test_games_after_a_seeded_one_can_be_repeated() -> None:
     def starts(game) -> list[np.ndarray]:
         return [game.reset(5 if number == 0 else None, first=0) for number in range(3)]
 
-    one, two = (make_game(like_the_original) for _ in range(2))
+    one, two = (make_game(LIKE_THE_ORIGINAL) for _ in range(2))
     np.testing.assert_array_equal(starts(one), starts(two))
-    seeded = [make_game(like_the_original, seed=3).reset(first=0) for _ in range(2)]
+    seeded = [make_game(LIKE_THE_ORIGINAL, seed=3).reset(first=0) for _ in range(2)]
     np.testing.assert_array_equal(*seeded)
 
 
-def test_the_training_plays_it_by_its_name(like_the_original: str, tmp_path) -> None:
-    s = settings(environment=like_the_original, steps=1200, evaluate_every=600)
+def test_the_training_plays_it_by_its_name(tmp_path) -> None:
+    s = settings(environment=LIKE_THE_ORIGINAL, steps=1200, evaluate_every=600)
     outcome = run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
     assert outcome.env_steps >= 1200 and outcome.episodes > 0 and outcome.learner_steps > 50
 
 
-def test_its_end_of_time_comes_as_truncation(like_the_original: str) -> None:
-    game = make_game(like_the_original, Mode.TRAIN_SHOOTING)
+def test_its_end_of_time_comes_as_truncation() -> None:
+    game = make_game(LIKE_THE_ORIGINAL, Mode.TRAIN_SHOOTING)
     game.reset(0)
     for step in range(81):
         turn = game.step(np.zeros((2, 4)))
@@ -191,10 +190,10 @@ def test_its_end_of_time_comes_as_truncation(like_the_original: str) -> None:
         assert turn.truncated == (step == 80)
 
 
-def test_an_environment_that_is_not_installed_is_told_how_to_get(like_the_original: str) -> None:
+def test_an_environment_that_is_not_installed_is_told_how_to_get() -> None:
     with pytest.raises(ImportError, match="pip install"):
         make_game("no_such_hockey.hockey_env:HockeyEnv")
     with pytest.raises(ImportError, match="no 'Icehockey'"):
-        make_game("like_the_original:Icehockey")
+        make_game(LIKE_THE_ORIGINAL.replace("HockeyEnv", "Icehockey"))
     with pytest.raises(ValueError, match="module:Class"):
         make_game("hockey")

@@ -20,6 +20,7 @@ from jurybox.training.recipes.hockey_actor import Collector, evaluate, fields, n
 from jurybox.training.recipes.hockey_opponents import Pool
 from jurybox.training.recipes.hockey_settings import LEAVING, HockeyTraining, Shaping
 from jurybox.training.replay import Episodes, Replay, Windows
+from jurybox.training.replay.part import ANCHOR_MARK
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of
@@ -41,9 +42,13 @@ def same(one, two, where=""):
         assert one == two, where
 
 
-@pytest.mark.parametrize("prioritized", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_serial_run_that_goes_on_computes_bit_for_bit_what_it_would_have(tmp_path: Path, prioritized: bool) -> None:
-    s = {"prioritized": prioritized, "checkpoint_every": 1500, "workers": 2}
+@pytest.mark.parametrize(
+    ("prioritized", "anchor_size"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 0), (True, 700)]
+)
+def test_a_serial_run_that_goes_on_computes_bit_for_bit_what_it_would_have(
+    tmp_path: Path, prioritized: bool, anchor_size: int
+) -> None:
+    s = {"prioritized": prioritized, "anchor_size": anchor_size, "checkpoint_every": 1500, "workers": 2}
     run(plan(settings(**s, steps=3000), tmp_path / "whole"), tmp_path / "whole", Nothing(), serial=True)
     run(plan(settings(**s, steps=1500), tmp_path / "halves"), tmp_path / "halves", Nothing(), serial=True)
     second = run(
@@ -114,6 +119,54 @@ def played(replay, s, games, steps, **more):
 
 def make_replay(name):
     return Replay.create(f"{name}-{os.getpid()}", 20_000, fields(18, 4), episodes=Episodes(), seed=0)
+
+
+def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring() -> None:
+    def opponents_seen(odds, *, warm=False, size=1000):
+        name = f"dual-{os.getpid()}"
+        with Replay.create(name, 20_000, fields(18, 4), episodes=Episodes(), anchor=size, seed=0) as replay:
+            policies = Still(odds)
+            policies.player = lambda name: make_opponent("weak")
+            collector = Collector([HockeyGame() for _ in range(4)], replay, settings(), policies)
+            made = 0
+            while made < 1500:
+                made += collector.step(warm=warm)[0]
+            ring, kept = (part.ring.size for part in replay.parts)
+            if kept and not ring:
+                batch = replay.sample(64, windows=Windows(n_step=8, next="observation"), anchor_ratio=0.25)
+                assert np.abs(batch["next_observation"] - batch["observation"])[:, 2].max() < 3, "of the same game"
+            return ring, kept
+
+    ring, kept = opponents_seen({"pool:7": 1.0})
+    assert kept == 0 and ring >= 3000, "games against past selves are overwritten in their time"
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, warm=True)
+    assert kept == 0 and ring >= 3000, "what was played at random is nothing to keep"
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, size=5000)
+    assert ring == 0 and kept >= 3000
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, size=1000)
+    assert kept == 1000 and ring > 500, "once it is full, games begin in the ring again"
+
+
+def test_a_part_of_each_batch_comes_from_the_anchor(tmp_path: Path, monkeypatch) -> None:
+    ratios, sample = [], Replay.sample
+
+    def watched(replay, n, *args, **options):
+        batch = sample(replay, n, *args, **options)
+        if n == 16:
+            ratios.append((replay.parts[1].ring.size >= s.least_kept, float((batch.indices >= ANCHOR_MARK).mean())))
+        return batch
+
+    monkeypatch.setattr(Replay, "sample", watched)
+    s = settings(steps=1500, anchor_size=600, anchor_ratio=0.5)
+    run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    assert set(ratios) == {(False, 0.0), (True, 0.5)}, "nothing is asked of it before it has something to give"
+    with pytest.raises(ValueError, match=f"at least {s.least_kept}"):
+        settings(anchor_size=s.least_kept - 1)
+
+
+def test_the_anchor_is_refused_where_rows_come_from_other_machines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="anchor_size does not go"):
+        train(settings(anchor_size=400), tmp_path, launcher=object())
 
 
 def test_one_half_is_asked_before_the_other_steps() -> None:

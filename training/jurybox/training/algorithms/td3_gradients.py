@@ -129,7 +129,7 @@ class ClosedForm:
         )
 
     def following(self, observation: Tensor, noise: Tensor) -> Tensor:
-        """The targets' values (n,) of normalised observations (n, o), the lesser of two, with noise (n, a) on actions."""
+        """The lesser target value (n,) of normalised observations (n, o), with noise (n, a) on the target's actions."""
         action = self._target_actor.forward(observation).tanh_().add_(noise).clamp_(-1.0, 1.0)
         rows = torch.cat((observation, action), -1)
         return self._target_critics.forward(rows.expand(2, -1, -1)).squeeze(-1).amin(0)

@@ -267,6 +267,7 @@ class Host:
                     episodes=spec.episodes,
                     prioritized=spec.prioritized,
                     alpha=spec.alpha,
+                    anchor=spec.anchor,
                     seed=self._plan.seed,
                 )
 

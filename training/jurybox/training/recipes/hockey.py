@@ -22,6 +22,7 @@ from jurybox.training.recipes.launchers import check_gpus
 from jurybox.training.recipes.recorded_run import RecordingOptions, recorded_run
 from jurybox.training.recipes.training import Run, Training, carry_out
 from jurybox.training.replay import Episodes, Field
+from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -194,6 +195,11 @@ def train(
     gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
     launcher = options.get("launcher")
     check_gpus(launcher, gpus)
+    if settings.anchor_size and not (launcher is None or isinstance(launcher, Local) or options.get("serial")):
+        raise ConfigError(
+            "anchor_size does not go with a launcher of several machines: rows that come from another one go into the "
+            "ring, and the anchor would stay empty; leave it at 0"
+        )
     with ExitStack() as resources:
         # Networks this small are slower on two threads, and sums in another order would not be the same sums.
         resources.enter_context(threadpool_limits(1))

@@ -82,7 +82,7 @@ class HockeyLearner(Learner):
         self._replay.seed(s.seed * 1_000_003 + 2 * own)
         if own % _LOOK == 0:
             self._look()
-        self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=s.anchor_ratio)
+        self._replay.sample(s.batch_size, self._batch, beta=s.beta, anchor_ratio=self._anchor_ratio())
         if self._mirrors is not None:
             observation, action = self._mirrors  # every second row: those of the replay's anchor are the first ones
             self._batch["observation"][::2] *= observation
@@ -142,8 +142,8 @@ class HockeyLearner(Learner):
     def _look(self) -> None:
         self._take_results()
         first = self.learner.normaliser.count == 0
-        ratio = self._settings.anchor_ratio
-        glance = self._replay.sample(_FIRST_GLANCE if first else _GLANCE, uniform=True, anchor_ratio=ratio)
+        n = _FIRST_GLANCE if first else _GLANCE
+        glance = self._replay.sample(n, uniform=True, anchor_ratio=self._anchor_ratio())
         self.learner.normaliser.see(glance["observation"])
         self.learner.refresh_normaliser()
         s, episodes = self._settings, self.context.scoreboard.episodes
@@ -158,6 +158,11 @@ class HockeyLearner(Learner):
             if self._served is not None:
                 self._served.keep(name, actor.state)
         self.context.metrics(pool=len(self.league.pool))
+
+    def _anchor_ratio(self) -> float:
+        """The part of a batch that the anchor gives: none before there is something to be drawn."""
+        parts, s = self._replay.parts, self._settings
+        return s.anchor_ratio if len(parts) > 1 and parts[1].ring.size >= s.least_kept else 0.0
 
     def _take_results(self) -> None:
         came = self._results.take()

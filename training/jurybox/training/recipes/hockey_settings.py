@@ -117,12 +117,23 @@ class HockeyTraining(ServedSettings):
             raise ValueError(
                 f"envs={self.envs} with workers={self.workers}: expected the same number of games for each, two or more"
             )
+        if 0 < self.anchor_size < self.least_kept:
+            raise ValueError(
+                f"anchor_size={self.anchor_size}: expected 0, or at least {self.least_kept}, since so many games "
+                f"at once, with n_steps={self.n_steps}, fill fewer rows with what cannot be drawn yet"
+            )
         return self
 
     @property
     def envs_per_worker(self) -> int:
         """Games of each collector; one half steps while actions for the other are computed."""
         return 8 if self.envs is None else self.envs // self.workers
+
+    @property
+    def least_kept(self) -> int:
+        """Rows of the anchor before any is drawn: the newest `n_steps` of each game cannot be drawn, three in four can."""
+        sides = 2 if self.both_sides else 1
+        return 4 * self.workers * self.envs_per_worker * sides * (self.n_steps + 1)
 
     def unused(self) -> dict[str, str]:
         """Settings that have no effect beside the others, and why; parts as ``league.NAME``."""

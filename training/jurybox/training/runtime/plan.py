@@ -71,7 +71,10 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySpec:
-    """A replay to be made; the names are those of `jurybox.training.replay.Replay.create`."""
+    """A replay to be made; the names are those of `jurybox.training.replay.Replay.create`.
+
+    The anchor takes what roles on the sampling role's own machine write to it: rows from other machines go to the ring.
+    """
 
     name: str
     capacity: int

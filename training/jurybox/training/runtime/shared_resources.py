@@ -72,7 +72,8 @@ class SharedResources:
                     episodes=replay.episodes,
                     prioritized=replay.prioritized,
                     alpha=replay.alpha,
-                    anchor=replay.anchor,
+                    # What is on its way goes through the ring: rows of an anchor would stay behind.
+                    anchor=0 if most_rows else replay.anchor,
                     seed=plan.seed,
                 )
             for channel in plan.channels:
