@@ -131,7 +131,7 @@ class HockeyTraining(ServedSettings):
 
     @property
     def least_kept(self) -> int:
-        """Rows of the anchor before any is drawn: the newest `n_steps` of each game cannot be drawn, three in four can."""
+        """Rows of the anchor before any is drawn: then three in four can be, all but each game's newest `n_steps`."""
         sides = 2 if self.both_sides else 1
         return 4 * self.workers * self.envs_per_worker * sides * (self.n_steps + 1)
 
@@ -147,7 +147,7 @@ class HockeyTraining(ServedSettings):
         if not self.league.pool:
             names = ("snapshot_every", *(f"league.{name}" for name in ("anchor_share", "weighting", "least_games")))
             unused |= dict.fromkeys(names, "league.pool is 0, so there are no past selves")
-        if self.environment is not None:
+        if self.environment is not None and self.film_games:
             unused["film_games"] = "only games of this package's own environment are filmed"
         if self.policy == "local":
             unused["engine_gpus"] = "policy is local, so there is no engine"
