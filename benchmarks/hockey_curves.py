@@ -1,15 +1,17 @@
 """Several runs of `jurybox train hockey` as one picture: mean and spread of what their evaluations found.
 
-    python -m benchmarks.hockey_curves RUN/metrics.csv RUN/metrics.csv ... --out curves.svg [--over minutes]
+    python -m benchmarks.hockey_curves RUN RUN ... [--serial RUN RUN ...] --out curves.svg [--over minutes]
 
-Each curve is the mean over the runs, its band reaches from the least to the most of them. Runs evaluate at steps of
-their own, so their values are read off between two evaluations (linearly), as far as the shortest run went.
+RUN is a run's folder, or its metrics.csv. Each curve is the mean over the runs, its band reaches from the least to the
+most of them. Runs evaluate at steps of their own, so their values are read off between two evaluations (linearly), as
+far as the shortest run went. Those that were trained with --serial are drawn beside the others, dashed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -52,25 +54,32 @@ def joined(runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="metrics.csv, or the folder that holds it")
+    parser.add_argument("--serial", nargs="+", type=Path, default=[], help="runs of one process, to be drawn dashed")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--over", choices=_OVER, default="steps")
     args = parser.parse_args()
-    runs = [read_metrics(path / "metrics.csv" if path.is_dir() else path) for path in args.runs]
+    kinds = [("in processes" if args.serial else "", "-", args.runs), ("serial", "--", args.serial)]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for panel, bot in zip(panels, ("weak", "strong"), strict=True):
-        for what, colour in (("wins", _WON), ("losses", _LOST)):
+        for (kind, style, paths), (what, colour) in product(kinds, (("wins", _WON), ("losses", _LOST))):
+            if not paths:
+                continue
+            runs = [read_metrics(path / "metrics.csv" if path.is_dir() else path) for path in paths]
             each = [evaluations(rows, f"eval_{what}_{bot}", args.over) for rows in runs]
             each = [run for run in each if len(run[0]) > 1]
             if not each:
                 parser.error(f"no run was evaluated twice against the {bot} bot: expected --evaluate-every in them")
             places, values = joined(each)
+            label = " ".join(("won" if what == "wins" else "lost", kind)).strip()
             panel.fill_between(places, 100 * values.min(0), 100 * values.max(0), color=colour, alpha=0.18, lw=0)
-            panel.plot(places, 100 * values.mean(0), color=colour, label="won" if what == "wins" else "lost")
+            panel.plot(places, 100 * values.mean(0), color=colour, ls=style, label=label)
             last = 100 * values[:, -1]
-            print(f"{bot} {what}: {last.mean():.1f} % at the end, {last.min():.1f} to {last.max():.1f} of {len(each)}")
+            print(
+                f"{bot} {what} {kind}: {last.mean():.1f} % at the end, from {last.min():.1f} to {last.max():.1f}"
+            )
         panel.set(title=f"against the {bot} bot", xlabel=_OVER[args.over], ylim=(0, 100))
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel(f"% of games, {len(runs)} seeds")
+    panels[0].set_ylabel(f"% of games, {len(args.runs)} seeds")
     panels[0].legend(frameon=False)
     figure.savefig(args.out)
     print(f"written: {args.out}")
