@@ -74,9 +74,7 @@ def main() -> None:
             panel.fill_between(places, 100 * values.min(0), 100 * values.max(0), color=colour, alpha=0.18, lw=0)
             panel.plot(places, 100 * values.mean(0), color=colour, ls=style, label=label)
             last = 100 * values[:, -1]
-            print(
-                f"{bot} {what} {kind}: {last.mean():.1f} % at the end, from {last.min():.1f} to {last.max():.1f}"
-            )
+            print(f"{bot} {what} {kind}: {last.mean():.1f} % at the end, from {last.min():.1f} to {last.max():.1f}")
         panel.set(title=f"against the {bot} bot", xlabel=_OVER[args.over], ylim=(0, 100))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel(f"% of games, {len(args.runs)} seeds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -226,14 +227,16 @@ def test_collectors_share_one_ladder_of_noise_and_play_different_games() -> None
         assert one.seed != two.seed and not np.array_equal(one.noise, two.noise)
 
 
-def test_the_reward_is_the_environments_own_unless_told_otherwise() -> None:
+def test_the_reward_is_the_environments_own_and_the_pucks_way_forward() -> None:
     game = HockeyGame()
     game.reset(0)
     rng = np.random.default_rng(0)
     while not game.over:
         turn = game.step(rng.uniform(-1, 1, (2, 4)))
         for player in (0, 1):
-            assert shaped(turn, player, Shaping()) == pytest.approx(turn.rewards[player])
+            way = turn.infos[player]["reward_puck_direction"]
+            assert shaped(turn, player, Shaping(direction=0.0)) == pytest.approx(turn.rewards[player])
+            assert shaped(turn, player, Shaping()) == pytest.approx(turn.rewards[player] + 10 * way)
 
 
 def test_an_evaluation_plays_the_same_games_each_time() -> None:
@@ -287,6 +290,14 @@ def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_named(changes, message) -> None:
     with pytest.raises(ConfigError, match=message):
         HockeyTraining.read(None, changes_of(changes, {}))
+
+
+def test_one_setting_of_a_part_leaves_the_others_as_the_training_has_them() -> None:
+    s, usual = HockeyTraining.read(None, changes_of(["league.pool = 3", "learner.tau = 0.01"], {})), HockeyTraining()
+    assert usual.league.anchor_share == 0.75, "the training's own default, not the league's"
+    assert s.league == dataclasses.replace(usual.league, pool=3)
+    assert s.learner == dataclasses.replace(usual.learner, tau=0.01)
+    assert HockeyTraining(**s.model_dump(mode="json")) == s
 
 
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:

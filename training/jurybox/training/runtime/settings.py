@@ -44,6 +44,19 @@ class Settings(BaseModel):
                 raise ValueError("; ".join(dict.fromkeys(old)))
         return said
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_parts(cls, said: Any) -> Any:
+        """``part.NAME`` changes that one alone: the part's others are the training's defaults, not its class's."""
+        if not isinstance(said, Mapping):
+            return said
+        found = dict(said)
+        for name, field in cls.model_fields.items():
+            part, usual = said.get(name), field.default
+            if isinstance(part, Mapping) and dataclasses.is_dataclass(usual) and not isinstance(usual, type):
+                found[name] = merged(dataclasses.asdict(usual), part)
+        return found
+
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> Self:
         """Read the settings of a TOML file (if there is one); `changes` override them.
