@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from jurybox.server.jurors import jury, ranked
+from jurybox.server.jurors.ranking import statistics
 from jurybox.training.environments.photo import PhotoLibrary
-from jurybox.training.environments.photo.edits import Edits, apply, degrade, draw
+from jurybox.training.environments.photo.edits import Degradation, Edits, apply, degrade, draw
 from jurybox.training.recipes import photo_ranking
 
 
@@ -51,12 +52,28 @@ def test_the_jury_is_the_mean_of_the_ranked_juror_and_the_panel(photos):
         jury(share=1.5)
 
 
-def test_orders_of_pictures_begin_with_the_photo(photos):
-    rng = np.random.default_rng(0)
+def test_orders_of_pictures_begin_with_the_photo_and_go_away_from_it(photos):
     exploit = ({"haze": 0.5, "tilt": 3.0}, {"contrast": 1.0, "straighten": 2.0})
-    for _ in range(12):
-        _, pictures = photo_ranking.chain(photos[0], rng, [exploit])
-        assert len(pictures) == photo_ranking.CHAIN and np.array_equal(pictures[0], photos[0])
+    for number in range(12):
+        rng = np.random.default_rng(number)
+        made = photo_ranking.order(photos[0], rng, [exploit] if number % 4 == 0 else ())
+        assert len(made.pictures) == photo_ranking.CHAIN and np.array_equal(made.pictures[0], photos[0])
+        assert made.distances[0] == 0 and list(made.distances) == sorted(made.distances)
+
+
+def test_distances_that_are_expected_are_learned_as_numbers_and_not_as_an_order_alone():
+    wanted = torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0]])
+    apart = photo_ranking.loss_of(wanted, wanted)
+    assert apart < photo_ranking.loss_of(wanted + 1.0, wanted)
+    assert apart < photo_ranking.loss_of(wanted.flip(1), wanted)
+
+
+def test_a_mirrored_picture_is_tilted_the_other_way(photos):
+    module = ranked().module
+    tilted = degrade(photos[1], Degradation(tilt=5.0))
+    with torch.inference_mode():
+        tilts = module.tilt(statistics(torch.from_numpy(np.stack([tilted, tilted[:, ::-1]]))))
+    assert float(tilts[0]) == pytest.approx(-float(tilts[1]), abs=0.5)
 
 
 def test_the_list_of_photographs_names_package_licence_and_author(tmp_path):

@@ -19,6 +19,8 @@ from jurybox.training.environments.photo import (
 )
 from jurybox.training.environments.photo.environment import STEP_SIZES
 
+FAULTS = ("exposure", "haze", "saturation", "temperature", "blur", "noise", "tilt")
+
 
 def rollout(environment, seed, actions):
     seen, info = environment.reset(seed=seed)
@@ -181,6 +183,22 @@ def test_policies_are_compared_on_exactly_the_same_damaged_photos(make, library)
         assert np.array_equal(one.damaged, one.edited) and not np.array_equal(other.damaged, other.edited)
     assert untouched.improvement == 0.0 and not any(each.after > each.before for each in untouched.outcomes)
     assert randomly.improvement == pytest.approx(randomly.after - untouched.after)
+
+
+def test_photos_of_one_seed_are_damaged_differently(make, library):
+    outcomes = evaluate(make(split="held_out"), no_edits, [3]).outcomes
+    assert len(outcomes) == len(library.held_out) > 1
+    assert len({tuple(outcome.degradation.values()) for outcome in outcomes}) == len(outcomes)
+
+
+def test_of_a_share_of_the_episodes_the_photo_is_intact_and_of_none_where_damage_is_asked_for(make):
+    environment = make(intact=0.5, seed=4)
+    drawn = [environment.reset()[1]["degradation"] for _ in range(40)]
+    assert 8 < sum(not any(each[name] for name in FAULTS) for each in drawn) < 32
+    asked = [environment.reset(options={"intact": False})[1]["degradation"] for _ in range(12)]
+    assert all(any(each[name] for name in FAULTS) for each in asked)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        make(intact=1.5)
 
 
 def test_an_outcome_tells_the_score_of_every_step(make):

@@ -31,6 +31,15 @@ def test_each_statistic_rises_with_the_edit_it_is_meant_to_guide(photo, name, ed
     assert of(apply(photo, edits), name) > of(photo, name) + 0.03
 
 
+def test_the_slant_of_lines_follows_a_turn_and_its_sign():
+    bars = np.full((384, 384, 3), 60, np.uint8)
+    for at in range(0, 384, 48):
+        bars[:, at : at + 24] = 190
+    for name in ("slant", "slant_of_lines"):
+        left, none, right = (of(apply(bars, Edits(straighten=degrees)), name) for degrees in (-4.0, 0.0, 4.0))
+        assert abs(none) < 0.1 and left > 0.5 and left == pytest.approx(-right, abs=0.15)
+
+
 def test_noise_is_seen(photo):
     noisy = np.clip(photo + np.random.default_rng(0).normal(0, 8, photo.shape), 0, 255).astype(np.uint8)
     assert of(noisy, "noise") > of(photo, "noise") + 0.2

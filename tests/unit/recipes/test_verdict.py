@@ -51,6 +51,17 @@ def test_doing_nothing_does_not_beat_doing_nothing():
     assert compare("no edits", NONE, NONE).answer == "undecided"
 
 
+def test_with_many_photos_the_interval_is_over_photos_and_as_wide_as_these_differ():
+    rng = np.random.default_rng(1)
+    photos = np.repeat(np.arange(12), 20)
+    values = rng.normal(0, 1, 12)[photos] + rng.normal(0, 0.01, 240)  # twenty damages of a photo tell one thing
+    over = interval(values, list(photos))
+    alone = interval(values[::20])
+    assert over.high - over.low == pytest.approx(alone.high - alone.low, rel=0.1)
+    few = interval(values[:60], list(photos[:60]))
+    assert few.high - few.low < 0.02  # of three photos, only further damage to these can be spoken of
+
+
 def test_the_interval_covers_the_mean_about_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = 0

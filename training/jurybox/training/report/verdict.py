@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Answer = Literal["yes", "no", "undecided"]
 Values = npt.NDArray[np.float64]
+ENOUGH_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,9 @@ def interval(
 
     Args:
         values: (n,), at least two.
-        groups: one label for each value; values are drawn again within their group, so that every resample has as
-            many of each as there were. The interval then speaks about more cases of these same groups, not about
-            other groups.
+        groups: one label for each value. Of `ENOUGH_GROUPS` or more, whole groups are drawn again, and the interval
+            speaks about other groups, too. Of fewer, values are drawn again within their group, so that every
+            resample has as many of each as there were: it then speaks about more cases of these same groups only.
         confidence: share of resamples inside the interval.
         resamples: how many are drawn.
         seed: of the draws, so that the same values give the same interval.
@@ -88,6 +89,13 @@ def interval(
     if len(labels) != len(array):
         raise ValueError(f"expected one group for each of {len(array)} values, got {len(labels)}")
     samples = [array[[other == label for other in labels]] for label in dict.fromkeys(labels)]
+    if len(samples) >= ENOUGH_GROUPS:
+        sums, counts = (np.array([told(sample) for sample in samples]) for told in (np.sum, len))
+        chosen = np.random.default_rng(seed).integers(len(samples), size=(resamples, len(samples)))
+        means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
+        beyond = (1 - confidence) / 2
+        low, high = np.quantile(means, (beyond, 1 - beyond))
+        return Interval(float(array.mean()), float(low), float(high))
     drawn = [sample for sample in samples if len(sample) > 1]  # one value, drawn again, is the same value
     if not drawn:
         return Interval(float(array.mean()), float(array.mean()), float(array.mean()))

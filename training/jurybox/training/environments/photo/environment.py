@@ -66,6 +66,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         score_range: the juror's ordinary lowest and highest score; only a scale, scores beyond it are fine.
         price: score that is paid for each unit of CIELAB (about a just noticeable difference of colour) that the edits
             move the picture away from the one that came in, see `moved`.
+        intact: share of the episodes that begin with an undamaged photo, of which nothing is best.
         seed: seeds the first episode and what follows, until ``reset(seed=...)`` says otherwise.
         render_mode: "rgb_array" or None.
     """
@@ -87,6 +88,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         render_mode: str | None = None,
         auditors: Mapping[str, Scorer] | None = None,
         price: float = 0.0,
+        intact: float = 0.0,
     ) -> None:
         if steps < 1:
             raise ValueError(f"expected at least one edit step, got steps={steps}")
@@ -94,6 +96,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             raise ValueError(f"expected score_range to be (lowest, highest), got {score_range}")
         if not price >= 0.0:
             raise ValueError(f"expected a price of 0 or more, got {price}")
+        if not 0.0 <= intact <= 1.0:
+            raise ValueError(f"expected a share of intact photos from 0 to 1, got {intact}")
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"expected render_mode to be 'rgb_array' or None, got {render_mode!r}")
         self.scorer = scorer
@@ -104,6 +108,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self.strength = strength
         self.reward_scale = reward_scale
         self.price = price
+        self.intact = intact
         self.render_mode = render_mode
         self.observation_space = cast("spaces.Space[observation.Observation]", observation.space())
         self.action_space = cast("spaces.Space[Action]", spaces.Box(-1.0, 1.0, (len(TOOLS),), np.float32))
@@ -129,7 +134,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         Args:
             seed: makes photo, crop and damage repeatable.
             options: ``{"photo": name}`` chooses the photo; crop and damage stay random. ``{"intact": True}`` does no
-                damage.
+                damage, False does some.
         """
         super().reset(seed=seed)
         names = list(self._photos)
@@ -140,7 +145,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._photo = self._photos[name]
         crop = self._photo.crop(self.np_random)
         self._degradation = draw(self.np_random, self.strength)
-        if (options or {}).get("intact"):
+        whole = (options or {}).get("intact")
+        if whole or (whole is None and self.intact and self.np_random.random() < self.intact):
             self._degradation = Degradation()
         self._undamaged, self._damaged = crop, degrade(crop, self._degradation)
         self._episodes += 1
@@ -276,6 +282,7 @@ class PhotoConfig:
         reward_scale: reward for rising through the whole range of scores.
         lowest_score, highest_score: the juror's ordinary range.
         price: score that each unit of CIELAB costs by which the edits move the picture; 0: edits are free.
+        intact: share of the episodes that begin with an undamaged photo; none in an evaluation, which has its own.
         seed: environment i is seeded ``seed + i``.
         audit: jurors that are asked and logged and never rewarded: by name, the factory of each. With "server" it is
             the server's model of that name, and where there is none, it is loaded there for the time of the training.
@@ -296,13 +303,14 @@ class PhotoConfig:
     lowest_score: float = 0.0
     highest_score: float = 1.0
     price: float = 0.0
+    intact: float = 0.0
     seed: int = 0
     audit: dict[str, str] = field(default_factory=dict)
     audit_models: dict[str, str] = field(default_factory=dict)
 
     def held_out(self) -> PhotoConfig:
         """The same settings on the photos that training never sees."""
-        return replace(self, split="held_out")
+        return replace(self, split="held_out", intact=0.0)
 
 
 def make_environment(config: PhotoConfig, index: int) -> Callable[[], PhotoEdit]:
@@ -334,6 +342,7 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
         render_mode="rgb_array",
         auditors=make_auditors(config),
         price=config.price,
+        intact=config.intact,
     )
 
 

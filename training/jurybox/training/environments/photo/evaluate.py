@@ -14,6 +14,7 @@ from jurybox.training.environments.photo.observation import Observation
 __all__ = ["evaluate"]
 
 Policy = Callable[[Observation], Action]
+_APART = 10_000_000  # between the seeds of two photos: more than anybody counts seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,12 @@ def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int], *, in
     Raises:
         ValueError: when there are no seeds.
     """
-    outcomes = [_edit(environment, policy, photo, seed, intact) for seed in seeds for photo in environment.photos]
+    # A generator draws the same damage for every photo from one number, so each photo has numbers of its own.
+    outcomes = [
+        _edit(environment, policy, photo, seed + _APART * number, intact)
+        for seed in seeds
+        for number, photo in enumerate(environment.photos)
+    ]
     if not outcomes:
         raise ValueError("expected at least one seed to damage the photos with")
     return Evaluation(tuple(outcomes))

@@ -143,7 +143,7 @@ class PhotoLibrary:
         *,
         held_out_share: float = 0.25,
         on_broken: Literal["error", "skip"] = "error",
-        limit: int = 128,
+        limit: int = 256,
     ) -> PhotoLibrary:
         """Every .jpg, .jpeg and .png directly in a folder.
 
