@@ -189,6 +189,7 @@ void bind_shm_rings(nb::module_& m) {
             "submit",
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
                std::int64_t deadline, std::uint64_t version, std::uint64_t incarnation) {
+                self.rings.set_watched(true);
                 return self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}});
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),
@@ -198,15 +199,21 @@ void bind_shm_rings(nb::module_& m) {
             [](Client& self, std::uint64_t sequence, std::uint32_t first, std::uint32_t rows, std::int64_t submitted,
                std::int64_t deadline, std::uint64_t version, std::uint64_t incarnation, double timeout) -> nb::object {
                 // Full though nothing is in flight: answers got lost, and the ticket is asked for again by its deadline.
-                if (!self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}}))
+                self.rings.set_watched(false);
+                if (!self.rings.submit(Ticket{sequence, 0, deadline, submitted, 0, first, rows, 0, version, {incarnation}})) {
+                    self.rings.set_watched(true);
                     return nb::none();
+                }
                 Answer answer;
                 bool came;
                 {
                     nb::gil_scoped_release release;
                     came = self.rings.answer_to(sequence, static_cast<std::int64_t>(timeout * 1e9), answer);
                 }
-                if (!came) return nb::none();
+                if (!came) {
+                    self.rings.set_watched(true);
+                    return nb::none();
+                }
                 return nb::make_tuple(answer.code, message_of(self.rings, answer), answer.version);
             },
             nb::arg("sequence"), nb::arg("first"), nb::arg("rows"), nb::arg("submitted"), nb::arg("deadline"),

@@ -361,12 +361,16 @@ class ShmRingsClient {
 
     // For a thread that sleeps in an event loop's stead: for so many ns, adds one to the eventfd `told` whenever answers
     // came that nobody has received. What it has told it knows by itself and forgets at the end, so any number of threads
-    // may watch, and one that begins tells of what is there.
+    // may watch, and one that begins tells of what is there. While it is off they sleep through what comes.
     void watch(int told, std::int64_t timeout_ns) const {
         const std::int64_t until = monotonic_ns() + timeout_ns;
         auto& moved = memory_->sleep_words[number_ / kSleepers].moved;
         std::uint32_t known = received_.load(std::memory_order_acquire);
         do {
+            if (!watched_.load(std::memory_order_seq_cst)) {
+                futex_wait(watched_, 0, until);
+                continue;
+            }
             const std::uint32_t before = moved.load(std::memory_order_seq_cst);
             lane_.waiting.store(1, std::memory_order_seq_cst);
             const std::uint32_t answered = lane_.answered.load(std::memory_order_seq_cst);
@@ -379,6 +383,13 @@ class ShmRingsClient {
             const std::uint64_t one = 1;
             [[maybe_unused]] const ssize_t written = ::write(told, &one, sizeof one);  // full, it is readable as well
         } while (monotonic_ns() < until);
+    }
+
+    // Off: the owner waits for the answer itself. On again, they tell of all that it has not received.
+    void set_watched(bool on) {
+        if (watched_.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(on)) return;
+        watched_.store(on, std::memory_order_seq_cst);
+        if (on) futex_wake(watched_);
     }
 
     // Take answers of this lease that are there, at most `room`.
@@ -437,6 +448,7 @@ class ShmRingsClient {
     // The owner's thread writes these, others read them.
     std::atomic<std::uint32_t> in_flight_{0}, received_;
     std::atomic<bool> alone_{false};
+    Futex watched_{1};
     Spin spin_;
     Spin lone_spin_;
 };

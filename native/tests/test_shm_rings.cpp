@@ -307,6 +307,7 @@ void a_watcher_tells_of_every_answer() {
             std::uint64_t sent = 0, received = 0;
             Answer answers[kRing];
             while (monotonic_ns() < until) {
+                side.set_watched(true);
                 while (sent - received <= sent % 3) CHECK(side.submit(ticket(++sent)));
                 pollfd fd{told, POLLIN, 0};
                 CHECK(::poll(&fd, 1, 30'000) == 1);  // a lost wake-up would show here
@@ -315,6 +316,14 @@ void a_watcher_tells_of_every_answer() {
                 for (std::size_t n; (n = side.receive(answers, 2)) != 0; received += n) {
                 }
                 if (sent % 7 == 0) side.wait(100'000);  // the owner may wait, too, and takes nobody's wake-up
+                if (sent % 3 == 0 && sent == received) {  // or alone
+                    Answer answer;
+                    side.set_watched(false);
+                    CHECK(side.submit(ticket(++sent)));
+                    const bool came = side.answer_to(sent, sent % 2 ? 50'000 : 2'000'000, answer);
+                    received += came;
+                    if (!came || sent % 5 == 0) side.set_watched(true);
+                }
             }
             CHECK(received > 0);
             watcher.join(), other.join();

@@ -201,13 +201,20 @@ class Lane:
     # ---- tickets
 
     def submit(
-        self, first: int, rows: int, deadline: int, version: int = 0, holder: weakref.ref[Any] | None = None
+        self,
+        first: int,
+        rows: int,
+        deadline: int,
+        version: int = 0,
+        holder: weakref.ref[Any] | None = None,
+        brief: float = 0.0,
     ) -> InFlight:
         """Send a ticket for rows already written. It is sent later where no engine serves just now.
 
         Args:
             holder: who wants the answer. Without one it is sent again, should that be necessary, only while it is
                 waited for.
+            brief: seconds to wait for its answer, where no other ticket is in flight.
         """
         self.sequence = sequence = self.sequence + 1
         ticket = InFlight(sequence, first, rows, deadline, version)
@@ -216,8 +223,9 @@ class Lane:
             self._look_after()
         if holder is None:
             self._stale = True  # nobody has cut these rows out of the free runs, and a wait for them may be given up
+        brief = 0.0 if self.in_flight else brief
         self.in_flight[sequence] = ticket
-        self._send(ticket)
+        self._send(ticket, brief)
         return ticket
 
     def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
@@ -358,7 +366,7 @@ class Lane:
 
     # ---- inside
 
-    def _send(self, ticket: InFlight) -> None:
+    def _send(self, ticket: InFlight, brief: float = 0.0) -> None:
         engine = self._choose_engine()
         if engine is None:
             ticket.engine, self._unsent_because = UNSENT, "no engine serves"
@@ -366,7 +374,10 @@ class Lane:
         ticket.submitted = time.monotonic_ns()
         ticket.engine, ticket.incarnation = engine, self._incarnations.item(engine)
         try:
-            self._transport.send(ticket)
+            if not brief:
+                self._transport.send(ticket)
+            elif (answer := self._transport.exchange(ticket, brief)) is not None:
+                self._settle((answer,))
         except TooManyFiles as error:
             ticket.engine, self._unsent_because = UNSENT, str(error)  # tried again when looked after
 

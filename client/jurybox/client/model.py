@@ -183,15 +183,16 @@ class Model:
         return self._sent(lane, given, 0, n, self._found(lane, n), deadline, version)
 
     def submit_parts(
-        self, parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]], deadline: int, version: int
+        self, parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]], deadline: int, version: int, brief: float = 0.0
     ) -> Ticket | None:
         """Send rows of several callers as one ticket; None where they cannot go just now as they are.
 
-        For programs that answer others, of models of fixed shapes without state. Nothing is waited for.
+        For programs that answer others, of models of fixed shapes without state.
 
         Args:
             parts: arrays by name, each (n, *row shape) of the spec's dtype, and how many rows of each.
             deadline: ns of CLOCK_MONOTONIC.
+            brief: seconds to wait for the answer at once, where a sleep would take as long.
         """
         try:
             with self.turns.now:
@@ -206,7 +207,7 @@ class Model:
                             return None  # made for a model that was loaded anew meanwhile
                         column[at : at + n] = array
                     at += n
-                ticket._send(deadline, version)
+                ticket._send(deadline, version, brief)
                 return ticket
         except Taken:
             return None

@@ -177,8 +177,8 @@ class Ticket:
 
     # ---- for the model, under its lock
 
-    def _send(self, deadline: int, version: int) -> None:
-        self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self))
+    def _send(self, deadline: int, version: int, brief: float = 0.0) -> None:
+        self._sent = self._lane.submit(self.first, self.rows, deadline, version, weakref.ref(self), brief)
 
     def _in_flight(self) -> InFlight | None:
         """What was sent; None where it has failed. Raises where there will be no answer."""

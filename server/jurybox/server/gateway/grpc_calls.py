@@ -29,6 +29,7 @@ _MOST_CONNECTIONS = 4096
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that the peer has not taken yet
 _READ = 1 << 18  # bytes read at once
 _QUIET = 20.0  # seconds without a byte after which a peer is asked whether it is still there, and has for its answer
+_LONE = 3  # events at once of which one call consists
 _CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE = range(6)  # native.GrpcConnection's events
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 _STATUS = grpc.StatusCode
@@ -67,6 +68,11 @@ class Call:
         self._trailing: Sequence[tuple[str, str]] = ()
 
     # ---- for methods
+
+    @property
+    def source(self) -> object:
+        """As security.grpc.DirectCall."""
+        return self._connection if self._connection.lone else None
 
     def done(self) -> bool:
         """Whether it was answered, or its peer is gone: what is answered then goes nowhere."""
@@ -247,7 +253,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.native = native.GrpcConnection(server.most_message, MOST_METADATA, MOST_STREAMS)
         self.calls: dict[int, Call] = {}
         self._transport: Any = None
-        self._paused = self._reading = False
+        self._paused = self._reading = self.lone = False
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have taken something
         self._heard = 0.0
         self._asked = False  # the peer, whether it is still there
@@ -277,7 +283,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._reading = True  # what is answered meanwhile goes out together
         over = False
         try:
-            for event in self.native.feed(self._server.buffer, size):
+            events = self.native.feed(self._server.buffer, size)
+            self.lone = len(events) <= _LONE and len(self.calls) <= 1
+            for event in events:
                 if event is None:
                     over = True
                 else:

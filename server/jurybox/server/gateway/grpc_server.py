@@ -95,7 +95,6 @@ class Status:
 
 
 GRACE = 2.0  # seconds that calls in progress get when the gateway stops
-_AGAIN = 0.1  # seconds until a port is tried again
 _CONNECTION_MS = 20_000  # idle time after which a peer is asked whether it is still there
 
 
@@ -138,6 +137,8 @@ class GrpcServer:
 
     Attributes:
         http2: what does, with its version, and why not the other.
+        ended: set where grpcio's server ended by itself: a method's path that is no UTF-8 is enough. Another in the
+            same process is not to be trusted, so who has made this should end.
         bound: where it really listens.
 
     Raises:
@@ -157,6 +158,7 @@ class GrpcServer:
         self._services = services
         self._readiness = readiness
         self._stopping = False
+        self.ended = asyncio.Event()
         self._health = Health([service.name for service in services], readiness)
         self.http2, found = choose_http2(http2)
         self._listener = listen(address, "grpc")
@@ -177,7 +179,7 @@ class GrpcServer:
             await self._calls.start(self._listener)
         else:
             await self._aio.start()
-            self._renewing = asyncio.create_task(self._renew())
+            self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """Refuse new calls, and wait for those in progress for the grace period."""
@@ -186,7 +188,7 @@ class GrpcServer:
         if self._calls is not None:
             await self._calls.stop(GRACE)
         else:
-            await self._aio.stop(GRACE)  # which ends `_renew`, too: to cancel its wait would cancel this
+            await self._aio.stop(GRACE)
 
     def _offer(self, server: Any, direct: Mapping[str, Direct]) -> None:
         """Add all services to a server."""
@@ -223,24 +225,15 @@ class GrpcServer:
             ) from error
         return server
 
-    async def _renew(self) -> None:
-        """Serve on where grpc.aio has stopped by itself: a method's path that is no UTF-8 ends its loop."""
-        while True:
-            why: object = "it stopped"
-            try:
-                await self._aio.wait_for_termination()
-            except Exception as error:  # noqa: BLE001  whatever ended it
-                why = error
-            if self._stopping:
-                return
-            _log.error("grpcio's server ended (%s): another begins", why)
-            while not self._stopping:
-                try:
-                    self._aio = self._new_aio()
-                    await self._aio.start()
-                    break
-                except CannotListen:
-                    await asyncio.sleep(_AGAIN)
+    async def _watch(self) -> None:
+        why: object = "it stopped"
+        try:
+            await self._aio.wait_for_termination()
+        except Exception as error:  # noqa: BLE001  whatever ended it
+            why = error
+        if not self._stopping:
+            _log.error("grpcio's server ended (%s)", why)
+            self.ended.set()
 
 
 def choose_http2(wanted: str) -> tuple[str, bool]:

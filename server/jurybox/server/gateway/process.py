@@ -95,7 +95,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     try:
         async with signs_of_life(control_pipe):
             serving = [server for server in (http, *dialects.values()) if server is not None]
-            served = await _until(stop, serving, app.state.watching.close)
+            served = await _until(stop, serving, app.state.watching.close, rpc)
     finally:
         for task in leasing:
             task.cancel()
@@ -128,20 +128,24 @@ def _robot_servers(orders: dict[str, Any], access: Access) -> dict[str, RobotSer
     return {name: RobotServer(name, settings, orders["address"], access) for name, settings in robots.items()}
 
 
-async def _until(stop: asyncio.Event, servers: Sequence[HttpServer], hang_up: Callable[[], None]) -> bool:
-    """Serve until `stop`, or until one of the HTTP servers ends by itself; gives whether all was well.
+async def _until(
+    stop: asyncio.Event, servers: Sequence[HttpServer], hang_up: Callable[[], None], rpc: GrpcServer | None
+) -> bool:
+    """Serve until `stop`, or until one of the servers ends by itself; gives whether all was well.
 
     Args:
         hang_up: ends the answers that go on for as long as somebody watches.
     """
     running = [asyncio.create_task(server.run()) for server in servers]
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    ends = [] if rpc is None else [asyncio.create_task(rpc.ended.wait())]
+    await asyncio.wait((*running, *ends, stopping), return_when=asyncio.FIRST_COMPLETED)
+    for task in (*ends, stopping):
+        task.cancel()
     hang_up()
     for server in servers:
         server.stop()
-    return all(await asyncio.gather(*running))
+    return all(await asyncio.gather(*running)) and not (rpc and rpc.ended.is_set())
 
 
 def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:

@@ -92,6 +92,11 @@ class _Came(NamedTuple):
 class DirectCall(Protocol):
     """A call, as a direct method sees it. It is answered once."""
 
+    @property
+    def source(self) -> object:
+        """The connection that it came by, where that asks nothing else just now; None: not known."""
+        ...
+
     def done(self) -> bool:
         """Whether nobody waits any more."""
         ...
@@ -119,6 +124,8 @@ Direct: TypeAlias = Callable[[bytes, DirectCall], bool]
 
 class _AwaitedCall:
     """A call of grpc.aio, which wants a coroutine to wait for the answer: bytes, or None for the usual method."""
+
+    source = None
 
     def __init__(self, context: Any) -> None:
         self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()

@@ -30,6 +30,9 @@ from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes where rows differ in size
 
 _IN_FLIGHT = 1
+_ALONE = 4  # requests of one source after another, from which on their answers are waited for in the loop
+_BRIEF = 0.0003  # seconds that the loop may sleep for one: to be told of it takes a third of that
+_IN_VAIN = 64  # requests until it is tried again
 _OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
 _OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is not ours any more, or its rows don't come back
 _DOUBT = 1.0  # seconds a ticket still has whose answer may have been lost on the way
@@ -65,18 +68,19 @@ class Answered(Protocol):
 class _Sent:
     """A ticket that was sent without a task. It waits as a future of its ticket, and ends as a task."""
 
-    __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "ticket")
+    __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "began", "ticket")
 
-    def __init__(self, coalescer: RequestCoalescer, ticket: Ticket, until: float) -> None:
+    def __init__(self, coalescer: RequestCoalescer, ticket: Ticket, until: float, began: float) -> None:
         self._coalescer = coalescer
         self._loop = asyncio.get_running_loop()
         self._looking: asyncio.TimerHandle | None = None
         self._done = False
         self._until = until
+        self.began = began
         self.ticket = ticket
 
-    def look(self) -> None:
-        """Wait for the answer, and look after the engine meanwhile."""
+    def look(self, *, at_once: bool = False) -> None:
+        """Wait for the answer, and look after the engine meanwhile. `at_once`: give it now, if it is there."""
         again = self._looking is not None
         if again and time.monotonic() > self._until + _OVERDUE:
             self._coalescer._end(self)
@@ -85,7 +89,10 @@ class _Sent:
             answered = self.ticket.watched(self._loop, self, again=again)
         except Exception:  # noqa: BLE001  the ticket raises it again when its outputs are asked for
             answered = True
-        if answered:
+        if answered and at_once:
+            self._over()
+            self._coalescer._came(self)
+        elif answered:
             self.set_result(None)
         elif not self._done:
             self._looking = self._loop.call_later(LOOK_AFTER, self.look)
@@ -165,6 +172,9 @@ class RequestCoalescer:
         self._waiting: deque[_Asked] = deque()
         self._in_flight: dict[asyncio.Task[None] | _Sent, list[_Asked]] = {}
         self._plain = sessions is None and gathering is None and not model.spec.open
+        self._source: object = None  # who asked last, and how often nobody else did
+        self._alone = 0
+        self._took = 0.0  # seconds that a ticket takes, about
         self._called = False
 
     @property
@@ -200,17 +210,28 @@ class RequestCoalescer:
         version: int,
         answer: Answered,
         sessions: Mapping[int, bool] | None = None,
+        source: object = None,
     ) -> asyncio.TimerHandle:
-        """As `ask`, for who waits otherwise. Returns what is to be cancelled with the answer."""
+        """As `ask`, for who waits otherwise. Returns what is to be cancelled with the answer.
+
+        Args:
+            source: the connection that asks, and asks nothing else; None: anybody. Where nobody else does for a while,
+                the answer may be given before this returns.
+        """
+        self._alone = self._alone + 1 if source is not None and source is self._source else 0
+        self._source = source
         loop, now = asyncio.get_running_loop(), time.monotonic()
+        late = loop.call_later(seconds, self._expire, answer, seconds)
         self._waiting.append(_Asked(inputs, n, version, now, now + seconds, answer, sessions))
-        if not self._called and self._may_send():
+        if self._alone > _ALONE and self._may_send() and not self._called:
+            self._send()
+        elif not self._called and self._may_send():
             # Not at once: requests that came in the same turn of the loop come along.
             self._called = True
             loop.call_soon(self._send)
         if self._in_flight:
             self._look()  # the thread that watches for answers would have to wait for a pause
-        return loop.call_later(seconds, self._expire, answer, seconds)
+        return late
 
     def look_again(self) -> None:
         """Who was waited for may come no more."""
@@ -289,17 +310,20 @@ class RequestCoalescer:
 
     def _sent_at_once(self, taken: list[_Asked]) -> bool:
         """Send rows of fixed shapes without a task; False where that does not go, and nothing was done."""
-        until = max(asked.until for asked in taken)
+        until, began = max(asked.until for asked in taken), time.monotonic()
+        brief = 2 * self._took if self._alone > _ALONE and len(taken) == 1 and self._took < _BRIEF else 0.0
         try:
             parts = [(asked.inputs, asked.n) for asked in taken]
-            ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version)
+            ticket = self._model.submit_parts(parts, int(until * 1e9), taken[0].version, brief)
         except Exception:  # noqa: BLE001  the usual way says what is wrong
             return False
         if ticket is None:
             return False
-        sent = _Sent(self, ticket, until)
+        sent = _Sent(self, ticket, until, began)
         self._in_flight[sent] = taken
-        sent.look()
+        sent.look(at_once=brief > 0)
+        if brief and not sent.done():
+            self._alone = -_IN_VAIN
         return True
 
     def _came(self, sent: _Sent) -> None:
@@ -307,6 +331,8 @@ class RequestCoalescer:
         taken = self._in_flight.pop(sent, None)
         if taken is None:
             return
+        took = min(time.monotonic() - sent.began, 2 * _BRIEF)  # one that took long says little of the next
+        self._took += 0.125 * (took - self._took) if self._took else took
         try:
             outputs, version = sent.ticket.seen()
         except Exception:  # noqa: BLE001  as a ticket of the usual way that raised it

@@ -32,6 +32,11 @@ Heads: TypeAlias = Callable[[str, str, Sequence[Output], Sequence[int]], list[by
 class Asker(Protocol):
     """Who asked: a transport's end of one request."""
 
+    @property
+    def source(self) -> object:
+        """The connection that it came by, where that asks nothing else just now; None: not known."""
+        ...
+
     def done(self) -> bool:
         """Whether nobody waits any more."""
         ...
@@ -91,7 +96,11 @@ class Form:
         """Ask the model for these rows; `seconds` until the asker gives up, None: it does not say."""
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
         answer = _Answer(self, asker)
-        answer.late = self.held.coalescer.put(inputs, self._n, left, self._version, answer)
+        late = self.held.coalescer.put(inputs, self._n, left, self._version, answer, None, asker.source)
+        if answer.given:
+            late.cancel()
+        else:
+            answer.late = late
 
     def answered(self, outputs: Arrays, version: int, asker: Asker) -> None:
         """Give an asker its outputs."""
@@ -120,23 +129,29 @@ class Form:
 class _Answer:
     """Where one answer goes, in place of a future."""
 
-    __slots__ = ("_asker", "_form", "late")
+    __slots__ = ("_asker", "_form", "given", "late")
 
     def __init__(self, form: Form, asker: Asker) -> None:
         self._form = form
         self._asker = asker
-        self.late: TimerHandle
+        self.given = False
+        self.late: TimerHandle | None = None
 
     def done(self) -> bool:
         return self._asker.done()
 
     def set_result(self, result: tuple[Arrays, int]) -> None:
-        self.late.cancel()
+        self._given()
         self._form.answered(*result, self._asker)
 
     def set_exception(self, error: Error) -> None:
-        self.late.cancel()
+        self._given()
         self._form.failed(error, self._asker)
+
+    def _given(self) -> None:
+        self.given = True
+        if self.late is not None:
+            self.late.cancel()
 
 
 class Forms:

@@ -177,12 +177,13 @@ class KnownForms:
 class _Caller:
     """An asker of forms.py."""
 
-    __slots__ = ("_call", "_ident", "done")
+    __slots__ = ("_call", "_ident", "done", "source")
 
     def __init__(self, call: DirectCall, ident: bytes) -> None:
         self._call = call
         self._ident = ident
         self.done = call.done
+        self.source = call.source
 
     def reply(self, pieces: list[bytes]) -> None:
         if self._ident:

@@ -179,6 +179,11 @@ class InferProtocol(H11Protocol):
 
     # ---- the asker
 
+    @property
+    def source(self) -> object:
+        """As forms.py asks."""
+        return None if self._ahead else self
+
     def done(self) -> bool:
         """As forms.py asks."""
         return self._gone
