@@ -61,6 +61,21 @@ def test_clients_of_one_form_that_ask_at_once_get_their_own_answers(gateway):
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
+def test_a_lone_connection_and_one_that_joins_it_get_their_own_answers(gateway, stub):
+    """The loop waits for a lone connection's answers in place; whoever comes then is answered, too."""
+    with grpc.insecure_channel(gateway.grpc, [("grpc.use_local_subchannel_pool", 1)]) as other:
+        joining = GRPCInferenceServiceStub(other)
+        for i in range(60):
+            twice = message(np.full((2, 4), -i, np.float32))
+            beside = joining.ModelInfer.future(twice, timeout=20) if i % 9 == 8 else None
+            rows = [np.full((1, 4), i + k, np.float32) for k in range(i % 3)]
+            many = [stub.ModelInfer.future(message(one), timeout=20) for one in rows]
+            alone = stub.ModelInfer(message(np.full((1, 4), i, np.float32)), timeout=20)
+            assert action(alone).tolist() == [2 * i + 1] * 4
+            assert [action(call.result())[0] for call in many] == [2 * (i + k) + 1 for k in range(i % 3)]
+            assert beside is None or action(beside.result()).tolist() == [1 - 2 * i] * 8
+
+
 def test_contents_of_another_size_are_refused_as_ever(stub):
     rows = np.ones((2, 4), np.float32)
     stub.ModelInfer(message(rows), timeout=20)
