@@ -1,10 +1,12 @@
-"""The ZeroMQ transport: tickets as records to the engines' ROUTER sockets."""
+"""The ZeroMQ transport: tickets as records to the engines' ROUTER sockets.
+
+Over sockets of its own where the native core is there (direct.py), else over libzmq's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
 from jurybox.client.control import new_socket
+from jurybox.client.transports.direct import FRAME, DirectCaller, DirectEngine, can_dial
 from jurybox.client.transports.transport import (
     LOOK_AFTER,
     NOT_ANSWERED,
@@ -29,7 +32,7 @@ from jurybox.client.transports.transport import (
 )
 from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.scoreboard import EngineState
-from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
+from jurybox.protocol.wire import PACK_REPLY, PREFIX, lane_identity
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,7 +41,6 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _SERVING = int(EngineState.SERVING)
 _HEAD = len(PREFIX) + PACK_REPLY.size
 _SEQUENCE, _CODE = slice(0, len(PREFIX) + 8), slice(_HEAD - 4, None)  # of a reply's bytes, the prefix with the former
-_FRAME = struct.Struct(f"<{len(PREFIX)}s{PACK_TICKET.format[1:]}")
 _OK = bytes(4)
 _WAITING = (0,)  # flags of one receive that waits
 _COMPUTED = (Code.OK, Code.MODEL_FAILED)
@@ -58,41 +60,39 @@ class ZmqTransport:
         self._addresses = addresses
         self._lane = lane
         self._lease = lease
-        self._engines: dict[int, _Attached] = {}
+        self._engines: dict[int, _Attached | DirectEngine] = {}
         self._poller = zmq.Poller()
         self._watching: Watching | None = None
 
     def send(self, ticket: InFlight) -> None:
         """As Transport.send."""
         t = ticket
-        self._attached(t.engine, t.incarnation).send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
-        if (watching := self._watching) is not None and watching.on:
-            # Sending reads the socket's signal, and with it perhaps the news of an answer.
+        engine = self._attached(t.engine, t.incarnation)
+        engine.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
+        if (watching := self._watching) is not None and watching.on and isinstance(engine, _Attached):
+            # Sending reads libzmq's signal, and with it perhaps the news of an answer.
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """As Transport.exchange."""
-        self.send(ticket)
-        engine = self._engines[ticket.engine]
-        if timeout < LOOK_AFTER and not engine.socket.poll(int(timeout * 1000 + 0.999)):
-            return None
-        engine.receive_one()
+        engine = self._attached(ticket.engine, ticket.incarnation)
+        engine.exchange(ticket, timeout)
         for answer in engine.answers():
             if answer.sequence in (ticket.sequence, 0):
                 return answer
         return None
 
-    def caller(self, place: RowPlace) -> _Caller | None:
+    def caller(self, place: RowPlace) -> DirectCaller | _Caller | None:
         """As Transport.caller."""
-        return _Caller(self._attached(place.number, place.incarnation), place)
+        engine = self._attached(place.number, place.incarnation)
+        return DirectCaller(engine, place) if isinstance(engine, DirectEngine) else _Caller(engine, place)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         """As Transport.receive."""
         engines = list(self._engines.values())
         if timeout and not any(engine.arrived for engine in engines):
             if len(engines) == 1:
-                if not engines[0].socket.poll(int(timeout * 1000 + 0.999)):
-                    return ()
+                engines[0].wait(timeout)
             else:
                 self._poller.poll(int(timeout * 1000 + 0.999))
         answers: list[Answer] = []
@@ -104,7 +104,9 @@ class ZmqTransport:
     def holds(self, ticket: InFlight) -> bool:
         """As Transport.holds."""
         engine = self._engines.get(ticket.engine)
-        return engine is not None and engine.incarnation == ticket.incarnation and engine.has(ticket)
+        if engine is None or engine.incarnation != ticket.incarnation:
+            return False
+        return self._whole(ticket.engine, engine).has(ticket)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """As Transport.watch."""
@@ -113,8 +115,8 @@ class ZmqTransport:
             self._watching = watching = Watching(loop, arrived)
             for engine in self._engines.values():
                 if earlier is not None:
-                    earlier.unread(engine.descriptor)
-                watching.read(engine.descriptor)
+                    self._unwatch(engine, earlier)
+                self._watch(engine, watching)
 
     def close(self) -> None:
         """As Transport.close."""
@@ -125,34 +127,74 @@ class ZmqTransport:
         """As Transport.forked. pyzmq closes nothing in a child, and an event loop's poll set would be the parent's."""
         self._engines, self._watching = {}, None
 
-    def _attached(self, engine: int, incarnation: int) -> _Attached:
-        known = self._engines.get(engine)
-        return known if known is not None and known.incarnation == incarnation else self._open(engine, incarnation)
+    def _attached(self, number: int, incarnation: int) -> _Attached | DirectEngine:
+        known = self._engines.get(number)
+        if known is None or known.incarnation != incarnation:
+            return self._open(number, incarnation)
+        return self._whole(number, known)
 
-    def _open(self, engine: int, incarnation: int) -> _Attached:
-        self._drop(engine)
-        socket = new_socket(self._context, f"to engine {engine}")
+    def _whole(self, number: int, engine: _Attached | DirectEngine) -> _Attached | DirectEngine:
+        """The same, connected anew where its connection broke."""
+        if isinstance(engine, DirectEngine) and engine.broken:
+            self._let_go(engine)
+            engine.dial()
+            self._take_up(engine)
+        return engine
+
+    def _open(self, number: int, incarnation: int) -> _Attached | DirectEngine:
+        self._drop(number)
+        address = self._addresses[number]
+        engine: _Attached | DirectEngine
+        if can_dial(address):
+            engine = DirectEngine(address, self._lane, self._lease, incarnation)
+        else:
+            engine = _Attached(self._socket(number), self._lane, self._lease, incarnation)
+        self._engines[number] = engine
+        self._take_up(engine)
+        return engine
+
+    def _socket(self, number: int) -> zmq.Socket[bytes]:
+        socket = new_socket(self._context, f"to engine {number}")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         socket.setsockopt(zmq.RCVTIMEO, int(LOOK_AFTER * 1000))
         socket.setsockopt(zmq.IDENTITY, lane_identity(self._lane, self._lease))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        socket.connect(self._addresses[engine])
-        self._poller.register(socket, zmq.POLLIN)
-        self._engines[engine] = attached = _Attached(socket, self._lane, self._lease, incarnation)
-        if self._watching is not None:
-            self._watching.read(attached.descriptor)
-        return attached
+        socket.connect(self._addresses[number])
+        return socket
 
-    def _drop(self, engine: int) -> None:
-        known = self._engines.pop(engine, None)
-        if known is None:
-            return
-        if self._watching is not None:
-            self._watching.unread(known.descriptor)
-        self._poller.unregister(known.socket)
-        known.socket.close()
+    def _drop(self, number: int) -> None:
+        known = self._engines.pop(number, None)
+        if known is not None:
+            self._let_go(known)
+            known.close()
+
+    def _take_up(self, engine: _Attached | DirectEngine) -> None:
+        """Poll and watch a connection that is new."""
+        if engine.descriptor >= 0:
+            self._poller.register(engine.socket if isinstance(engine, _Attached) else engine.descriptor, zmq.POLLIN)
+            if self._watching is not None:
+                self._watch(engine, self._watching)
+
+    def _let_go(self, engine: _Attached | DirectEngine) -> None:
+        """No longer, since it is about to be closed."""
+        if engine.descriptor >= 0:
+            if self._watching is not None:
+                self._unwatch(engine, self._watching)
+            self._poller.unregister(engine.socket if isinstance(engine, _Attached) else engine.descriptor)
+
+    def _watch(self, engine: _Attached | DirectEngine, watching: Watching) -> None:
+        if engine.descriptor >= 0:
+            watching.read(engine.descriptor)
+            if isinstance(engine, DirectEngine) and engine.link is not None:
+                engine.link.watched(on=True)
+
+    def _unwatch(self, engine: _Attached | DirectEngine, watching: Watching) -> None:
+        if engine.descriptor >= 0:
+            watching.unread(engine.descriptor)
+            if isinstance(engine, DirectEngine) and engine.link is not None:
+                engine.link.watched(on=False)
 
 
 class _Attached:
@@ -190,7 +232,7 @@ class _Attached:
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
         """Send a ticket."""
         lane, lease = self._lane, self._lease
-        frame = _FRAME.pack(
+        frame = FRAME.pack(
             PREFIX, sequence, lease, deadline, submitted, lane, first, rows, 0, version, self.incarnation
         )
         if self.torn:
@@ -199,6 +241,21 @@ class _Attached:
         self.unanswered[sequence] = None
         self._send(frame)
         self.torn = False
+
+    def exchange(self, ticket: InFlight, timeout: float) -> None:
+        """Send a ticket and take in what comes next, if it comes in time."""
+        t = ticket
+        self.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
+        if timeout >= LOOK_AFTER or self.socket.poll(int(timeout * 1000 + 0.999)):
+            self.receive_one()
+
+    def wait(self, timeout: float) -> None:
+        """Wait so many seconds for a frame, without taking it in."""
+        self.socket.poll(int(timeout * 1000 + 0.999))
+
+    def close(self) -> None:
+        """Close the socket; what is in flight stays unanswered."""
+        self.socket.close()
 
     def receive_one(self) -> None:
         """Wait LOOK_AFTER at most for a frame."""

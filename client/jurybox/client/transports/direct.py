@@ -1,0 +1,273 @@
+"""ZeroMQ without libzmq: a DEALER's connection to a ROUTER over a socket of the caller's own.
+
+libzmq hands each message to a thread of its own, and each answer comes back from it. For a request that takes less
+than a tenth of a millisecond these two wake-ups are the most of what it costs its client. So where the native core is
+there, and no CURVE is spoken, the caller's thread reads and writes the socket itself (native/serving/zmtp.hpp). On the
+other side nothing differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from jurybox.client.transports.transport import (
+    LOOK_AFTER,
+    NOT_ANSWERED,
+    NOT_FIT,
+    NOT_SENT,
+    Answer,
+    InFlight,
+    RowPlace,
+    read_reply,
+)
+from jurybox.protocol.descriptors import exhausted, remedy
+from jurybox.protocol.errors import Code, TooManyFiles
+from jurybox.protocol.scoreboard import EngineState
+from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
+
+try:
+    from jurybox import native
+except ImportError:  # an install without the native core goes by libzmq
+    native = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from jurybox.native import Zmtp
+
+_MOST_REPLY = 1 << 20  # bytes of an engine's reply, whose outputs are in the arena
+_PATIENCE = 0.02  # seconds that a send waits for room where no event loop does
+_CONNECT = 0.1  # seconds to wait for room among those that connect to an engine at once
+_SERVING = int(EngineState.SERVING)
+_OK = bytes(4)
+_HEAD = len(PREFIX) + PACK_REPLY.size
+_NAMED = len(PREFIX) + 8  # bytes of a reply: the prefix and the sequence
+_COMPUTED = (Code.OK, Code.MODEL_FAILED)
+FRAME = struct.Struct(f"<{len(PREFIX)}s{PACK_TICKET.format[1:]}")  # a ticket with its prefix
+
+
+def can_dial(address: str) -> bool:
+    """Whether `dial` knows the way: the native core is there, and the address is on this host or of TCP."""
+    return native is not None and address.startswith(("ipc://", "tcp://"))
+
+
+def dial(address: str, identity: bytes, most: int) -> Zmtp | None:
+    """Connect to a ROUTER; None where nobody listens there. The handshake is made by the first calls.
+
+    Args:
+        address: ipc://path or tcp://host:port.
+        identity: the routing id; empty: the peer gives one.
+        most: bytes of the longest message that may come.
+
+    Raises:
+        TooManyFiles: this process may open no more.
+    """
+    made = None
+    try:
+        if address.startswith("ipc://"):
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # A connection waits for room in the listener's queue, where many come at once.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_CONNECT * 1e6)))
+            path = address.removeprefix("ipc://")
+            made.connect("\0" + path[1:] if path.startswith("@") else path)
+        else:
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            made = socket.create_connection((host.strip("[]"), int(port)), _CONNECT * 10)
+            made.settimeout(None)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = native.Zmtp(made.fileno(), identity, most, _PATIENCE)
+        made.detach()
+    except OSError as error:
+        if exhausted(error):
+            raise TooManyFiles(f"no socket to {address}: {remedy()}") from error
+        return None
+    except RuntimeError as error:  # of epoll, in the native core
+        raise TooManyFiles(f"no socket to {address}: {remedy()}") from error
+    finally:
+        if made is not None:
+            made.close()
+    return link
+
+
+class DirectEngine:
+    """The connection to one engine in one of its lives; anew when it breaks, which it does only when the engine ends.
+
+    Should it break while the engine lives on, nobody knows of what was in flight whether the engine has it. Such
+    tickets are sent once more, under another number. An engine answers the tickets of a lane for the same weights in
+    the order in which they came. So when the second is answered, the first is done with as well, and nothing writes to
+    its rows any more.
+
+    Attributes:
+        link: None where nobody listened.
+        arrived: messages that were taken in and not read.
+    """
+
+    def __init__(self, address: str, lane: int, lease: int, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.link: Zmtp | None = None
+        self.arrived: deque[list[bytes]] = deque()
+        self._address = address
+        self._lane = lane
+        self._lease = lease
+        self._doubtful: set[int] = set()  # sequences in flight on an earlier connection
+        self._again: dict[int, int] = {}  # second numbers -> sequence
+        self._settled_again: set[int] = set()  # sequences that were sent again: the second answer counts
+        self._numbers = itertools.count((((lease & 0xFFFFFFFF) ^ 0x80000000) << 32) + 1)
+        self.dial()
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing can be sent before `dial`."""
+        return self.link is None or self.link.broken
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when answers may have come; -1 without a connection."""
+        return -1 if self.link is None else self.link.descriptor
+
+    def dial(self) -> None:
+        """Connect, again where a connection broke."""
+        if self.link is not None:
+            self.arrived.extend(self.link.receive(0))
+            self._doubtful.update(self.link.unanswered)
+            self._doubtful.difference_update(self._again)
+            self._again.clear()
+            self.link.close()
+        self.link = dial(self._address, lane_identity(self._lane, self._lease), _MOST_REPLY)
+
+    def frame(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> bytes:
+        """A ticket's bytes."""
+        return FRAME.pack(
+            PREFIX,
+            sequence,
+            self._lease,
+            deadline,
+            submitted,
+            self._lane,
+            first,
+            rows,
+            0,
+            version,
+            self.incarnation,
+        )
+
+    def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
+        """Send a ticket; where the connection is broken it is not sent, and `has` says so."""
+        if self.link is not None:
+            self.link.send(sequence, (self.frame(sequence, first, rows, submitted, deadline, version),))
+
+    def exchange(self, ticket: InFlight, timeout: float) -> None:
+        """Send a ticket and take in its answer, if it comes in time."""
+        if self.link is None:
+            return
+        t = ticket
+        frame = self.frame(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
+        if (message := self.link.exchange(t.sequence, (frame,), timeout)) is not None:
+            self.arrived.append(message)
+
+    def wait(self, timeout: float) -> None:
+        """Take in what comes within so many seconds."""
+        if self.link is None:
+            time.sleep(min(timeout, LOOK_AFTER))
+        else:
+            self.arrived.extend(self.link.receive(timeout))
+
+    def receive(self) -> None:
+        """Take in every message that is there."""
+        if self.link is not None:
+            self.arrived.extend(self.link.receive(0))
+
+    def answers(self) -> list[Answer]:
+        """What the messages say that were taken in."""
+        return list(self._answers()) if self.arrived else []
+
+    def has(self, ticket: InFlight) -> bool:
+        """Whether the engine may have the ticket, or its answer be on its way."""
+        sequence, link = ticket.sequence, self.link
+        if link is not None and link.holds(sequence):
+            return True
+        if sequence not in self._doubtful:
+            return False
+        if link is None or not any(of == sequence and link.holds(number) for number, of in self._again.items()):
+            self._settled_again.add(sequence)
+            number = next(self._numbers)
+            self._again[number] = sequence
+            self.send(number, ticket.first, ticket.rows, time.monotonic_ns(), 0, ticket.version)
+        return True
+
+    def close(self) -> None:
+        """Close the connection; what is in flight stays unanswered."""
+        if self.link is not None:
+            self.link.close()
+
+    def _answers(self) -> Iterator[Answer]:
+        while self.arrived:
+            answer = read_reply(self.arrived.popleft()[0], "an engine")
+            sequence = self._again.pop(answer.sequence, None)
+            if sequence is not None:
+                if answer.code in _COMPUTED:  # refused, it is sent again when looked after
+                    self._forget(sequence)
+                    yield answer._replace(sequence=sequence)
+            elif answer.code == Code.BUSY:
+                # The engine still has what was sent twice: sent again when looked after.
+                self._doubtful.add(answer.sequence)
+            elif answer.sequence not in self._settled_again:
+                self._forget(answer.sequence)
+                yield answer
+
+    def _forget(self, sequence: int) -> None:
+        self._doubtful.discard(sequence)
+        self._settled_again.discard(sequence)
+
+
+class DirectCaller:
+    """As jurybox.client.transports.transport.Caller, over the connection to one engine in one of its lives."""
+
+    def __init__(self, engine: DirectEngine, place: RowPlace) -> None:
+        self._engine = engine
+        self._place = place
+        self._states = place.engine["state"]
+        self._incarnations = place.engine["incarnation"]
+        self._message = ""
+        self._reply: bytes | Answer = b""  # the last one; parsed where somebody asks for its version
+
+    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
+        """As Caller."""
+        engine, place = self._engine, self._place
+        link = engine.link
+        if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != _SERVING:
+            return NOT_SENT
+        if link is None or engine.arrived or link.broken:
+            return NOT_SENT
+        if row is not None and not place.write(row):
+            return NOT_FIT
+        now = time.monotonic_ns()
+        frame = engine.frame(sequence, place.first, place.rows, now, now + int(seconds * 1e9), 0)
+        message = link.exchange(sequence, (frame,), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+        if message is None:
+            return NOT_ANSWERED
+        reply = message[0]
+        if len(reply) == _HEAD and reply[-4:] == _OK and reply[:_NAMED] == frame[:_NAMED]:
+            self._reply = reply
+            return place.copied()
+        engine.arrived.append(message)
+        for answer in engine.answers():
+            self._message, self._reply = answer.message, answer
+            return answer.code
+        return NOT_ANSWERED  # yet: it is sent again
+
+    @property
+    def version(self) -> int:
+        """As Caller."""
+        reply = self._reply
+        return reply.version if isinstance(reply, Answer) else read_reply(reply, "an engine").version
+
+    def message(self) -> str:
+        """As Caller."""
+        return self._message

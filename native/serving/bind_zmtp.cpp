@@ -1,0 +1,106 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <deque>
+#include <stdexcept>
+#include <vector>
+
+#include "bindings.hpp"
+#include "serving/zmtp.hpp"
+
+namespace nb = nanobind;
+
+namespace jurybox {
+namespace {
+
+// Frames borrowed for one call.
+class Frames {
+  public:
+    explicit Frames(nb::handle frames) {
+        for (nb::handle frame : frames) {
+            const Read& kept = kept_.emplace_back(frame);
+            parts_.push_back({kept.bytes(), kept.size()});
+        }
+        if (parts_.empty()) throw std::invalid_argument("a message has a frame at least");
+    }
+    const Zmtp::Part* data() const { return parts_.data(); }
+    std::size_t size() const { return parts_.size(); }
+
+  private:
+    std::deque<Read> kept_;
+    std::vector<Zmtp::Part> parts_;
+};
+
+nb::list frames_of(const Zmtp::Message& message) {
+    nb::list frames;
+    for (const std::string& frame : message) frames.append(nb::bytes(frame.data(), frame.size()));
+    return frames;
+}
+
+}  // namespace
+
+// It belongs to one thread at a time, as a ring's client does.
+void bind_zmtp(nb::module_& m) {
+    nb::class_<Zmtp>(m, "Zmtp", "A DEALER's connection to a ROUTER over a connected stream socket, which it closes.")
+        .def(
+            "__init__",
+            [](Zmtp* self, int fd, nb::bytes identity, std::size_t most, double patience) {
+                new (self) Zmtp(fd, {identity.c_str(), identity.size()}, most, static_cast<std::int64_t>(patience * 1e9));
+            },
+            nb::arg("fd"), nb::arg("identity"), nb::arg("most"), nb::arg("patience"),
+            "`identity`: the routing id, empty for the peer's choice; `most`: bytes of a message that comes; `patience`: seconds that "
+            "a send may wait for room, where nobody watches for it.")
+        .def(
+            "send",
+            [](Zmtp& self, std::uint64_t sequence, nb::handle frames) {
+                const Frames message(frames);
+                nb::gil_scoped_release release;
+                return self.send(sequence, message.data(), message.size());
+            },
+            nb::arg("sequence"), nb::arg("frames"), nb::lock_self(),
+            "Send a message whose answer will name the sequence; False where the connection is broken.")
+        .def(
+            "exchange",
+            [](Zmtp& self, std::uint64_t sequence, nb::handle frames, double timeout) -> nb::object {
+                const Frames message(frames);
+                Zmtp::Message answer;
+                bool came = false;
+                {
+                    nb::gil_scoped_release release;
+                    const std::int64_t until = monotonic_ns() + static_cast<std::int64_t>(timeout * 1e9);
+                    if (self.send(sequence, message.data(), message.size())) {
+                        const std::int64_t left = until - monotonic_ns();
+                        came = self.await(sequence, left, answer);
+                    }
+                }
+                if (!came) return nb::none();
+                return frames_of(answer);
+            },
+            nb::arg("sequence"), nb::arg("frames"), nb::arg("timeout"), nb::lock_self(),
+            "Send a message and wait for its answer, or a complaint that names no sequence; None where none came in time: "
+            "`holds` tells. Other answers stay for receive.")
+        .def(
+            "receive",
+            [](Zmtp& self, double timeout) {
+                {
+                    nb::gil_scoped_release release;
+                    self.receive(static_cast<std::int64_t>(timeout * 1e9));
+                }
+                nb::list messages;
+                for (Zmtp::Message message; self.take(message);) messages.append(frames_of(message));
+                return messages;
+            },
+            nb::arg("timeout"), nb::lock_self(), "Messages that came within so many seconds, each a list of frames.")
+        .def("holds", &Zmtp::holds, nb::arg("sequence"), nb::lock_self(), "Whether a message was sent and its answer not received.")
+        .def_prop_ro("unanswered", [](const Zmtp& self) { return self.unanswered(); }, "Sequences in flight, or that were when it broke.")
+        .def_prop_ro("ready", &Zmtp::ready, "Whether messages go to and fro: the peer has shaken hands.")
+        .def_prop_ro("broken", &Zmtp::broken, "Whether the connection is at its end.")
+        .def_prop_ro("why", &Zmtp::why, "What broke it.")
+        .def_prop_ro("descriptor", &Zmtp::descriptor, "Readable when `receive` would find or send something.")
+        .def_prop_ro("silence", [](const Zmtp& self) { return static_cast<double>(self.silence_ns()) * 1e-9; }, "Seconds since something came.")
+        .def("ping", &Zmtp::ping, nb::lock_self(), "Ask the peer whether it is there, which ends the silence.")
+        .def("watched", &Zmtp::watched, nb::arg("on"), nb::lock_self(), "Somebody waits on the descriptor: a send need not wait for room.")
+        .def("close", &Zmtp::close, nb::lock_self(), "Close the socket; what was not sent yet is dropped.");
+}
+
+}  // namespace jurybox

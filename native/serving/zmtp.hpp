@@ -1,0 +1,382 @@
+// A connection to one ZeroMQ ROUTER socket over a stream socket of our own, without libzmq: ZMTP 3.1, mechanism NULL, as a
+// DEALER (rfc.zeromq.org/spec/37). Bytes go from the caller's thread to the kernel and back: no thread in between that each
+// message would have to wake twice.
+//
+// It speaks Jurybox's tickets (docs/protocol.md): a message's first frame names a sequence, and what was sent under one and not
+// yet answered is in flight. Nothing that happens to a caller, such as a KeyboardInterrupt, falls into the midst of a message:
+// what the kernel did not take is kept and sent on by the next call.
+#pragma once
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "common/wait.hpp"
+
+namespace jurybox {
+
+class Zmtp {
+  public:
+    using Message = std::vector<std::string>;
+    struct Part {
+        const void* data;
+        std::size_t size;
+    };
+
+    // Args: a connected stream socket, which is this object's from now on; the routing id, empty: the peer's choice; bytes of
+    // the longest message that the peer may send; for how long a send that the kernel does not take at once may wait.
+    Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns)
+        : fd_(fd), most_(most), patience_ns_(patience_ns), heard_(monotonic_ns()) {
+        epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+        epoll_event interest{};
+        interest.events = EPOLLIN;
+        if (epoll_ < 0 || ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd_, &interest) != 0) {
+            const int why = errno;
+            close();
+            throw std::system_error(why, std::generic_category(), "epoll");
+        }
+        out_.append("\xFF\0\0\0\0\0\0\0\1\x7F\3\1NULL", 16).append(48, '\0');
+        std::string ready("\5READY", 6);
+        property(ready, "Socket-Type", "DEALER");
+        property(ready, "Identity", identity);
+        put(out_, kCommand, {ready.data(), ready.size()});
+        flush();
+    }
+    ~Zmtp() { close(); }
+    Zmtp(const Zmtp&) = delete;
+    Zmtp& operator=(const Zmtp&) = delete;
+
+    // Send a message whose answer will have this sequence. What cannot go yet is kept: `flush` or any other call sends it on.
+    // False: the connection is broken, and nothing of the message was kept.
+    bool send(std::uint64_t sequence, const Part* parts, std::size_t n) {
+        if (broken()) return false;
+        unanswered_.push_back(sequence);
+        if (ready_ && out_.empty()) {
+            write(parts, n);
+        } else {
+            append(ready_ ? out_ : held_, parts, n);
+            flush();
+        }
+        // Where nobody watches for room, nobody would go on sending until the next call.
+        if (pending() > 0 && ready_ && !watched_) wait_for(POLLOUT, patience_ns_, [this] { return pending() == 0; });
+        return !broken();
+    }
+
+    // Take in what has come, and send what was kept; waits `ns` at most for a message. Whether there is one.
+    bool receive(std::int64_t ns) {
+        if (!arrived_.empty()) return true;
+        if (ns <= 0) {
+            read();
+            flush();
+            return !arrived_.empty();
+        }
+        return wait_for(POLLIN, ns, [this] { return !arrived_.empty(); });
+    }
+
+    // Wait `ns` at most for the message that `take` gives for a sequence.
+    bool await(std::uint64_t sequence, std::int64_t ns, Message& message) {
+        if (take(sequence, message)) return true;
+        wait_for(POLLIN, ns, [&] { return take(sequence, message); });
+        return !message.empty();
+    }
+
+    // The message that answers a sequence, or complains of bytes that were no ticket (sequence 0); others stay. Once given it
+    // is no longer in flight.
+    bool take(std::uint64_t sequence, Message& message) {
+        for (auto at = arrived_.begin(); at != arrived_.end(); ++at) {
+            const std::uint64_t named = sequence_of(*at);
+            if (named != sequence && named != 0) continue;
+            message = std::move(*at);
+            arrived_.erase(at);
+            answered(named);
+            return true;
+        }
+        return false;
+    }
+
+    // The oldest message. Once given it is no longer in flight.
+    bool take(Message& message) {
+        if (arrived_.empty()) return false;
+        message = std::move(arrived_.front());
+        arrived_.pop_front();
+        answered(sequence_of(message));
+        return true;
+    }
+
+    bool holds(std::uint64_t sequence) const {
+        return !broken() && std::find(unanswered_.begin(), unanswered_.end(), sequence) != unanswered_.end();
+    }
+    // Sequences in flight, or that were when the connection broke.
+    const std::vector<std::uint64_t>& unanswered() const { return unanswered_; }
+
+    // Ask the peer whether it is there: `silence` begins anew with its answer.
+    void ping() {
+        if (!ready_ || broken()) return;
+        put(out_, kCommand, {"\4PING\0\0", 7});
+        flush();
+    }
+    std::int64_t silence_ns() const { return monotonic_ns() - heard_; }
+
+    // Whether messages go to and fro; false before the peer has shaken hands, and when the connection broke.
+    bool ready() const { return ready_ && !broken(); }
+    bool broken() const { return fd_ < 0 || !why_.empty(); }
+    const std::string& why() const { return why_; }
+    // Readable when there is something to be received, or room for what was kept.
+    int descriptor() const { return epoll_; }
+    // Somebody waits on the descriptor: sends need not wait for room.
+    void watched(bool on) { watched_ = on; }
+
+    void close() {
+        if (fd_ >= 0) ::close(fd_);
+        if (epoll_ >= 0) ::close(epoll_);
+        fd_ = epoll_ = -1;
+    }
+
+  private:
+    static constexpr unsigned char kMore = 1, kLong = 2, kCommand = 4;
+    static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kMostFrames = 4096;
+    static constexpr std::size_t kSequence = 2;  // where a reply has it: behind the prefix
+
+    static std::uint64_t sequence_of(const Message& message) {
+        std::uint64_t sequence = 0;
+        if (!message.empty() && message[0].size() >= kSequence + sizeof sequence)
+            std::memcpy(&sequence, message[0].data() + kSequence, sizeof sequence);
+        return sequence;
+    }
+
+    void answered(std::uint64_t sequence) {
+        const auto found = std::find(unanswered_.begin(), unanswered_.end(), sequence);
+        if (found == unanswered_.end()) return;
+        *found = unanswered_.back();
+        unanswered_.pop_back();
+    }
+
+    static void big_endian(std::string& to, std::uint64_t value, int bytes) {
+        for (int shift = 8 * (bytes - 1); shift >= 0; shift -= 8) to.push_back(static_cast<char>(value >> shift & 0xFF));
+    }
+
+    static void property(std::string& to, std::string_view name, std::string_view value) {
+        big_endian(to, name.size(), 1);
+        to.append(name);
+        big_endian(to, value.size(), 4);
+        to.append(value);
+    }
+
+    static void header(std::string& to, unsigned char flags, std::size_t size) {
+        const bool is_long = size > 255;
+        to.push_back(static_cast<char>(flags | (is_long ? kLong : 0)));
+        big_endian(to, size, is_long ? 8 : 1);
+    }
+
+    static void put(std::string& to, unsigned char flags, Part part) {
+        header(to, flags, part.size);
+        to.append(static_cast<const char*>(part.data), part.size);
+    }
+
+    static void append(std::string& to, const Part* parts, std::size_t n) {
+        for (std::size_t i = 0; i < n; ++i) put(to, i + 1 < n ? kMore : 0, parts[i]);
+    }
+
+    std::size_t pending() const { return out_.size() - sent_; }
+
+    // A message that goes at once; what the kernel leaves of it is kept.
+    void write(const Part* parts, std::size_t n) {
+        std::size_t size = 0;
+        for (std::size_t i = 0; i < n; ++i) size += parts[i].size;
+        if (size <= kSmall) {
+            append(out_, parts, n);
+            flush();
+            return;
+        }
+        std::vector<std::string> headers(n);
+        std::vector<iovec> all;
+        for (std::size_t i = 0; i < n; ++i) {
+            header(headers[i], i + 1 < n ? kMore : 0, parts[i].size);
+            all.push_back({headers[i].data(), headers[i].size()});
+            all.push_back({const_cast<void*>(parts[i].data), parts[i].size});
+        }
+        msghdr message{};
+        message.msg_iov = all.data(), message.msg_iovlen = std::min<std::size_t>(all.size(), 1024);
+        ssize_t went;
+        do went = ::sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        while (went < 0 && errno == EINTR);
+        if (went < 0 && errno != EAGAIN) return fail(std::strerror(errno));
+        auto done = static_cast<std::size_t>(went < 0 ? 0 : went);
+        for (const iovec& one : all) {
+            const std::size_t skip = std::min(done, one.iov_len);
+            done -= skip;
+            out_.append(static_cast<const char*>(one.iov_base) + skip, one.iov_len - skip);
+        }
+        wants_room(pending() > 0);
+    }
+
+    void flush() {
+        while (pending() > 0 && !broken()) {
+            const ssize_t went = ::send(fd_, out_.data() + sent_, pending(), MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (went >= 0) {
+                sent_ += static_cast<std::size_t>(went);
+            } else if (errno == EAGAIN) {
+                break;
+            } else if (errno != EINTR) {
+                return fail(std::strerror(errno));
+            }
+        }
+        if (pending() == 0) {
+            sent_ = 0;
+            if (out_.capacity() > kChunk)
+                std::string().swap(out_);
+            else
+                out_.clear();
+        }
+        wants_room(pending() > 0);
+    }
+
+    void wants_room(bool wanted) {
+        if (wanted == wants_room_ || broken()) return;
+        epoll_event interest{};
+        interest.events = EPOLLIN | (wanted ? EPOLLOUT : 0u);
+        if (::epoll_ctl(epoll_, EPOLL_CTL_MOD, fd_, &interest) == 0) wants_room_ = wanted;
+    }
+
+    // Read what is there, and handle every whole frame of it.
+    void read() {
+        while (!broken()) {
+            if (in_.size() - end_ < kSmall || begin_ + wanted_ > in_.size()) in_.resize(std::max(end_ + kChunk, begin_ + wanted_));
+            const std::size_t room = in_.size() - end_;
+            const ssize_t came = ::recv(fd_, in_.data() + end_, room, MSG_DONTWAIT);
+            if (came < 0 && errno == EINTR) continue;
+            if (came < 0 && errno == EAGAIN) return;
+            if (came <= 0) return fail(came == 0 ? "the peer closed the connection" : std::strerror(errno));
+            end_ += static_cast<std::size_t>(came);
+            heard_ = monotonic_ns();
+            while (!broken() && frame()) {
+            }
+            if (begin_ == end_) {
+                begin_ = end_ = 0;
+                if (in_.size() > 16 * kChunk) std::vector<char>().swap(in_);
+            } else if (begin_ >= kChunk) {
+                std::memmove(in_.data(), in_.data() + begin_, end_ - begin_);
+                end_ -= begin_, begin_ = 0;
+            }
+            if (static_cast<std::size_t>(came) < room) return;
+        }
+    }
+
+    // Handle one frame, or the greeting; false where it is not all there.
+    bool frame() {
+        const char* at = in_.data() + begin_;
+        const std::size_t there = end_ - begin_;
+        if (!greeted_) {
+            if (there > 0 && at[0] != '\xFF') return broke("the peer speaks no ZMTP");
+            if (there < kGreeting) return false;
+            if (at[9] != '\x7F' || at[10] < 3 || std::memcmp(at + 12, "NULL\0", 5) != 0)
+                return broke("the peer speaks another version or security mechanism of ZMTP");
+            greeted_ = true;
+            begin_ += kGreeting;
+            return true;
+        }
+        if (there < 2) return false;
+        const auto flags = static_cast<unsigned char>(at[0]);
+        if (flags & ~(kMore | kLong | kCommand)) return broke("a frame came with unknown flags");
+        std::size_t head = 2, size = static_cast<unsigned char>(at[1]);
+        if (flags & kLong) {
+            if (there < 9) return false;
+            head = 9, size = 0;
+            for (int i = 1; i < 9; ++i) size = size << 8 | static_cast<unsigned char>(at[i]);
+        }
+        if (size > most_ || taken_ + size > most_) return broke("a message came that is longer than allowed");
+        if (there < head + size) {
+            wanted_ = head + size;
+            return false;
+        }
+        wanted_ = 0;
+        begin_ += head + size;
+        const std::string_view body(at + head, size);
+        if (flags & kCommand) return command(body);
+        if (!ready_) return broke("a message came before the handshake was over");
+        partial_.emplace_back(body);
+        taken_ += size;
+        if (partial_.size() > kMostFrames) return broke("a message of too many frames came");
+        if (!(flags & kMore)) {
+            arrived_.push_back(std::move(partial_));
+            partial_.clear();
+            taken_ = 0;
+        }
+        return true;
+    }
+
+    bool command(std::string_view body) {
+        const std::size_t length = body.empty() ? 0 : static_cast<unsigned char>(body[0]);
+        if (body.size() < 1 + length) return broke("a command came without its name");
+        const std::string_view name = body.substr(1, length);
+        if (name == "READY" && !ready_) {
+            ready_ = true;
+            out_.append(held_);
+            held_.clear();
+            flush();
+        } else if (name == "PING" && body.size() >= 7) {
+            const std::string answer = "\4PONG" + std::string(body.substr(7, 16));
+            put(out_, kCommand, {answer.data(), answer.size()});
+            flush();
+        } else if (name == "ERROR") {
+            return broke("the peer refused the connection");
+        }
+        return true;
+    }
+
+    // Read and write until `done`, for `ns` at most. A signal ends the wait: its handlers are Python's to run.
+    template <class Done>
+    bool wait_for(short event, std::int64_t ns, Done done) {
+        const std::int64_t until = monotonic_ns() + ns;
+        while (!broken()) {
+            const std::int64_t left = until - monotonic_ns();
+            if (left <= 0) break;
+            pollfd one{fd_, static_cast<short>(POLLIN | (event | (pending() ? POLLOUT : 0))), 0};
+            const timespec timeout = timespec_of(left);
+            const int found = ::ppoll(&one, 1, &timeout, nullptr);
+            if (found < 0) break;
+            if (found == 0) continue;
+            if (one.revents & ~POLLOUT) read();
+            if (one.revents & POLLOUT) flush();
+            if (done()) return true;
+        }
+        return done();
+    }
+
+    bool broke(const char* why) {
+        fail(why);
+        return false;
+    }
+    void fail(const char* why) {
+        if (why_.empty()) why_ = why;
+    }
+
+    int fd_, epoll_ = -1;
+    const std::size_t most_;
+    const std::int64_t patience_ns_;
+    std::int64_t heard_;
+    bool greeted_ = false, ready_ = false, watched_ = false, wants_room_ = false;
+    std::string why_;
+    std::string out_, held_;  // to be sent, from `sent_` on; messages that wait for the handshake
+    std::size_t sent_ = 0;
+    std::vector<char> in_;  // read, from `begin_` to `end_`
+    std::size_t begin_ = 0, end_ = 0, wanted_ = 0, taken_ = 0;
+    Message partial_;
+    std::deque<Message> arrived_;
+    std::vector<std::uint64_t> unanswered_;
+};
+
+}  // namespace jurybox
