@@ -51,6 +51,43 @@ def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool 
     return frames
 
 
+class PlainRows:
+    """Rows of fixed shape and without state, as `packed` and `unpack` have them, with less done for each request.
+
+    Valid as long as the columns' memory is there.
+    """
+
+    def __init__(self, columns: Columns, kind: Kind) -> None:
+        self._columns, self._kind = columns, kind
+        tensors = list(_tensors(columns, kind))
+        self._slots: list[tuple[memoryview, int]] = []
+        if columns.sessions is None and all(extents is None and slots.nbytes for _, _, slots, extents in tensors):
+            self._slots = [
+                (slots.reshape(-1).view(np.uint8).data, slots.nbytes // len(slots)) for _, _, slots, _ in tensors
+            ]
+        self.row_bytes = sum(size for _, size in self._slots)  # 0: the rows are not plain
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def copies(self, first: int, rows: int) -> list[bytes]:
+        """The frames of n rows."""
+        end = first + rows
+        return [bytes(slots[first * size : end * size]) for slots, size in self._slots]
+
+    def write(self, first: int, rows: int, frames: Sequence[Any]) -> None:
+        """Write frames to n rows; raises as `unpack`."""
+        if len(frames) == len(self._slots):
+            for frame, (_, size) in zip(frames, self._slots, strict=True):
+                if len(frame) != rows * size:
+                    break
+            else:
+                for frame, (slots, size) in zip(frames, self._slots, strict=True):
+                    slots[first * size : (first + rows) * size] = frame
+                return
+        unpack(self._columns, self._kind, first, rows, [memoryview(frame) for frame in frames])
+
+
 def reasons(columns: Columns, first: int, rows: int) -> NDArray[np.uint8]:
     """The frame with the reasons of failed rows; the only frame if nothing was computed (SESSION_LOST)."""
     return np.ascontiguousarray(columns.reasons[first : first + rows])

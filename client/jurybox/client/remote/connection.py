@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import select
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import zmq
@@ -15,14 +17,22 @@ import zmq.auth
 from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
+from jurybox.client.transports.direct import dial
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.scoreboard import ENGINE, EngineState
+
+if TYPE_CHECKING:
+    from jurybox.native import Zmtp
 
 MOST_BYTES = 1 << 30  # of a frame that a server may send
 _TIMEOUT = 10.0  # seconds without a connection after which the server counts as gone
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
 _FILES = 10  # of a socket and its monitor; libzmq ends the process where they run out in its midst
+_REDIAL = 0.05  # seconds between two attempts to connect
+_HANDSHAKE = 5.0  # seconds that one may take
+IDLE = 5.0  # seconds without a sign of life after which a connection is looked at before it is used
+_RETURN = 1.0  # seconds to wait for a new connection in the place of one that ended idle
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -125,6 +135,105 @@ class Connection:
             self.socket.disable_monitor()
         self._events.close()
         self.socket.close()
+
+
+class DirectConnection:
+    """As Connection, over a socket of the caller's own (transports/direct.py): in the open, since it speaks no CURVE.
+
+    Nobody reads it while nobody calls. So the relay ends it after ten idle seconds, and the next call makes another.
+
+    Attributes:
+        link: None where no address could be found just now.
+        renewed: called when `link` is another, with the one before it, which is closed afterwards.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.engines = np.zeros(1, ENGINE)
+        self.engines["state"], self.engines["incarnation"] = EngineState.SERVING, 1
+        self.renewed: Callable[[Zmtp | None], None] = lambda before: None
+        self.link: Zmtp | None = None
+        self._attempt = 0
+        self._pinged_at: float | None = None
+        # It does not stand yet.
+        self._broken_at: float | None = time.monotonic()
+        self._dial()
+
+    def _dial(self) -> None:
+        before = self.link
+        self._dialled_at = time.monotonic()
+        self.link = dial(self._address, b"", MOST_BYTES, self._attempt)
+        self._attempt += 1
+        self._pinged_at = None
+        self.renewed(before)
+        if before is not None:
+            before.close()
+
+    @property
+    def incarnation(self) -> int:
+        return int(self.engines["incarnation"][0])
+
+    def server_lives(self) -> bool:
+        """As Scoreboard.server_lives: whether the connection stands, or began or broke only a moment ago.
+
+        A broken one is made anew.
+        """
+        now, link = time.monotonic(), self.link
+        if link is not None and not link.broken:
+            link.look()
+            if not link.broken and link.ready:
+                if self._is_silent(link, now):
+                    link.close()
+                else:
+                    self._broken_at = None
+                    self.engines["state"] = EngineState.SERVING
+                    return True
+        if link is None or link.broken:
+            if self._broken_at is None:
+                self._broken_at = now
+                self.engines["incarnation"] += 1
+                self.engines["state"] = EngineState.ABSENT
+                self._attempt = 0
+                self._dial()
+            elif now - self._dialled_at >= _REDIAL:
+                if self.engines["state"] == EngineState.SERVING:  # the first never stood: what it took is lost
+                    self.engines["incarnation"] += 1
+                self._dial()
+        elif now - self._dialled_at >= _HANDSHAKE:
+            link.close()  # a handshake that does not end; another is tried at the next look
+        return self._broken_at is None or time.monotonic() - self._broken_at < _PATIENCE
+
+    def stands(self) -> bool:
+        """Whether a message can be sent and answered; makes a connection anew that ended while nobody called."""
+        link = self.link
+        if link is None:
+            return False
+        if link.ready and link.silence < IDLE:
+            return True
+        if link.look() or not self.server_lives() or (link := self.link) is None:
+            return link is not None and link.ready
+        until = time.monotonic() + _RETURN
+        while not link.ready and not link.broken and time.monotonic() < until:
+            select.select([link.descriptor], [], [], 0.05)
+            link.look()
+        self.server_lives()
+        return link.ready
+
+    def _is_silent(self, link: Zmtp, now: float) -> bool:
+        """Whether a peer that was asked for a sign of life gave none in time."""
+        if not link.unanswered or link.silence < _BEAT_MS / 1e3:
+            self._pinged_at = None
+        elif self._pinged_at is None:
+            self._pinged_at = now
+            link.ping()
+        elif now - self._pinged_at > _SILENCE_MS / 1e3:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is dropped."""
+        if self.link is not None:
+            self.link.close()
 
 
 # ----

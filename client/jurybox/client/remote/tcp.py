@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import zmq
 
 from jurybox.client.control import Control, Wires
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, RowsHere, Transfer, spec_of
-from jurybox.client.remote.connection import Connection, Keys, new_identity, open_socket
-from jurybox.client.transports.transport import Answer, InFlight, RowPlace, Watching, read_reply
+from jurybox.client.remote.connection import IDLE, Connection, DirectConnection, Keys, new_identity, open_socket
+from jurybox.client.transports.direct import HEAD, can_dial
+from jurybox.client.transports.transport import (
+    LOOK_AFTER,
+    NOT_ANSWERED,
+    NOT_FIT,
+    NOT_SENT,
+    Answer,
+    InFlight,
+    RowPlace,
+    Watching,
+    read_reply,
+)
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone
+from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
 if TYPE_CHECKING:
     import asyncio
 
+    from jurybox.native import Zmtp
+
+_ATTEMPT_AGAIN = 0.02  # seconds to let pass where there is no connection to wait for
+_OK = bytes(4)
+_NAMED = len(PREFIX) + 8  # bytes of a reply: the prefix and the sequence
+_SERVING = int(EngineState.SERVING)
 _ATTEMPT = 3.0  # seconds for one connection of those tried until the first answer
 
 
@@ -74,8 +94,14 @@ class TcpLink(ControlLink):
                 spec = spec_of(lease.model)
                 memory = RowsHere(spec, lease.rows)
                 assert self._wires is not None
-                connection = Connection(self._wires.context, self._address, self._keys)
-                transport = TcpTransport(connection, memory, lease.lease)
+                connection: Connection | DirectConnection
+                transport: TcpTransport | DirectTcpTransport
+                if self._keys is None and can_dial(self._address):
+                    connection = DirectConnection(self._address)
+                    transport = DirectTcpTransport(connection, memory, lease.lease)
+                else:
+                    connection = Connection(self._wires.context, self._address, self._keys)
+                    transport = TcpTransport(connection, memory, lease.lease)
                 lane = Lane(
                     name,
                     connection,
@@ -177,12 +203,7 @@ class TcpTransport:
         if ticket.incarnation != self._connection.incarnation:
             return  # it broke just now: the lane's next look finds that
         first, rows = ticket.first, ticket.rows
-        left = max(1, ticket.deadline - time.monotonic_ns())  # the clock of another host says nothing here
-        record = PACK_TICKET.pack(
-            ticket.sequence, self._lease, left, 0, 0, first, rows, 0, ticket.version, ticket.incarnation
-        )
-        parts: list[Any] = [PREFIX + record]
-        parts += row_frames.packed(self._rows.columns, "inputs", first, rows)
+        parts = _frames(self._lease, self._rows, ticket)
         self._connection.torn = True
         try:
             self._connection.socket.send_multipart(parts, zmq.NOBLOCK)
@@ -270,20 +291,205 @@ class TcpTransport:
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Answer | None:
         """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
-        answer = read_reply(frames[0].bytes, "the server")
-        if answer.sequence == 0:
-            return answer
-        if (
-            answer.incarnation != self._connection.incarnation
-            or (place := self._in_flight.pop(answer.sequence, None)) is None
-        ):
+        bodies = [frames[0].bytes, *(frame.buffer for frame in frames[1:])]
+        return _read(bodies, self._rows, self._in_flight, self._connection.incarnation)
+
+
+class DirectTcpTransport:
+    """As TcpTransport, over a connection that has no thread of its own. No message is ever broken off in its midst.
+
+    Args:
+        rows: where tickets find their inputs and answers leave their outputs.
+        lease: the relay's name for the lane.
+    """
+
+    def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int) -> None:
+        self._connection = connection
+        self._rows = rows
+        self._lease = lease
+        self._in_flight: dict[int, tuple[int, int]] = {}  # sequence -> (first row, rows), of this incarnation
+        self._incarnation = connection.incarnation
+        self._watching: Watching | None = None
+        # Of weak references: a lane that is lost is closed when it is collected, and must not wait for the collector.
+        this = weakref.ref(self)
+
+        def renewed(before: Zmtp | None) -> None:
+            if (transport := this()) is not None:
+                transport._renewed(before)
+
+        connection.renewed = renewed
+
+    def send(self, ticket: InFlight) -> None:
+        """As Transport.send."""
+        if (link := self._ready_for(ticket)) is not None:
+            self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
+            link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
+
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
+        """As Transport.exchange."""
+        until = time.monotonic() + timeout
+        if (link := self._ready_for(ticket)) is None:
             return None
-        bodies = [frame.buffer for frame in frames[1:]]
-        try:
-            if answer.code in (Code.OK, Code.ROW_FAILED):
-                row_frames.unpack(self._rows.columns, "outputs", *place, bodies, failed=answer.code != Code.OK)
-            elif answer.code == Code.SESSION_LOST:
-                row_frames.unpack_reasons(self._rows.columns, *place, bodies)
-        except Error as error:
-            raise ProtocolMismatch(str(error)) from None
+        self._in_flight[ticket.sequence] = (ticket.first, ticket.rows)
+        frames = _frames(self._lease, self._rows, ticket)
+        message = link.exchange(ticket.sequence, frames, max(0.0, until - time.monotonic()))
+        return None if message is None else self._read(message)
+
+    def caller(self, place: RowPlace) -> _DirectCaller | None:
+        """As Transport.caller; None for rows of any size, which take more than their bytes."""
+        if place.input is None or place.extents is not None or place.outputs is None or place.rows != 1:
+            return None
+        return _DirectCaller(self._connection, self._rows, self._lease, place)
+
+    def receive(self, timeout: float) -> Sequence[Answer]:
+        """As Transport.receive."""
+        link = self._connection.link
+        if link is None or link.broken:
+            time.sleep(min(timeout, _ATTEMPT_AGAIN))
+            return ()
+        return [answer for message in link.receive(timeout) if (answer := self._read(message)) is not None]
+
+    def holds(self, ticket: InFlight) -> bool:
+        """As Transport.holds."""
+        link = self._connection.link
+        return ticket.incarnation == self._connection.incarnation and link is not None and link.holds(ticket.sequence)
+
+    def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
+        """As Transport.watch."""
+        earlier = self._watching
+        if earlier is None or earlier.loop is not loop:
+            link = self._connection.link
+            if earlier is not None and link is not None:
+                earlier.unread(link.descriptor)
+            self._watching = Watching(loop, arrived)
+            self._renewed(None)
+
+    def close(self) -> None:
+        """As Transport.close."""
+        if self._watching is not None and (link := self._connection.link) is not None:
+            self._watching.unread(link.descriptor)
+        self._connection.close()
+
+    def forked(self) -> None:
+        """As Transport.forked. The socket is the parent's, of which only this process's number is closed."""
+        self._watching = None
+        self._connection.close()
+
+    def _ready_for(self, ticket: InFlight) -> Zmtp | None:
+        """The link, where the ticket is for the connection that stands."""
+        if ticket.incarnation != self._incarnation:  # what was sent before may be answered, to others' rows
+            self._in_flight.clear()
+            self._incarnation = ticket.incarnation
+        connection = self._connection
+        if (link := connection.link) is not None and link.ready and link.silence >= IDLE:
+            if not connection.stands():
+                return None
+            self._incarnation = ticket.incarnation = connection.incarnation  # it was not sent over any before
+        return connection.link if ticket.incarnation == connection.incarnation else None
+
+    def _renewed(self, before: Zmtp | None) -> None:
+        """The connection has another link: have the loop watch that."""
+        if self._watching is None:
+            return
+        if before is not None:
+            self._watching.unread(before.descriptor)
+        if (link := self._connection.link) is not None:
+            self._watching.read(link.descriptor)
+            link.watched(on=True)
+
+    def _read(self, message: Sequence[Any]) -> Answer | None:
+        return _read(message, self._rows, self._in_flight, self._connection.incarnation)
+
+
+class _DirectCaller:
+    """As jurybox.client.transports.transport.Caller: a row goes from the caller's array, and comes back as new ones."""
+
+    def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int, place: RowPlace) -> None:
+        self._connection = connection
+        self._rows = rows
+        self._lease = lease
+        self._place = place
+        outputs: Any = place.outputs
+        self._alone = type(outputs) is not dict
+        named = {"": outputs} if self._alone else outputs
+        self._outputs = [(name, array.dtype, array.shape, array.nbytes) for name, array in named.items()]
+        self._states = connection.engines["state"]
+        self._incarnations = connection.engines["incarnation"]
+        self._answer: Answer | None = None
+        self._reply = b""
+
+    def __call__(self, row: Any, sequence: int, seconds: float) -> Any:
+        """As Caller."""
+        place, connection, link = self._place, self._connection, self._connection.link
+        if self._incarnations.item(0) != place.incarnation or self._states.item(0) != _SERVING:
+            return NOT_SENT
+        if link is None or not link.ready or row is None:
+            return NOT_SENT
+        if link.silence >= IDLE and not (connection.stands() and connection.link is link):
+            return NOT_SENT
+        like = place.input
+        assert like is not None
+        if type(row) is not np.ndarray or row.shape != like.shape or row.dtype != like.dtype:
+            return NOT_FIT
+        ticket = PREFIX + PACK_TICKET.pack(
+            sequence, self._lease, max(1, int(seconds * 1e9)), 0, 0, place.first, 1, 0, 0, place.incarnation
+        )
+        message = link.exchange(sequence, (ticket, row), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
+        if message is None:
+            place.write(row)  # should it have to be sent again
+            return NOT_ANSWERED
+        reply = self._reply = message[0]
+        if reply[-4:] == _OK and len(reply) == HEAD and reply[:_NAMED] == ticket[:_NAMED]:
+            return self._outputs_of(message)
+        answer = self._answer = read_reply(reply, "the server")
+        if answer.sequence == 0:
+            raise ProtocolMismatch(answer.message)
+        _read(message, self._rows, {sequence: (place.first, 1)}, place.incarnation)  # reasons of a row that failed
+        return answer.code
+
+    def _outputs_of(self, message: Sequence[bytes]) -> Any:
+        if len(message) != len(self._outputs) + 1:
+            raise ProtocolMismatch(f"{len(message) - 1} outputs came, {len(self._outputs)} were expected")
+        outputs = {}
+        for (name, dtype, shape, size), body in zip(self._outputs, message[1:], strict=True):
+            if len(body) != size:
+                raise ProtocolMismatch(f"output {name!r}: {len(body)} bytes came, {size} were expected")
+            outputs[name] = np.frombuffer(body, dtype).reshape(shape).copy()
+        return outputs[""] if self._alone else outputs
+
+    @property
+    def version(self) -> int:
+        """As Caller."""
+        return read_reply(self._reply, "the server").version
+
+    def message(self) -> str:
+        """As Caller."""
+        return "" if self._answer is None else self._answer.message
+
+
+def _frames(lease: int, rows: RowsHere, ticket: InFlight) -> list[Any]:
+    """A ticket as it is sent, with its rows."""
+    left = max(1, ticket.deadline - time.monotonic_ns())  # the clock of another host says nothing here
+    first, n = ticket.first, ticket.rows
+    record = PACK_TICKET.pack(ticket.sequence, lease, left, 0, 0, first, n, 0, ticket.version, ticket.incarnation)
+    return [PREFIX + record, *row_frames.packed(rows.columns, "inputs", first, n)]
+
+
+def _read(
+    frames: Sequence[Any], rows: RowsHere, in_flight: dict[int, tuple[int, int]], incarnation: int
+) -> Answer | None:
+    """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
+    answer = read_reply(frames[0], "the server")
+    if answer.sequence == 0:
         return answer
+    if answer.incarnation != incarnation or (place := in_flight.pop(answer.sequence, None)) is None:
+        return None
+    bodies = [memoryview(frame) for frame in frames[1:]]
+    try:
+        if answer.code in (Code.OK, Code.ROW_FAILED):
+            row_frames.unpack(rows.columns, "outputs", *place, bodies, failed=answer.code != Code.OK)
+        elif answer.code == Code.SESSION_LOST:
+            row_frames.unpack_reasons(rows.columns, *place, bodies)
+    except Error as error:
+        raise ProtocolMismatch(str(error)) from None
+    return answer

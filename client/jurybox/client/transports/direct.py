@@ -8,7 +8,9 @@ other side nothing differs.
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import socket
 import struct
 import time
@@ -46,7 +48,7 @@ _PATIENCE = 0.02  # seconds that a send waits for room where no event loop does
 _CONNECT = 0.1  # seconds to wait for room among those that connect to an engine at once
 _SERVING = int(EngineState.SERVING)
 _OK = bytes(4)
-_HEAD = len(PREFIX) + PACK_REPLY.size
+HEAD = len(PREFIX) + PACK_REPLY.size
 _NAMED = len(PREFIX) + 8  # bytes of a reply: the prefix and the sequence
 _COMPUTED = (Code.OK, Code.MODEL_FAILED)
 FRAME = struct.Struct(f"<{len(PREFIX)}s{PACK_TICKET.format[1:]}")  # a ticket with its prefix
@@ -57,30 +59,21 @@ def can_dial(address: str) -> bool:
     return native is not None and address.startswith(("ipc://", "tcp://"))
 
 
-def dial(address: str, identity: bytes, most: int) -> Zmtp | None:
+def dial(address: str, identity: bytes, most: int, attempt: int = 0) -> Zmtp | None:
     """Connect to a ROUTER; None where nobody listens there. The handshake is made by the first calls.
 
     Args:
         address: ipc://path or tcp://host:port.
         identity: the routing id; empty: the peer gives one.
         most: bytes of the longest message that may come.
+        attempt: its number: a host's addresses are tried one after another.
 
     Raises:
         TooManyFiles: this process may open no more.
     """
     made = None
     try:
-        if address.startswith("ipc://"):
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            # A connection waits for room in the listener's queue, where many come at once.
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_CONNECT * 1e6)))
-            path = address.removeprefix("ipc://")
-            made.connect("\0" + path[1:] if path.startswith("@") else path)
-        else:
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            made = socket.create_connection((host.strip("[]"), int(port)), _CONNECT * 10)
-            made.settimeout(None)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made = _local(address.removeprefix("ipc://")) if address.startswith("ipc://") else _remote(address, attempt)
         link = native.Zmtp(made.fileno(), identity, most, _PATIENCE)
         made.detach()
     except OSError as error:
@@ -93,6 +86,35 @@ def dial(address: str, identity: bytes, most: int) -> Zmtp | None:
         if made is not None:
             made.close()
     return link
+
+
+def _local(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # A connection waits for room in the listener's queue, where many come at once.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_CONNECT * 1e6)))
+        made.connect("\0" + path[1:] if path.startswith("@") else path)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _remote(address: str, attempt: int) -> socket.socket:
+    """Connecting, without waiting for the other end."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, kind, protocol, _, where = found[attempt % len(found)]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (why := made.connect_ex(where)) not in (0, errno.EINPROGRESS):
+            raise OSError(why, os.strerror(why))
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 class DirectEngine:
@@ -253,7 +275,7 @@ class DirectCaller:
         if message is None:
             return NOT_ANSWERED
         reply = message[0]
-        if len(reply) == _HEAD and reply[-4:] == _OK and reply[:_NAMED] == frame[:_NAMED]:
+        if len(reply) == HEAD and reply[-4:] == _OK and reply[:_NAMED] == frame[:_NAMED]:
             self._reply = reply
             return place.copied()
         engine.arrived.append(message)
