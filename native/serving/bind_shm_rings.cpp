@@ -33,6 +33,10 @@ struct Client {
     Bytes memory;
     ShmRingsClient rings;
 };
+struct Word {
+    Bytes memory;
+    ShmRingsWord word;
+};
 // Calls on the same rows of the arena, over and over.
 struct Caller {
     nb::object client, place, engine, outputs, extents;  // kept, and with them what the others point to
@@ -119,6 +123,7 @@ void bind_shm_rings(nb::module_& m) {
     m.attr("RINGS_BYTES") = sizeof(ShmRingsMemory);
     m.attr("RINGS_LANES") = kShmRingsLanes;
     m.attr("RINGS_RING") = kRing;
+    m.attr("RINGS_SLEEPERS") = kSleepers;
     m.attr("NOT_SENT") = kNotSent;
     m.attr("NOT_ANSWERED") = kNotAnswered;
     m.attr("NOT_FIT") = kNotFit;
@@ -254,7 +259,36 @@ void bind_shm_rings(nb::module_& m) {
             },
             nb::arg("told"), nb::arg("timeout"),
             "For so many seconds, in a thread of its own: add to the eventfd `told` whenever answers came that nobody received.")
+        .def("arm", [](Client& self) { return self.rings.arm(); }, nb::lock_self(),
+             "Have the next answer move the lane's word, which a ShmRingsWord watches; whether one is there already.")
+        .def(
+            "spin",
+            [](Client& self) {
+                nb::gil_scoped_release release;
+                return self.rings.spin();
+            },
+            nb::lock_self(), "Whether answers came within microseconds; not waited for where others ask this engine, too.")
         .def("message", [](Client& self) { return message_of(self.rings); }, "What the lane's last failure said.");
+
+    nb::class_<Word>(m, "ShmRingsWord", "The word that a lane and 31 others sleep on, for a thread that watches it in their stead.")
+        .def(
+            "__init__",
+            [](Word* self, Bytes memory, std::uint32_t lane) {
+                if (lane >= kShmRingsLanes) throw std::out_of_range("the lane's number is beyond the lanes there are");
+                new (self) Word{memory, {rings_of(memory), lane}};
+            },
+            nb::arg("memory"), nb::arg("lane"))
+        .def("add", [](Word& self, std::uint32_t lane) { self.word.add(lane); }, nb::arg("lane"), "Watch for a lane of this word.")
+        .def("remove", [](Word& self, std::uint32_t lane) { return self.word.remove(lane); }, nb::arg("lane"),
+             "No longer; returns how many lanes are left.")
+        .def(
+            "watch",
+            [](Word& self, int told, double timeout) {
+                nb::gil_scoped_release release;
+                self.word.watch(told, static_cast<std::int64_t>(timeout * 1e9));
+            },
+            nb::arg("told"), nb::arg("timeout"),
+            "In a thread of its own, so many seconds: add to the eventfd `told` whenever armed lanes may have answers.");
 
     nb::class_<Caller>(m, "ShmRingsCaller", "Whole calls on the same rows of one lane, while nothing else of it is in flight.")
         .def(

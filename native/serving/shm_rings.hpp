@@ -392,6 +392,25 @@ class ShmRingsClient {
         if (on) futex_wake(watched_);
     }
 
+    // For who sleeps elsewhere while a ShmRingsWord is watched: have the next answer wake it. Whether one is there already.
+    bool arm() {
+        const std::uint32_t seen = received_.load(std::memory_order_relaxed);
+        if (lane_.answered.load(std::memory_order_acquire) != seen) return true;
+        lane_.waiting.store(1, std::memory_order_seq_cst);
+        return lane_.answered.load(std::memory_order_seq_cst) != seen;
+    }
+
+    // As `wait`, without the sleep, and only while nobody else asks this engine.
+    bool spin() {
+        const std::uint32_t seen = received_.load(std::memory_order_relaxed);
+        const auto came = [&] { return lane_.answered.load(std::memory_order_acquire) != seen; };
+        if (came() || !alone_.load(std::memory_order_relaxed)) return came();
+        const std::int64_t budget = lone_spin_.budget(INT64_MAX);
+        const bool found = spin_until(budget, came);
+        lone_spin_.ended(found, budget);
+        return found;
+    }
+
     // Take answers of this lease that are there, at most `room`.
     std::size_t receive(Answer* out, std::size_t room) {
         std::uint32_t at = received_.load(std::memory_order_relaxed), in_flight = in_flight_.load(std::memory_order_relaxed);
@@ -451,6 +470,47 @@ class ShmRingsClient {
     Futex watched_{1};
     Spin spin_;
     Spin lone_spin_;
+};
+
+// For a process with many lanes, which sleeps on something else than their rings: one thread watches the word that 32 of
+// them sleep on. Lanes are added and removed from any thread.
+class ShmRingsWord {
+  public:
+    ShmRingsWord(ShmRingsMemory* memory, std::uint32_t lane)
+        : moved_(memory->sleep_words[lane / kSleepers].moved), seen_(moved_.load(std::memory_order_seq_cst)) {}
+
+    void add(std::uint32_t lane) {
+        lanes_.fetch_or(bit(lane), std::memory_order_seq_cst);
+        moved_.fetch_add(1, std::memory_order_seq_cst);  // so that the thread goes back to sleep for this one, too
+        futex_wake(moved_);
+    }
+    // How many lanes are left.
+    int remove(std::uint32_t lane) {
+        const std::uint32_t left = lanes_.fetch_and(~bit(lane), std::memory_order_seq_cst) & ~bit(lane);
+        moved_.fetch_add(1, std::memory_order_seq_cst);
+        futex_wake(moved_);
+        return __builtin_popcount(left);
+    }
+
+    // Sleep for so many ns, and add one to the eventfd `told` when the lanes' clients may have been woken.
+    void watch(int told, std::int64_t timeout_ns) {
+        const std::int64_t until = monotonic_ns() + timeout_ns;
+        do {
+            const std::uint32_t lanes = lanes_.load(std::memory_order_seq_cst);
+            if (moved_.load(std::memory_order_seq_cst) == seen_) futex_wait(moved_, seen_, until, lanes ? lanes : FUTEX_BITSET_MATCH_ANY);
+            const std::uint32_t now = moved_.load(std::memory_order_seq_cst);
+            if (now == seen_) continue;
+            seen_ = now;
+            const std::uint64_t one = 1;
+            [[maybe_unused]] const ssize_t written = ::write(told, &one, sizeof one);  // full, it is readable as well
+        } while (monotonic_ns() < until);
+    }
+
+  private:
+    static std::uint32_t bit(std::uint32_t lane) { return std::uint32_t{1} << lane % kSleepers; }
+    Futex& moved_;
+    std::atomic<std::uint32_t> lanes_{0};
+    std::uint32_t seen_;
 };
 
 }  // namespace jurybox

@@ -238,7 +238,7 @@ def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server):
         front = Front(context, "127.0.0.1:0", None, None, 1 << 20)
         back = context.socket(zmq.DEALER)
         back.connect(server.address)
-        link = await asyncio.to_thread(LocalLink, server.address, "zmq", 20.0)
+        link = await asyncio.to_thread(LocalLink, server.address, "shm", 20.0)
         relay = Relay(front, back, link, lambda *_, **__: None)
         where.put(f"tcp://{front.bound}")
         while asking.is_set():

@@ -334,6 +334,11 @@ class Lane:
         while answers := self._transport.receive(0):
             self._settle(answers)
 
+    @property
+    def transport(self) -> Transport:
+        """What carries its tickets."""
+        return self._transport
+
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         """Have `arrived` called in the loop's thread when answers may have come: it calls `receive_now`.
 

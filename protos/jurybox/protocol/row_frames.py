@@ -61,7 +61,9 @@ class PlainRows:
         self._columns, self._kind = columns, kind
         tensors = list(_tensors(columns, kind))
         self._slots: list[tuple[memoryview, int]] = []
-        if columns.sessions is None and all(extents is None and slots.nbytes for _, _, slots, extents in tensors):
+        if columns.sessions is None and all(
+            extents is None and slots.nbytes and slots.flags.c_contiguous for _, _, slots, extents in tensors
+        ):
             self._slots = [
                 (slots.reshape(-1).view(np.uint8).data, slots.nbytes // len(slots)) for _, _, slots, _ in tensors
             ]
@@ -69,6 +71,10 @@ class PlainRows:
 
     def __bool__(self) -> bool:
         return bool(self._slots)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._slots = []
 
     def copies(self, first: int, rows: int) -> list[bytes]:
         """The frames of n rows."""

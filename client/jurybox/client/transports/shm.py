@@ -42,6 +42,7 @@ class ShmTransport:
         self._rings: dict[int, _Attached] = {}
         self._unsent: list[InFlight] = []
         self._watching: _Watcher | None = None
+        self._words: Words | None = None
 
     def send(self, ticket: InFlight) -> None:
         """As Transport.send. What a full ring does not take is sent when answers have made room."""
@@ -131,6 +132,20 @@ class ShmTransport:
         for rings in self._rings.values():
             watching.add(rings)
 
+    def tell(self, words: Words) -> None:
+        """Have the owner of many lanes told when answers come, once `arm` was called: instead of `watch`."""
+        self._words = words
+        for rings in self._rings.values():
+            words.add(rings.memory, self._lane)
+
+    def arm(self) -> bool:
+        """Have the next answer told to `tell`'s; whether answers are there already."""
+        return any(rings.client.arm() for rings in self._rings.values() if rings.client.in_flight)
+
+    def spin(self) -> bool:
+        """Whether answers came within microseconds; not waited for where others ask the engine, too."""
+        return any(rings.client.spin() for rings in self._rings.values() if rings.client.in_flight)
+
     def close(self) -> None:
         """As Transport.close."""
         if self._watching is not None:
@@ -143,6 +158,8 @@ class ShmTransport:
         rings, self._rings = self._rings, {}
         for attached in rings.values():
             attached.replaced = True
+            if self._words is not None:
+                self._words.remove(attached.memory, self._lane)
             attached.memory.close()
 
     def _attached(self, engine: int, incarnation: int) -> _Attached | None:
@@ -157,6 +174,8 @@ class ShmTransport:
     def _open(self, engine: int, incarnation: int) -> _Attached:
         if (earlier := self._rings.pop(engine, None)) is not None:
             earlier.replaced = True
+            if self._words is not None:
+                self._words.remove(earlier.memory, self._lane)
             earlier.memory.close()
             self._unsent = [ticket for ticket in self._unsent if ticket.engine != engine]
         memory = ShmRings.attach(sibling(self._scoreboard_name, "rings", int(self._engines["rings"][engine])))
@@ -167,7 +186,48 @@ class ShmTransport:
         if self._watching is not None:
             self._watching.add(rings)
         self._rings[engine] = rings
+        if self._words is not None:
+            self._words.add(memory, self._lane)
         return rings
+
+
+class Words:
+    """Threads that sleep on the rings for a process with many lanes: one for 32 lanes of an engine.
+
+    Attributes:
+        descriptor: an eventfd, readable when answers may have come on a lane that was armed.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._words: dict[tuple[str, int], native.ShmRingsWord] = {}
+
+    def __del__(self) -> None:  # the last of the threads has gone: none writes to another file of this number
+        with contextlib.suppress(AttributeError):  # there was no descriptor to be had
+            os.close(self.descriptor)
+
+    def add(self, rings: ShmRings, lane: int) -> None:
+        """Tell of a lane of these rings, too."""
+        key = (rings.segment.name, lane // native.RINGS_SLEEPERS)
+        if (word := self._words.get(key)) is None:
+            word = native.ShmRingsWord(rings.segment.array(np.uint8, (native.RINGS_BYTES,)), lane)
+            self._words[key] = word
+            threading.Thread(target=self._watch, args=(key, word), name="jurybox-answers", daemon=True).start()
+        word.add(lane)
+
+    def remove(self, rings: ShmRings, lane: int) -> None:
+        """No longer. The thread of a word without lanes ends."""
+        key = (rings.segment.name, lane // native.RINGS_SLEEPERS)
+        if (word := self._words.get(key)) is not None and not word.remove(lane):
+            del self._words[key]
+
+    def close(self) -> None:
+        """Tell no more."""
+        self._words.clear()
+
+    def _watch(self, key: tuple[str, int], word: native.ShmRingsWord) -> None:
+        while self._words.get(key) is word:
+            word.watch(self.descriptor, _WATCH)
 
 
 class _Attached:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError
 
 from jurybox.client.local_link import LocalLink
+from jurybox.client.transports.shm import Words
 from jurybox.protocol.control_pb2 import (
     ControlReply,
     ControlRequest,
@@ -36,6 +40,8 @@ _MOST_LANES = 1024  # half of all there are: clients of this host must find some
 _MOST_CALLS = 4096  # passed on and not answered yet
 _MOST_CALLS_EACH = 64  # of them one client's, who asks one at a time: nobody shall take them all
 _CALL_TIMEOUT = 30.0  # seconds after which a call's answer is expected no longer
+_LEASE, _ROWS = slice(10, 18), slice(42, 46)  # in a ticket's frame
+_ROUNDS = 64  # of taking in and answering before others of the loop get a turn
 _TURN = 64  # messages handled before others get a turn
 _SOON = 0.01  # seconds until an answer is tried again that its client had left no room for
 _MISSED = 2  # looks at a client in a row that found no connection
@@ -67,24 +73,54 @@ class Relay:
         self._pumping = self._closed = False
         self._bad_messages, self._complained_at = 0, 0.0
         self._owing = False
-        self._loop.add_reader(int(front.socket.getsockopt(zmq.FD)), self.pump)
+        self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
+        self._words = Words()
+        self._loop.add_reader(int(front.socket.getsockopt(zmq.FD)), self._pump_front)
         self._loop.add_reader(int(back.getsockopt(zmq.FD)), self.pump)
+        self._loop.add_reader(self._words.descriptor, self._told)
 
     def pump(self) -> None:
         """Handle all waiting messages of both sides: a ZeroMQ descriptor signals changes only."""
         self._pumping = False
         if self._closed:
             return
-        more = self._handle_all(self._back, self._from_server) + self._handle_all(self._front.socket, self._from_client)
-        if more:
+        if self._from_server():
             self._again()
+        self._pump_front()
+
+    def _told(self) -> None:
+        """Answers may have come from an engine."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._words.descriptor)  # before the look: what comes after it is told again
+        self._pump_front()
+
+    def _pump_front(self) -> None:
+        """Take in what clients sent, and answer what engines have computed, until there is nothing more to do.
+
+        A lone client's answer is waited for right here, some microseconds, as a lone client of this host does. Of the
+        others an engine tells, once it knows that this process is about to sleep.
+        """
+        for _ in range(_ROUNDS):
+            if self._closed:
+                return
+            more = self._from_clients()
+            for held in list(self._waiting):
+                self._answered(held)
+            waiting = self._waiting
+            if len(waiting) == 1 and not more:
+                more = next(iter(waiting)).spin()
+            # Sending consumes the socket's signal, so it is asked once more.
+            more = more or self._front.has_news()
+            if not more and not any(held.arm() for held in waiting):
+                return
+        self._again()
 
     def look_after(self) -> None:
         """Send again the tickets of an engine that ended. Raises ServerGone if the server is gone."""
         for held in self._lanes.values():
             if held.waits:
                 held.look_after()
-                self._answered(held)  # looking took the answers that were there, and with them the socket's signal
+                self._answered(held)  # looking took the answers that were there, and with them their news
         self._again()
 
     def reclaim(self) -> None:
@@ -106,8 +142,10 @@ class Relay:
         self._closed = True
         for socket in (self._front.socket, self._back):
             self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
+        self._loop.remove_reader(self._words.descriptor)
         for number in list(self._lanes):
             self._drop(number)
+        self._words.close()
 
     def _again(self) -> None:
         """Schedule another look: sending consumes the socket's signal."""
@@ -115,26 +153,44 @@ class Relay:
             self._pumping = True
             self._loop.call_soon(self.pump)
 
-    def _handle_all(self, socket: zmq.Socket[bytes], handle: Callable[[list[zmq.Frame]], None]) -> bool:
-        """Handle a limited number of messages; returns whether there may be more."""
+    def _from_server(self) -> bool:
+        """Handle a limited number of the supervisor's answers; returns whether there may be more."""
         for _ in range(_TURN):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._back.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
-            try:
-                handle(frames)
-            except Exception as error:  # noqa: BLE001  one message must not stop the others
-                self._complain(f"a message could not be handled: {said(error, 200)}")
+            self._safely(self._on_reply, frames)
         return True
 
-    def _from_client(self, frames: list[zmq.Frame]) -> None:
-        sender = frames[0].bytes
-        first = frames[1].bytes if len(frames) > 1 else b""
-        if first == PREFIX:
-            self._on_call(sender, [frame.bytes for frame in frames[2:]])
-        elif len(first) == TICKET_FRAME and first.startswith(PREFIX):
+    def _from_clients(self) -> bool:
+        """Handle a limited number of clients' messages; returns whether there may be more."""
+        for _ in range(_TURN):
+            frames = self._front.receive(self._expected)
+            if frames is None:
+                return False
+            self._safely(self._from_client, frames)
+        return True
+
+    def _safely(self, handle: Callable[[list[Any]], None], frames: list[Any]) -> None:
+        try:
+            handle(frames)
+        except Exception as error:  # noqa: BLE001  one message must not stop the others
+            self._complain(f"a message could not be handled: {said(error, 200)}")
+
+    def _expected(self, first: bytes) -> int:
+        """Bytes of the frames behind a ticket; 0 where that cannot be said."""
+        if len(first) != TICKET_FRAME or (held := self._lanes.get(int.from_bytes(first[_LEASE], "little"))) is None:
+            return 0
+        return held.input_bytes(int.from_bytes(first[_ROWS], "little"))
+
+    def _from_client(self, frames: list[Any]) -> None:
+        sender = frames[0]
+        first = frames[1] if len(frames) > 1 else b""
+        if len(first) == TICKET_FRAME and first.startswith(PREFIX):
             self._on_ticket(sender, first, frames[2:])
+        elif first == PREFIX:
+            self._on_call(sender, frames[2:])
         else:
             why = prefix_error(first) or (
                 f"{len(first)} bytes came first: expected a ticket of {TICKET_FRAME} bytes, then its tensors"
@@ -164,13 +220,16 @@ class Relay:
             return
         try:
             held.submit(ticket, frames)
+            self._waiting[held] = None
         except Error as error:
             self._send([sender, head(ticket, error.code, str(error))])
 
     def _answered(self, held: HeldLane) -> None:
         for frames in held.answers(self._front.has_room):
-            self._send(frames)
-        if held.owes and not self._owing:
+            self._front.send(frames)
+        if not held.waits:
+            self._waiting.pop(held, None)
+        elif held.owes and not self._owing:
             self._owing = True
             self._loop.call_later(_SOON, self._pay)
 
@@ -232,7 +291,7 @@ class Relay:
         self._calls_of[sender] += 1
         self._again()
 
-    def _from_server(self, frames: list[zmq.Frame]) -> None:
+    def _on_reply(self, frames: list[zmq.Frame]) -> None:
         call = self._calls.pop(frames[1].bytes, None) if len(frames) == 3 else None
         if call is None:
             return  # it took so long that it was forgotten
@@ -274,7 +333,7 @@ class Relay:
         told.model.arena = ""
         held = HeldLane(lane, sender, call, told, lease.first_row, lease.rows)
         self._lanes[number] = held
-        lane.watch(self._loop, lambda: self._answered(held))
+        held.watch(self._loop, self._words, self._pump_front)
         return ControlReply(lease=told)
 
     def _release(self, sender: bytes, request: ReleaseRequest) -> None:
@@ -282,7 +341,9 @@ class Relay:
             self._drop(request.lease)
 
     def _drop(self, number: int) -> None:
-        self._lanes.pop(number).close()
+        held = self._lanes.pop(number)
+        self._waiting.pop(held, None)
+        held.close()
 
 
 def _failed(error: Error) -> ControlReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import weakref
@@ -10,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.backend import Socket as Bare  # its methods without what zmq.Socket adds, which costs as much as they do
 
 from jurybox.client.lane import Lane
+from jurybox.client.transports.shm import ShmTransport, Words
 from jurybox.client.transports.transport import InFlight
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import Lease
@@ -23,6 +25,9 @@ from jurybox.protocol.wire import PACK_REPLY, PREFIX
 from jurybox.server.security.access import public_keys, read_pair
 
 _TRACKED = 4 << 10  # bytes from which on a message is followed until it has left
+_COPIED = 64 << 10  # bytes of a frame below which copying it is cheaper than keeping track of who owns it
+_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 _CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
 _SEND_HIGH_WATER, _RECEIVE_HIGH_WATER = 1024, 64  # messages a client may leave unread, and send ahead
 _BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's own pings, and the silence that ends a connection
@@ -106,7 +111,9 @@ class Front:
         size = sum(map(len, frames))
         try:
             if size < _TRACKED:
-                self.socket.send_multipart(frames, zmq.NOBLOCK)
+                socket, last = self.socket, len(frames) - 1
+                for i, frame in enumerate(frames):
+                    Bare.send(socket, frame, _SNDMORE if i < last else _NOBLOCK)
             elif self.has_room(frames[0], size):
                 tracker = self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
                 assert tracker is not None
@@ -120,6 +127,28 @@ class Front:
                 raise
             return False
         return True
+
+    def has_news(self) -> bool:
+        """Whether messages are waiting. Check it before sleeping on the descriptor, which signals changes only."""
+        return bool(int(Bare.get(self.socket, _EVENTS)) & _POLLIN)
+
+    def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
+        """A client's message, its routing id and first frames as bytes; None where there is none.
+
+        Args:
+            sizes: bytes to expect of each frame behind the first, given that: large ones are not copied, and are
+                zmq.Frame.
+        """
+        socket = self.socket
+        if not self.has_news():
+            return None
+        frames: list[Any] = [Bare.recv(socket, _NOBLOCK)]
+        copies = True
+        while Bare.get(socket, _RCVMORE):
+            frames.append(Bare.recv(socket, _NOBLOCK, copies))
+            if len(frames) == 2:
+                copies = sizes(frames[1]) < _COPIED
+        return frames
 
     def forget_sent(self) -> None:
         """Forget messages that were sent."""
@@ -188,14 +217,33 @@ class HeldLane:
         self._first = first
         self._rows = rows
         self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
-        self._busy = np.zeros(rows, np.bool_)
+        self._busy = bytearray(rows)
+        self._inputs = row_frames.PlainRows(lane.columns, "inputs")
+        self._outputs = row_frames.PlainRows(lane.columns, "outputs")
+        self._shm = lane.transport if isinstance(lane.transport, ShmTransport) else None
+        self._this = weakref.ref(self)
 
     @property
     def waits(self) -> bool:
         """Whether a ticket is in flight."""
         return bool(self._in_flight)
 
-    def submit(self, ticket: InlineTicket, frames: Sequence[zmq.Frame]) -> None:
+    def watch(self, loop: asyncio.AbstractEventLoop, words: Words, arrived: Callable[[], None]) -> None:
+        """Have answers told to `words`; by `arrived` in the loop's thread, where the lane has another transport."""
+        if self._shm is not None:
+            self._shm.tell(words)
+        else:
+            self.lane.watch(loop, arrived)
+
+    def arm(self) -> bool:
+        """Have the next answer told; whether one is there already."""
+        return self._shm is not None and self._shm.arm()
+
+    def spin(self) -> bool:
+        """Whether an answer came within microseconds; only a lone client's is waited for."""
+        return self._shm is not None and self._shm.spin()
+
+    def submit(self, ticket: InlineTicket, frames: Sequence[bytes | zmq.Frame]) -> None:
         """Copy a ticket's rows to the lane and send it.
 
         Raises:
@@ -214,15 +262,19 @@ class HeldLane:
             # Its client lost the connection and sends it again: the answer goes to where it is now.
             self._in_flight[ticket.sequence] = (ticket, known[1])
             return
-        if self._busy[first:end].any():
+        if any(self._busy[first:end]):
             raise Error("some of these rows belong to a ticket that is not answered yet", Code.BUSY)
         start = self._first + first
-        row_frames.unpack(self.lane.columns, "inputs", start, ticket.rows, [frame.buffer for frame in frames])
+        bodies = [frame if isinstance(frame, bytes) else frame.buffer for frame in frames]
+        if self._inputs:
+            self._inputs.write(start, ticket.rows, bodies)
+        else:
+            row_frames.unpack(self.lane.columns, "inputs", start, ticket.rows, [memoryview(body) for body in bodies])
         deadline = time.monotonic_ns() + min(max(ticket.left, 1), _LONGEST_NS)
-        self._busy[first:end] = True
+        self._busy[first:end] = b"\1" * ticket.rows
         self._in_flight[ticket.sequence] = (
             ticket,
-            self.lane.submit(start, ticket.rows, deadline, ticket.version, weakref.ref(self)),
+            self.lane.submit(start, ticket.rows, deadline, ticket.version, self._this),
         )
 
     def answers(self, has_room: Callable[[bytes, int], bool] = lambda *_: True) -> Iterator[list[Any]]:
@@ -233,7 +285,10 @@ class HeldLane:
         self.lane.receive_now()
         answered = [(came, sent) for came, sent in self._in_flight.values() if sent.answer is not None]
         for came, sent in answered:
-            if has_room(came.sender, row_frames.size(self.lane.columns, "outputs", sent.first, sent.rows)):
+            size = self._outputs.row_bytes * sent.rows or row_frames.size(
+                self.lane.columns, "outputs", sent.first, sent.rows
+            )
+            if has_room(came.sender, size):
                 yield self._reply(came, sent)
 
     @property
@@ -245,18 +300,26 @@ class HeldLane:
         """Check engines and server; raises ServerGone. New answers are in `answers` afterwards."""
         self.lane.receive(0)
 
+    def input_bytes(self, rows: int) -> int:
+        """Bytes of so many rows; 0 where that differs from row to row."""
+        return self._inputs.row_bytes * rows
+
     def close(self) -> None:
         """Release the lane."""
         self._in_flight.clear()
+        self._inputs.close()
+        self._outputs.close()
         self.lane.close()
 
     def _reply(self, came: InlineTicket, sent: InFlight) -> list[Any]:
         del self._in_flight[came.sequence]
-        self._busy[came.first : came.first + came.rows] = False
+        self._busy[came.first : came.first + came.rows] = bytes(came.rows)
         answer = sent.answer
         assert answer is not None
         frames: list[Any] = [came.sender, head(came, answer.code, answer.message, answer.version)]
-        if answer.code in (Code.OK, Code.ROW_FAILED):
+        if answer.code == Code.OK and self._outputs:
+            frames += self._outputs.copies(sent.first, sent.rows)
+        elif answer.code in (Code.OK, Code.ROW_FAILED):
             failed = answer.code != Code.OK
             rows = row_frames.packed(self.lane.columns, "outputs", sent.first, sent.rows, failed=failed)
             # Copies: the client may write the next ticket to these rows before the message is gone.
