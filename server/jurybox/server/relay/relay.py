@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import select
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,7 +42,8 @@ _MOST_CALLS = 4096  # passed on and not answered yet
 _MOST_CALLS_EACH = 64  # of them one client's, who asks one at a time: nobody shall take them all
 _CALL_TIMEOUT = 30.0  # seconds after which a call's answer is expected no longer
 _LEASE, _ROWS = slice(10, 18), slice(42, 46)  # in a ticket's frame
-_ROUNDS = 64  # of taking in and answering before others of the loop get a turn
+_STAY = 0.005  # seconds of taking in and answering before others of the loop get a turn
+_PAUSE_MS = 1  # to wait for the next message before the loop does
 _TURN = 64  # messages handled before others get a turn
 _SOON = 0.01  # seconds until an answer is tried again that its client had left no room for
 _MISSED = 2  # looks at a client in a row that found no connection
@@ -75,9 +77,13 @@ class Relay:
         self._owing = False
         self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
         self._words = Words()
-        self._loop.add_reader(int(front.socket.getsockopt(zmq.FD)), self._pump_front)
-        self._loop.add_reader(int(back.getsockopt(zmq.FD)), self.pump)
+        self._back_descriptor = int(back.getsockopt(zmq.FD))
+        self._loop.add_reader(front.fileno(), self._serve)
+        self._loop.add_reader(self._back_descriptor, self.pump)
         self._loop.add_reader(self._words.descriptor, self._told)
+        self._ears = select.poll()
+        for descriptor in (front.fileno(), self._back_descriptor, self._words.descriptor):
+            self._ears.register(descriptor, select.POLLIN)
 
     def pump(self) -> None:
         """Handle all waiting messages of both sides: a ZeroMQ descriptor signals changes only."""
@@ -86,34 +92,40 @@ class Relay:
             return
         if self._from_server():
             self._again()
-        self._pump_front()
+        self._serve()
+
+    def _serve(self) -> None:
+        """Take in what clients sent, and answer what engines have computed, as long as there is something to do.
+
+        A lone client's answer is waited for right here, some microseconds, as a lone client of this host does. Of the
+        others an engine tells, once it knows that this process is about to sleep. While requests come one after another
+        that sleep is here, too: the event loop takes longer from one to the next than the system call.
+        """
+        until, waiting = time.monotonic() + _STAY, self._waiting
+        while not self._closed and not self._pumping:
+            more = self._from_clients()
+            for held in list(waiting):
+                self._answered(held)
+            if len(waiting) == 1 and not more and (lone := next(iter(waiting))).spin():
+                self._answered(lone)
+            if more or self._front.has_news() or any(held.arm() for held in waiting):
+                if time.monotonic() > until:
+                    self._again()
+                continue
+            if time.monotonic() > until or not (came := self._ears.poll(_PAUSE_MS)):
+                return
+            for descriptor, _ in came:
+                if descriptor == self._words.descriptor:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(descriptor)
+                elif descriptor == self._back_descriptor:
+                    self._again()  # its messages first
 
     def _told(self) -> None:
         """Answers may have come from an engine."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._words.descriptor)  # before the look: what comes after it is told again
-        self._pump_front()
-
-    def _pump_front(self) -> None:
-        """Take in what clients sent, and answer what engines have computed, until there is nothing more to do.
-
-        A lone client's answer is waited for right here, some microseconds, as a lone client of this host does. Of the
-        others an engine tells, once it knows that this process is about to sleep.
-        """
-        for _ in range(_ROUNDS):
-            if self._closed:
-                return
-            more = self._from_clients()
-            for held in list(self._waiting):
-                self._answered(held)
-            waiting = self._waiting
-            if len(waiting) == 1 and not more:
-                more = next(iter(waiting)).spin()
-            # Sending consumes the socket's signal, so it is asked once more.
-            more = more or self._front.has_news()
-            if not more and not any(held.arm() for held in waiting):
-                return
-        self._again()
+        self._serve()
 
     def look_after(self) -> None:
         """Send again the tickets of an engine that ended. Raises ServerGone if the server is gone."""
@@ -140,9 +152,8 @@ class Relay:
     def close(self) -> None:
         """Release all lanes."""
         self._closed = True
-        for socket in (self._front.socket, self._back):
-            self._loop.remove_reader(int(socket.getsockopt(zmq.FD)))
-        self._loop.remove_reader(self._words.descriptor)
+        for descriptor in (self._front.fileno(), self._back_descriptor, self._words.descriptor):
+            self._loop.remove_reader(descriptor)
         for number in list(self._lanes):
             self._drop(number)
         self._words.close()
@@ -333,7 +344,7 @@ class Relay:
         told.model.arena = ""
         held = HeldLane(lane, sender, call, told, lease.first_row, lease.rows)
         self._lanes[number] = held
-        held.watch(self._loop, self._words, self._pump_front)
+        held.watch(self._loop, self._words, self._serve)
         return ControlReply(lease=told)
 
     def _release(self, sender: bytes, request: ReleaseRequest) -> None:

@@ -65,6 +65,7 @@ class Front:
         self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._unsent_to: dict[bytes, int] = {}
         self._unsent_bytes = 0
+        self._quiet = False  # nothing was there at the last look, and nothing was done with the socket since
         self.socket = context.socket(zmq.ROUTER)
         set_option = self.socket.setsockopt
         self.socket.copy_threshold = 1024  # of what is sent without a copy: smaller frames are copied all the same
@@ -87,6 +88,7 @@ class Front:
         except BaseException:
             self.close()
             raise
+        self._descriptor = int(self.socket.getsockopt(zmq.FD))
         self.bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
 
     def has_room(self, client: bytes, size: int) -> bool:
@@ -109,6 +111,7 @@ class Front:
     def send(self, frames: Sequence[Any]) -> bool:
         """Send to the client that the first frame names; False if it is gone. A client that does not read loses it."""
         size = sum(map(len, frames))
+        self._quiet = False  # sending reads the socket's signal, and with it perhaps the news of a message
         try:
             if size < _TRACKED:
                 socket, last = self.socket, len(frames) - 1
@@ -129,8 +132,16 @@ class Front:
         return True
 
     def has_news(self) -> bool:
-        """Whether messages are waiting. Check it before sleeping on the descriptor, which signals changes only."""
-        return bool(int(Bare.get(self.socket, _EVENTS)) & _POLLIN)
+        """Whether messages are waiting. Check it before sleeping on `fileno`, which signals changes only."""
+        if self._quiet:
+            return False
+        there = bool(int(Bare.get(self.socket, _EVENTS)) & _POLLIN)
+        self._quiet = not there
+        return there
+
+    def fileno(self) -> int:
+        """Readable when messages may have come. Who was told so takes a look with `receive`."""
+        return self._descriptor
 
     def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
         """A client's message, its routing id and first frames as bytes; None where there is none.
@@ -140,6 +151,7 @@ class Front:
                 zmq.Frame.
         """
         socket = self.socket
+        self._quiet = False
         if not self.has_news():
             return None
         frames: list[Any] = [Bare.recv(socket, _NOBLOCK)]
