@@ -41,13 +41,13 @@ nb::list frames_of(const Zmtp::Message& message) {
 
 // It belongs to one thread at a time, as a ring's client does.
 void bind_zmtp(nb::module_& m) {
-    nb::class_<Zmtp>(m, "Zmtp", "A DEALER's connection to a ROUTER over a connected stream socket, which it closes.")
+    nb::class_<Zmtp>(m, "Zmtp", "A DEALER's connection to a ROUTER, or a ROUTER's to a DEALER, over a connected stream socket, which it closes.")
         .def(
             "__init__",
-            [](Zmtp* self, int fd, nb::bytes identity, std::size_t most, double patience) {
-                new (self) Zmtp(fd, {identity.c_str(), identity.size()}, most, static_cast<std::int64_t>(patience * 1e9));
+            [](Zmtp* self, int fd, nb::bytes identity, std::size_t most, double patience, bool router) {
+                new (self) Zmtp(fd, {identity.c_str(), identity.size()}, most, static_cast<std::int64_t>(patience * 1e9), router);
             },
-            nb::arg("fd"), nb::arg("identity"), nb::arg("most"), nb::arg("patience"),
+            nb::arg("fd"), nb::arg("identity"), nb::arg("most"), nb::arg("patience"), nb::arg("router") = false,
             "`identity`: the routing id, empty for the peer's choice; `most`: bytes of a message that comes; `patience`: seconds that "
             "a send may wait for room, where nobody watches for it.")
         .def(
@@ -59,6 +59,17 @@ void bind_zmtp(nb::module_& m) {
             },
             nb::arg("sequence"), nb::arg("frames"), nb::lock_self(),
             "Send a message whose answer will name the sequence; False where the connection is broken.")
+        .def(
+            "post",
+            [](Zmtp& self, nb::handle frames) {
+                const Frames message(frames);
+                nb::gil_scoped_release release;
+                return self.post(message.data(), message.size());
+            },
+            nb::arg("frames"), nb::lock_self(), "Send a message that has no answer, or is one; False where the connection is broken.")
+        .def_prop_ro("pending", &Zmtp::pending, "Bytes that were to be sent and that the kernel has not taken.")
+        .def_prop_ro("peer", [](const Zmtp& self) { return nb::bytes(self.peer().data(), self.peer().size()); },
+                     "The peer's routing id, where it named one.")
         .def(
             "exchange",
             [](Zmtp& self, std::uint64_t sequence, nb::handle frames, double timeout) -> nb::object {

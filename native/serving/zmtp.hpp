@@ -1,6 +1,6 @@
-// A connection to one ZeroMQ ROUTER socket over a stream socket of our own, without libzmq: ZMTP 3.1, mechanism NULL, as a
-// DEALER (rfc.zeromq.org/spec/37). Bytes go from the caller's thread to the kernel and back: no thread in between that each
-// message would have to wake twice.
+// A ZeroMQ connection over a stream socket of our own, without libzmq: ZMTP 3.1, mechanism NULL, as a DEALER or as one
+// connection of a ROUTER (rfc.zeromq.org/spec/37). Bytes go from the caller's thread to the kernel and back: no thread in between
+// that each message would have to wake twice.
 //
 // It speaks Jurybox's tickets (docs/protocol.md): a message's first frame names a sequence, and what was sent under one and not
 // yet answered is in flight. Nothing that happens to a caller, such as a KeyboardInterrupt, falls into the midst of a message:
@@ -37,8 +37,9 @@ class Zmtp {
     };
 
     // Args: a connected stream socket, which is this object's from now on; the routing id, empty: the peer's choice; bytes of
-    // the longest message that the peer may send; for how long a send that the kernel does not take at once may wait.
-    Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns)
+    // the longest message that the peer may send; for how long a send that the kernel does not take at once may wait; whether it
+    // is a ROUTER's, whose peer is to say its own routing id.
+    Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns, bool router = false)
         : fd_(fd), most_(most), patience_ns_(patience_ns), heard_(monotonic_ns()) {
         epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
         epoll_event interest{};
@@ -50,7 +51,7 @@ class Zmtp {
         }
         out_.append("\xFF\0\0\0\0\0\0\0\1\x7F\3\1NULL", 16).append(48, '\0');
         std::string ready("\5READY", 6);
-        property(ready, "Socket-Type", "DEALER");
+        property(ready, "Socket-Type", router ? "ROUTER" : "DEALER");
         property(ready, "Identity", identity);
         put(out_, kCommand, {ready.data(), ready.size()});
         flush();
@@ -64,6 +65,12 @@ class Zmtp {
     bool send(std::uint64_t sequence, const Part* parts, std::size_t n) {
         if (broken()) return false;
         unanswered_.push_back(sequence);
+        return post(parts, n);
+    }
+
+    // Send a message that has no answer, or is one.
+    bool post(const Part* parts, std::size_t n) {
+        if (broken()) return false;
         if (ready_ && out_.empty()) {
             write(parts, n);
         } else {
@@ -71,7 +78,7 @@ class Zmtp {
             flush();
         }
         // Where nobody watches for room, nobody would go on sending until the next call.
-        if (pending() > 0 && ready_ && !watched_) wait_for(POLLOUT, patience_ns_, [this] { return pending() == 0; });
+        if (unsent() > 0 && ready_ && !watched_) wait_for(POLLOUT, patience_ns_, [this] { return unsent() == 0; });
         return !broken();
     }
 
@@ -119,6 +126,12 @@ class Zmtp {
     bool holds(std::uint64_t sequence) const {
         return !broken() && std::find(unanswered_.begin(), unanswered_.end(), sequence) != unanswered_.end();
     }
+    // Bytes that were to be sent and that the kernel has not taken.
+    std::size_t pending() const { return out_.size() - sent_ + held_.size(); }
+
+    // The peer's routing id, where it named one.
+    const std::string& peer() const { return peer_; }
+
     // Sequences in flight, or that were when the connection broke.
     const std::vector<std::uint64_t>& unanswered() const { return unanswered_; }
 
@@ -148,6 +161,7 @@ class Zmtp {
   private:
     static constexpr unsigned char kMore = 1, kLong = 2, kCommand = 4;
     static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kMostFrames = 4096;
+    static constexpr int kTurns = 4;  // reads of one call: who sends without end takes its part, and no more
     static constexpr std::size_t kSequence = 2;  // where a reply has it: behind the prefix
 
     static std::uint64_t sequence_of(const Message& message) {
@@ -190,7 +204,7 @@ class Zmtp {
         for (std::size_t i = 0; i < n; ++i) put(to, i + 1 < n ? kMore : 0, parts[i]);
     }
 
-    std::size_t pending() const { return out_.size() - sent_; }
+    std::size_t unsent() const { return out_.size() - sent_; }
 
     // A message that goes at once; what the kernel leaves of it is kept.
     void write(const Part* parts, std::size_t n) {
@@ -220,12 +234,12 @@ class Zmtp {
             done -= skip;
             out_.append(static_cast<const char*>(one.iov_base) + skip, one.iov_len - skip);
         }
-        wants_room(pending() > 0);
+        wants_room(unsent() > 0);
     }
 
     void flush() {
-        while (pending() > 0 && !broken()) {
-            const ssize_t went = ::send(fd_, out_.data() + sent_, pending(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        while (unsent() > 0 && !broken()) {
+            const ssize_t went = ::send(fd_, out_.data() + sent_, unsent(), MSG_NOSIGNAL | MSG_DONTWAIT);
             if (went >= 0) {
                 sent_ += static_cast<std::size_t>(went);
             } else if (errno == EAGAIN) {
@@ -234,14 +248,14 @@ class Zmtp {
                 return fail(std::strerror(errno));
             }
         }
-        if (pending() == 0) {
+        if (unsent() == 0) {
             sent_ = 0;
             if (out_.capacity() > kChunk)
                 std::string().swap(out_);
             else
                 out_.clear();
         }
-        wants_room(pending() > 0);
+        wants_room(unsent() > 0);
     }
 
     void wants_room(bool wanted) {
@@ -253,7 +267,7 @@ class Zmtp {
 
     // Read what is there, and handle every whole frame of it.
     void read() {
-        while (!broken()) {
+        for (int turn = 0; !broken() && (turn < kTurns || wanted_ > 0); ++turn) {
             if (in_.size() - end_ < kSmall || begin_ + wanted_ > in_.size()) in_.resize(std::max(end_ + kChunk, begin_ + wanted_));
             const std::size_t room = in_.size() - end_;
             const ssize_t came = ::recv(fd_, in_.data() + end_, room, MSG_DONTWAIT);
@@ -323,6 +337,7 @@ class Zmtp {
         if (body.size() < 1 + length) return broke("a command came without its name");
         const std::string_view name = body.substr(1, length);
         if (name == "READY" && !ready_) {
+            if (!properties(body.substr(1 + length))) return broke("a handshake came that cannot be read");
             ready_ = true;
             out_.append(held_);
             held_.clear();
@@ -337,6 +352,20 @@ class Zmtp {
         return true;
     }
 
+    // Of a READY command: name and value of each, of which the routing id is kept.
+    bool properties(std::string_view rest) {
+        while (!rest.empty()) {
+            const std::size_t name = static_cast<unsigned char>(rest[0]);
+            if (rest.size() < 1 + name + 4) return false;
+            std::size_t value = 0;
+            for (std::size_t i = 0; i < 4; ++i) value = value << 8 | static_cast<unsigned char>(rest[1 + name + i]);
+            if (rest.size() - (1 + name + 4) < value) return false;
+            if (rest.substr(1, name) == "Identity") peer_ = rest.substr(1 + name + 4, value);
+            rest.remove_prefix(1 + name + 4 + value);
+        }
+        return peer_.size() <= 255;
+    }
+
     // Read and write until `done`, for `ns` at most. A signal ends the wait: its handlers are Python's to run.
     template <class Done>
     bool wait_for(short event, std::int64_t ns, Done done) {
@@ -344,7 +373,7 @@ class Zmtp {
         while (!broken()) {
             const std::int64_t left = until - monotonic_ns();
             if (left <= 0) break;
-            pollfd one{fd_, static_cast<short>(POLLIN | (event | (pending() ? POLLOUT : 0))), 0};
+            pollfd one{fd_, static_cast<short>(POLLIN | (event | (unsent() ? POLLOUT : 0))), 0};
             const timespec timeout = timespec_of(left);
             const int found = ::ppoll(&one, 1, &timeout, nullptr);
             if (found < 0) break;
@@ -369,7 +398,7 @@ class Zmtp {
     const std::int64_t patience_ns_;
     std::int64_t heard_;
     bool greeted_ = false, ready_ = false, watched_ = false, wants_room_ = false;
-    std::string why_;
+    std::string why_, peer_;
     std::string out_, held_;  // to be sent, from `sent_` on; messages that wait for the handshake
     std::size_t sent_ = 0;
     std::vector<char> in_;  // read, from `begin_` to `end_`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jurybox.client.local_link import LocalLink
 from jurybox.processes import ControlPipe, configuration, signs_of_life, stop_event
 from jurybox.protocol.errors import ServerGone
 from jurybox.server.logs import Log, configure
+from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
 
@@ -28,8 +30,8 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     """Serve until the control pipe says stop, or ends; returns the exit status."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        front = Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
-    except (zmq.ZMQError, ValueError) as error:
+        front = _front(context, orders)
+    except (zmq.ZMQError, OSError, ValueError) as error:
         control_pipe.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
         return COULD_NOT_START
     link = await asyncio.to_thread(LocalLink, orders["address"], "auto", _CONNECT)
@@ -53,6 +55,14 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         front.close()
         context.destroy(linger=0)
     return STOPPED
+
+
+def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> Front | OpenFront:
+    """libzmq speaks CURVE, and knows network interfaces by name; all else goes without its thread."""
+    if orders["curve_key"] is None:
+        with contextlib.suppress(socket.gaierror):
+            return OpenFront(orders["tcp"], orders["max_message"])
+    return Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
 
 
 async def _until(stop: asyncio.Event, relay: Relay) -> None:

@@ -35,6 +35,7 @@ from jurybox.protocol.wire import (
     require_control_size,
     require_name,
 )
+from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
 
 _MOST_LANES = 1024  # half of all there are: clients of this host must find some, too
@@ -61,7 +62,9 @@ class Relay:
         report: called with (event, fields) for what should be logged.
     """
 
-    def __init__(self, front: Front, back: zmq.Socket[bytes], link: LocalLink, report: Callable[..., None]) -> None:
+    def __init__(
+        self, front: Front | OpenFront, back: zmq.Socket[bytes], link: LocalLink, report: Callable[..., None]
+    ) -> None:
         self._front = front
         self._back = back
         self._link = link

@@ -1,0 +1,227 @@
+"""The relay's socket to the network where no keys are asked for: connections of its own, without libzmq's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jurybox import native
+from jurybox.protocol.descriptors import exhausted
+from jurybox.protocol.wire import PREFIX
+
+_MOST_CONNECTIONS = 8192  # of lanes and control sockets; more are closed at once
+_BACKLOG = 128
+_BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds: as Front's
+_CLIENTS = 8  # clients that may leave as much unread as one may, before all others are held to one message each
+_PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which nobody has made
+
+
+class _Connection:
+    """A client's connection; its name once it has shaken hands."""
+
+    def __init__(self, made: socket.socket, most: int) -> None:
+        self.descriptor = made.fileno()
+        self.link = native.Zmtp(self.descriptor, b"", most, 0.0, router=True)
+        made.detach()
+        self.link.watched(on=True)  # what the kernel does not take goes on when it has room
+        self.since = time.monotonic()
+        self.name: bytes | None = None
+
+
+class OpenFront:
+    """As Front (remote_clients.py), without CURVE: the relay's thread reads and writes each connection itself.
+
+    Args:
+        where: "host:port"; port 0 takes a free one.
+        max_message: bytes of the largest message, and of what one client may leave unread.
+
+    Attributes:
+        bound: "host:port" where it really listens.
+
+    Raises:
+        OSError: it cannot be bound; socket.gaierror: the host is no address here.
+    """
+
+    def __init__(self, where: str, max_message: int) -> None:
+        self._most = max_message
+        host, _, port = where.rpartition(":")
+        found = socket.getaddrinfo(
+            None if host == "*" else host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        self._listener = socket.socket(family, kind, protocol)
+        self._epoll = select.epoll()
+        self._connections: dict[int, _Connection] = {}  # by what the epoll names
+        self._named: dict[bytes, _Connection] = {}
+        self._parked: dict[int, _Connection] = {}  # by socket: they wait for the end of another of their name
+        self._messages: deque[list[bytes]] = deque()
+        self._numbers = itertools.count(1)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._listener.setblocking(False)
+            self._listener.bind(address)
+            self._listener.listen(_BACKLOG)
+            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        except BaseException:
+            self.close()
+            raise
+        name = self._listener.getsockname()
+        self.bound = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+    def fileno(self) -> int:
+        """Readable when messages may have come."""
+        return self._epoll.fileno()
+
+    def has_news(self) -> bool:
+        """Whether messages are waiting. `fileno` tells of all others."""
+        return bool(self._messages)
+
+    def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
+        """A client's message, its routing id and frames as bytes; None where there is none."""
+        if not self._messages:
+            self._look()
+        return self._messages.popleft() if self._messages else None
+
+    def has_room(self, client: bytes, size: int) -> bool:
+        """Whether a message of so many bytes can be sent to a client now. One may always be on its way."""
+        connection = self._named.get(client)
+        if connection is None or not (unsent := connection.link.pending):
+            return True
+        if unsent + size > self._most:
+            return False
+        return sum(other.link.pending for other in self._named.values()) + size <= _CLIENTS * self._most
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Send to the client that the first frame names; False if it is gone. A client that does not read loses it."""
+        connection = self._named.get(frames[0])
+        if connection is None:
+            return False
+        body = frames[1:]
+        if connection.link.pending and not self.has_room(frames[0], sum(map(len, body))):
+            return True
+        if connection.link.post(body):
+            return True
+        self._end(connection)
+        return False
+
+    def forget_sent(self) -> None:
+        """Ask silent clients for a sign of life, and end the connections of those that are gone."""
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            link = connection.link
+            if connection.descriptor in self._parked:
+                continue
+            if link.broken or link.silence > _SILENCE or (not link.ready and now - connection.since > _HANDSHAKE):
+                self._end(connection)
+            elif link.ready and link.silence > _BEAT:
+                link.ping()
+        self._listen()
+
+    def is_there(self, client: bytes) -> bool:
+        """Whether a client is connected."""
+        return self.send((client, *_PROBE))
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections.values():
+            connection.link.close()
+        self._connections.clear()
+        self._named.clear()
+        self._epoll.close()
+        self._listener.close()
+
+    def _look(self) -> None:
+        """Read what has come; accept who wants to connect."""
+        for descriptor, _ in self._epoll.poll(0, 64):
+            if descriptor in self._parked:
+                self._end(self._parked[descriptor])
+                continue
+            connection = self._connections.get(descriptor)
+            if connection is None:
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                continue
+            link = connection.link
+            link.look()
+            if connection.name is None and link.ready and not self._name(connection):
+                continue
+            name = connection.name
+            if name is not None:
+                self._messages.extend([name, *frames] for frames in link.receive(0))
+            if link.broken:
+                self._end(connection)
+
+    def _name(self, connection: _Connection) -> bool:
+        """Know a connection by its name; False where it has to wait for the end of another, or has a wrong one."""
+        name = connection.link.peer or b"\0" + next(self._numbers).to_bytes(8, "little")
+        if connection.link.peer[:1] == b"\0":  # those are given here
+            self._end(connection)
+            return False
+        connection.name = name
+        if name in self._named:
+            self._parked[connection.descriptor] = connection
+            self._epoll.unregister(connection.link.descriptor)
+            self._epoll.register(connection.descriptor, select.EPOLLRDHUP)
+            return False
+        self._named[name] = connection
+        return True
+
+    def _accept(self) -> None:
+        for _ in range(_BACKLOG):
+            try:
+                made, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if exhausted(error) or error.errno in (errno.ENOBUFS, errno.ENOMEM):
+                    with contextlib.suppress(OSError):  # until some are free: `forget_sent` listens again
+                        self._epoll.unregister(self._listener.fileno())
+                    return
+                continue  # who was to be accepted is gone
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                made.close()
+                continue
+            try:
+                made.setblocking(False)
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = _Connection(made, self._most)
+            except (OSError, RuntimeError):  # it is gone, or no descriptor is left
+                made.close()
+                continue
+            self._connections[connection.link.descriptor] = connection
+            self._epoll.register(connection.link.descriptor, select.EPOLLIN)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+
+    def _end(self, connection: _Connection) -> None:
+        """Close a connection; who waits for its name has it now."""
+        descriptor = connection.link.descriptor
+        if self._connections.pop(descriptor, None) is None:
+            return
+        parked = self._parked.pop(connection.descriptor, None) is not None
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(connection.descriptor if parked else descriptor)
+        connection.link.close()
+        name = connection.name
+        if name is None or self._named.get(name) is not connection:
+            return
+        del self._named[name]
+        for other in self._parked.values():
+            if other.name == name:
+                del self._parked[other.descriptor]
+                self._named[name] = other
+                self._epoll.unregister(other.descriptor)
+                self._epoll.register(other.link.descriptor, select.EPOLLIN)
+                self._messages.extend([name, *frames] for frames in other.link.receive(0))
+                break
