@@ -1,0 +1,296 @@
+"""ZeroMQ over a socket of the caller's own: what libzmq sees of it, and what becomes of tickets when it breaks."""
+
+import os
+import socket
+import time
+
+import numpy as np
+import pytest
+import zmq
+from tests.serving import wait_until
+
+from jurybox.client.remote.connection import DirectConnection
+from jurybox.client.transports.direct import DirectEngine, dial
+from jurybox.client.transports.transport import InFlight
+from jurybox.protocol.errors import Code
+from jurybox.protocol.scoreboard import EngineState
+from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
+from jurybox.server.relay.open_front import OpenFront
+
+LANE, LEASE, LIFE = 3, 77, 9
+
+
+@pytest.fixture
+def router():
+    with zmq.Context() as context:
+        made = context.socket(zmq.ROUTER)
+        made.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        made.setsockopt(zmq.RCVTIMEO, 20_000)
+        made.setsockopt(zmq.LINGER, 0)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def engine(router, tmp_path):
+    address = f"ipc://{tmp_path}/engine"
+    router.bind(address)
+    made = DirectEngine(address, LANE, LEASE, LIFE)
+    yield made
+    made.close()
+
+
+def ticket(sequence):
+    made = InFlight(sequence, 0, 1, 0, 0)
+    made.incarnation = LIFE
+    return made
+
+
+def send(engine, sequence):
+    engine.send(sequence, 0, 1, 0, 0, 0)
+
+
+def sequence_of(frames):
+    return PACK_TICKET.unpack_from(frames[1], len(PREFIX))[0]
+
+
+def reply(router, sequence, code=0, text=b""):
+    router.send_multipart(
+        (lane_identity(LANE, LEASE), PREFIX + PACK_REPLY.pack(sequence, 1, LIFE, code) + text)
+    )  # fmt: skip
+
+
+def answers(engine):
+    engine.wait(20.0)
+    return engine.answers()
+
+
+def break_off(router, engine):
+    """Have the client end the connection: the router sends what no engine would."""
+    router.send_multipart((lane_identity(LANE, LEASE), bytes(2 << 20)))
+    wait_until(lambda: (engine.receive(), engine.broken)[1], 20, "the connection is broken")
+
+
+def test_a_ticket_is_in_flight_until_its_answer_is_taken_in(router, engine):
+    send(engine, 5)
+    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    identity, record = router.recv_multipart()
+    assert identity == lane_identity(LANE, LEASE)
+    assert PACK_TICKET.unpack_from(record, len(PREFIX))[:2] == (5, LEASE)
+    assert engine.has(ticket(5))
+    assert not engine.has(ticket(6))
+    reply(router, 5, int(Code.MODEL_FAILED), b"so")
+    (answer,) = answers(engine)
+    assert (answer.sequence, answer.code, answer.message) == (5, Code.MODEL_FAILED, "so")
+    assert not engine.has(ticket(5))
+
+
+def test_what_was_in_flight_when_the_connection_broke_counts_when_it_was_answered_twice(router, engine):
+    """The first answer may come while the second ticket is computed, which writes to the same rows."""
+    send(engine, 5)
+    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    router.recv_multipart()
+    break_off(router, engine)
+    engine.dial()
+    assert engine.has(ticket(5)), "nobody knows whether the engine has it"
+    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "it came again")
+    again = sequence_of(router.recv_multipart())
+    assert again != 5
+    reply(router, 5)
+    assert answers(engine) == []
+    assert engine.has(ticket(5))
+    assert not router.poll(100), "it is not sent a third time"
+    reply(router, again)
+    assert [answer.sequence for answer in answers(engine)] == [5]
+    assert not engine.has(ticket(5))
+
+
+def test_a_ticket_that_the_engine_still_has_is_sent_again_later(router, engine):
+    send(engine, 5)
+    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    router.recv_multipart()
+    break_off(router, engine)
+    engine.dial()
+    for _ in range(2):
+        assert engine.has(ticket(5))
+        wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "it came again")
+        again = sequence_of(router.recv_multipart())
+        reply(router, again, int(Code.BUSY))
+        assert answers(engine) == []
+    assert engine.has(ticket(5))
+
+
+def test_nobody_there_is_no_connection(tmp_path):
+    assert dial(f"ipc://{tmp_path}/nobody", b"", 1 << 20) is None
+    engine = DirectEngine(f"ipc://{tmp_path}/nobody", LANE, LEASE, LIFE)
+    send(engine, 5)
+    assert engine.broken
+    assert not engine.has(ticket(5)), "the lane sends it again"
+
+
+def test_a_forked_childs_end_leaves_the_parents_connection(router, engine):
+    send(engine, 5)
+    if (child := os.fork()) == 0:
+        engine.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    wait_until(lambda: (engine.receive(), router.poll(10))[1], 20, "the ticket came")
+    reply(router, sequence_of(router.recv_multipart()))
+    assert [answer.sequence for answer in answers(engine)] == [5]
+
+
+# ---- a connection to a relay
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 0.3)
+
+
+def test_a_server_that_never_shakes_hands_is_gone(impatient):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connection = DirectConnection(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        assert connection.server_lives(), "it may still come"
+        wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
+        connection.close()
+
+
+def test_a_connection_that_ended_is_made_anew_and_what_it_carried_is_told(router):
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    connection = DirectConnection(f"tcp://127.0.0.1:{port}")
+    link = connection.link
+    link.send(1, (PREFIX + bytes(64),))
+    wait_until(lambda: (connection.server_lives(), router.poll(10))[1], 20, "it stands")
+    life = connection.incarnation
+    identity, _ = router.recv_multipart()
+    router.send_multipart((identity, bytes(10)))
+    wait_until(link.look, 20, "an answer came")
+    router.unbind(f"tcp://127.0.0.1:{port}")
+    link.close()
+    assert connection.server_lives()
+    assert connection.incarnation == life + 1
+    assert connection.engines["state"][0] == EngineState.ABSENT
+    router.bind(f"tcp://127.0.0.1:{port}")
+    wait_until(
+        lambda: connection.server_lives() and connection.engines["state"][0] == EngineState.SERVING, 20, "it is back"
+    )
+    assert connection.link is not link
+    connection.close()
+
+
+def test_a_host_that_vanished_is_noticed_while_an_answer_is_waited_for(router, monkeypatch):
+    monkeypatch.setattr("jurybox.client.remote.connection._BEAT_MS", 50)
+    monkeypatch.setattr("jurybox.client.remote.connection._SILENCE_MS", 200)
+    front = OpenFront("127.0.0.1:0", 1 << 20)
+    connection = DirectConnection(f"tcp://{front.bound}")
+    connection.link.send(1, (PREFIX + bytes(64),))
+    wait_until(lambda: connection.server_lives() and front.receive(len), 20, "it stands")
+    life = connection.incarnation
+    for _ in range(30):  # it is there, and says so though it has no answer
+        connection.server_lives()
+        front.receive(len)
+        time.sleep(0.02)
+    assert connection.incarnation == life
+    wait_until(lambda: (connection.server_lives(), connection.incarnation)[1] > life, 20, "it says nothing any more")
+    connection.close()
+    front.close()
+
+
+# ---- the relay's side
+
+
+@pytest.fixture
+def front():
+    made = OpenFront("127.0.0.1:0", 1 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dealer(front):
+    with zmq.Context() as context:
+        made = []
+
+        def open_one(identity):
+            one = context.socket(zmq.DEALER)
+            one.setsockopt(zmq.IDENTITY, identity)
+            one.setsockopt(zmq.LINGER, 0)
+            one.connect(f"tcp://{front.bound}")
+            made.append(one)
+            return one
+
+        yield open_one
+        for one in made:
+            one.close()
+
+
+def received(front, seconds=20.0):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (frames := front.receive(len)) is not None:
+            return frames
+        time.sleep(0.002)
+    return None
+
+
+def test_messages_go_to_and_fro_between_libzmq_and_the_relays_own_connections(front, dealer):
+    one, large = dealer(b"Rone"), np.random.default_rng(0).bytes(700_000)
+    one.send_multipart((b"a", large, b""))
+    assert received(front) == [b"Rone", b"a", large, b""]
+    assert front.send((b"Rone", b"b", large))
+    got = []
+    wait_until(lambda: (front.receive(len), one.poll(10) and got.extend(one.recv_multipart()), got)[2], 20, "it came")
+    assert got == [b"b", large]
+    assert not front.send((b"Rnobody", b"b"))
+
+
+def test_a_second_connection_of_a_name_is_heard_when_the_first_has_ended(front, dealer):
+    first = dealer(b"Rone")
+    first.send(b"first")
+    assert received(front) == [b"Rone", b"first"]
+    second = dealer(b"Rone")
+    second.send(b"second")
+    assert received(front, 0.3) is None
+    assert front.is_there(b"Rone")
+    first.close()
+    assert received(front) == [b"Rone", b"second"]
+    assert front.is_there(b"Rone")
+    second.close()
+    wait_until(lambda: (front.receive(len), not front.is_there(b"Rone"))[1], 20, "nobody bears it")
+
+
+def test_a_client_that_reads_nothing_is_sent_no_more_than_it_may_leave_unread(front, dealer):
+    with socket.create_connection(tuple(front.bound.rsplit(":", 1))) as one:  # type: ignore[arg-type]
+        link = dial(f"tcp://{front.bound}", b"Rone", 1 << 30)
+        link.send(1, (b"hello",))
+        wait_until(lambda: (link.look(), front.receive(len))[1], 20, "it is known")
+        body = bytes(400_000)
+        for _ in range(200):
+            if not front.has_room(b"Rone", len(body)):
+                break
+            front.send((b"Rone", body))
+        assert not front.has_room(b"Rone", len(body))
+        assert sum(connection.link.pending for connection in front._named.values()) <= 1 << 20
+        link.close()
+        one.close()
+    wait_until(lambda: (front.receive(len), front.forget_sent(), not front._connections)[2], 30, "both are gone")
+
+
+def test_who_speaks_no_zeromq_or_too_much_is_shown_out(front):
+    host, port = front.bound.rsplit(":", 1)
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(60)):
+        with socket.create_connection((host, int(port))) as one:
+            one.sendall(garbage)
+            one.settimeout(0.01)
+
+            def ended(one=one):
+                front.receive(len)
+                try:
+                    return not one.recv(1024)
+                except TimeoutError:
+                    return False
+                except ConnectionResetError:
+                    return True
+
+            wait_until(ended, 20, "the connection ends")
+    assert not front._named
