@@ -69,7 +69,7 @@ def goals(results: Results) -> list[Goal]:
     )  # fmt: skip
     for says, ours, theirs, bound, asked in (
         ("gRPC: throughput over Triton's", "jurybox-grpc", "triton-grpc", 1.2, ("vector", "image")),
-        ("tcp://: throughput over plain ZeroMQ over TCP", "jurybox-tcp", "plain-zmq-tcp", 0.9, ("vector",)),
+        ("tcp://: throughput over plain ZeroMQ over TCP", "jurybox-tcp", "plain-zmq-tcp", 0.9, ("vector", "image")),
         ("HTTP with binary tensors: throughput over mosec's", "jurybox-http", "mosec", 1.0, ("vector",)),
     ):
         ratios = [ratio(figure(case, ours, n), figure(case, theirs, n)) for case in asked for n in (1, 4, 16)]

@@ -23,7 +23,10 @@ BENCH = {
         (1, 4, 16),
     ),
     "vector64": (("limit", "own-copy", "plain-zmq", "jurybox-native"), (4,)),
-    "image": (("own-copy", "plain-zmq", "jurybox-native", "jurybox-grpc", "triton-grpc"), (4,)),
+    "image": (
+        ("own-copy", "plain-zmq", "plain-zmq-tcp", "jurybox-native", "jurybox-tcp", "jurybox-grpc", "triton-grpc"),
+        (4,),
+    ),
 }  # fmt: skip
 SETS = {"bench": BENCH, "full": FULL}
 

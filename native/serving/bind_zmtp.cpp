@@ -31,9 +31,19 @@ class Frames {
     std::vector<Zmtp::Part> parts_;
 };
 
-nb::list frames_of(const Zmtp::Message& message) {
+// Large frames are not copied once more: arrays of uint8 that own them.
+nb::list frames_of(Zmtp::Message& message) {
+    constexpr std::size_t kLarge = 64 << 10;
     nb::list frames;
-    for (const std::string& frame : message) frames.append(nb::bytes(frame.data(), frame.size()));
+    for (std::string& frame : message) {
+        if (frame.size() < kLarge) {
+            frames.append(nb::bytes(frame.data(), frame.size()));
+            continue;
+        }
+        auto* kept = new std::string(std::move(frame));
+        nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::string*>(pointer); });
+        frames.append(nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(kept->data(), {kept->size()}, owner)));
+    }
     return frames;
 }
 
@@ -101,7 +111,7 @@ void bind_zmtp(nb::module_& m) {
                 for (Zmtp::Message message; self.take(message);) messages.append(frames_of(message));
                 return messages;
             },
-            nb::arg("timeout"), nb::lock_self(), "Messages that came within so many seconds, each a list of frames.")
+            nb::arg("timeout"), nb::lock_self(), "Messages that came within so many seconds, each a list of frames: bytes, or arrays of uint8 where they are large.")
         .def(
             "look", [](Zmtp& self) { return self.receive(0); }, nb::lock_self(),
             "Go on with the handshake, and with what was kept; whether messages are there, which stay for receive.")

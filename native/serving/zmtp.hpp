@@ -160,7 +160,7 @@ class Zmtp {
 
   private:
     static constexpr unsigned char kMore = 1, kLong = 2, kCommand = 4;
-    static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kMostFrames = 4096;
+    static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kPiece = 512 << 10, kMostFrames = 4096;
     static constexpr int kTurns = 4;  // reads of one call: who sends without end takes its part, and no more
     static constexpr std::size_t kSequence = 2;  // where a reply has it: behind the prefix
 
@@ -267,7 +267,11 @@ class Zmtp {
 
     // Read what is there, and handle every whole frame of it.
     void read() {
-        for (int turn = 0; !broken() && (turn < kTurns || wanted_ > 0); ++turn) {
+        for (int turn = 0; !broken() && (turn < kTurns || wanted_ > 0 || large_ > 0); ++turn) {
+            if (large_ > 0) {
+                if (!read_large()) return;
+                continue;
+            }
             if (in_.size() - end_ < kSmall || begin_ + wanted_ > in_.size()) in_.resize(std::max(end_ + kChunk, begin_ + wanted_));
             const std::size_t room = in_.size() - end_;
             const ssize_t came = ::recv(fd_, in_.data() + end_, room, MSG_DONTWAIT);
@@ -287,6 +291,43 @@ class Zmtp {
             }
             if (static_cast<std::size_t>(came) < room) return;
         }
+    }
+
+    // Read of a large frame what is there, to where it stays; false where that is not all.
+    bool read_large() {
+        std::string& frame = partial_.back();
+        while (large_ > 0) {
+            const ssize_t came = ::recv(fd_, frame.data() + frame.size() - large_, large_, MSG_DONTWAIT);
+            if (came < 0 && errno == EINTR) continue;
+            if (came < 0 && errno == EAGAIN) {
+                at_least(std::min(large_, kPiece));
+                return false;
+            }
+            if (came <= 0) {
+                fail(came == 0 ? "the peer closed the connection" : std::strerror(errno));
+                return false;
+            }
+            heard_ = monotonic_ns();
+            large_ -= static_cast<std::size_t>(came);
+        }
+        at_least(1);
+        if (!large_more_) whole();
+        return true;
+    }
+
+    // Have the socket readable only with so many bytes: not with each packet of a large frame. The kernel lowers what it has no
+    // room for.
+    void at_least(std::size_t bytes) {
+        if (bytes == at_least_) return;
+        const int value = static_cast<int>(bytes);
+        if (::setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value) == 0) at_least_ = bytes;
+    }
+
+    // The message is all there.
+    void whole() {
+        arrived_.push_back(std::move(partial_));
+        partial_.clear();
+        taken_ = 0;
     }
 
     // Handle one frame, or the greeting; false where it is not all there.
@@ -313,8 +354,18 @@ class Zmtp {
         }
         if (size > most_ || taken_ + size > most_) return broke("a message came that is longer than allowed");
         if (there < head + size) {
-            wanted_ = head + size;
-            return false;
+            if (size < kChunk || flags & kCommand || !ready_) {
+                wanted_ = head + size;
+                return false;
+            }
+            // What is there of it, and room for the rest.
+            std::string& frame = partial_.emplace_back(at + head, there - head);
+            frame.resize(size);
+            taken_ += size;
+            large_ = size - (there - head);
+            large_more_ = (flags & kMore) != 0;
+            begin_ = end_;
+            return partial_.size() <= kMostFrames ? false : broke("a message of too many frames came");
         }
         wanted_ = 0;
         begin_ += head + size;
@@ -324,11 +375,7 @@ class Zmtp {
         partial_.emplace_back(body);
         taken_ += size;
         if (partial_.size() > kMostFrames) return broke("a message of too many frames came");
-        if (!(flags & kMore)) {
-            arrived_.push_back(std::move(partial_));
-            partial_.clear();
-            taken_ = 0;
-        }
+        if (!(flags & kMore)) whole();
         return true;
     }
 
@@ -404,6 +451,9 @@ class Zmtp {
     std::vector<char> in_;  // read, from `begin_` to `end_`
     std::size_t begin_ = 0, end_ = 0, wanted_ = 0, taken_ = 0;
     Message partial_;
+    std::size_t large_ = 0;  // bytes that the last of `partial_` still lacks
+    std::size_t at_least_ = 1;
+    bool large_more_ = false;
     std::deque<Message> arrived_;
     std::vector<std::uint64_t> unanswered_;
 };

@@ -438,7 +438,7 @@ class _DirectCaller:
         if message is None:
             place.write(row)  # should it have to be sent again
             return NOT_ANSWERED
-        reply = self._reply = message[0]
+        reply = self._reply = bytes(message[0])
         if reply[-4:] == _OK and len(reply) == HEAD and reply[:_NAMED] == ticket[:_NAMED]:
             return self._outputs_of(message)
         answer = self._answer = read_reply(reply, "the server")
@@ -447,7 +447,7 @@ class _DirectCaller:
         _read(message, self._rows, {sequence: (place.first, 1)}, place.incarnation)  # reasons of a row that failed
         return answer.code
 
-    def _outputs_of(self, message: Sequence[bytes]) -> Any:
+    def _outputs_of(self, message: Sequence[Any]) -> Any:
         if len(message) != len(self._outputs) + 1:
             raise ProtocolMismatch(f"{len(message) - 1} outputs came, {len(self._outputs)} were expected")
         outputs = {}
@@ -479,7 +479,7 @@ def _read(
     frames: Sequence[Any], rows: RowsHere, in_flight: dict[int, tuple[int, int]], incarnation: int
 ) -> Answer | None:
     """The answer in these frames, its outputs copied to their rows; None when nobody waits for it any more."""
-    answer = read_reply(frames[0], "the server")
+    answer = read_reply(bytes(frames[0]), "the server")
     if answer.sequence == 0:
         return answer
     if answer.incarnation != incarnation or (place := in_flight.pop(answer.sequence, None)) is None:

@@ -133,7 +133,7 @@ class DirectEngine:
     def __init__(self, address: str, lane: int, lease: int, incarnation: int) -> None:
         self.incarnation = incarnation
         self.link: Zmtp | None = None
-        self.arrived: deque[list[bytes]] = deque()
+        self.arrived: deque[list[Any]] = deque()
         self._address = address
         self._lane = lane
         self._lease = lease
@@ -230,7 +230,7 @@ class DirectEngine:
 
     def _answers(self) -> Iterator[Answer]:
         while self.arrived:
-            answer = read_reply(self.arrived.popleft()[0], "an engine")
+            answer = read_reply(bytes(self.arrived.popleft()[0]), "an engine")
             sequence = self._again.pop(answer.sequence, None)
             if sequence is not None:
                 if answer.code in _COMPUTED:  # refused, it is sent again when looked after
@@ -274,7 +274,7 @@ class DirectCaller:
         message = link.exchange(sequence, (frame,), seconds if seconds < LOOK_AFTER else LOOK_AFTER)
         if message is None:
             return NOT_ANSWERED
-        reply = message[0]
+        reply = bytes(message[0])
         if len(reply) == HEAD and reply[-4:] == _OK and reply[:_NAMED] == frame[:_NAMED]:
             self._reply = reply
             return place.copied()

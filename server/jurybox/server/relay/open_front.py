@@ -61,7 +61,7 @@ class OpenFront:
         self._connections: dict[int, _Connection] = {}  # by what the epoll names
         self._named: dict[bytes, _Connection] = {}
         self._parked: dict[int, _Connection] = {}  # by socket: they wait for the end of another of their name
-        self._messages: deque[list[bytes]] = deque()
+        self._messages: deque[list[Any]] = deque()
         self._numbers = itertools.count(1)
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +86,7 @@ class OpenFront:
         return bool(self._messages)
 
     def receive(self, sizes: Callable[[bytes], int]) -> list[Any] | None:
-        """A client's message, its routing id and frames as bytes; None where there is none."""
+        """A client's message, its routing id and frames: bytes, or arrays of uint8 where they are large. None: none."""
         if not self._messages:
             self._look()
         return self._messages.popleft() if self._messages else None

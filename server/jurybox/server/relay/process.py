@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from jurybox.client.local_link import LocalLink
-from jurybox.processes import ControlPipe, configuration, signs_of_life, stop_event
+from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.errors import ServerGone
 from jurybox.server.logs import Log, configure
 from jurybox.server.relay.open_front import OpenFront
@@ -22,6 +22,7 @@ _CONNECT = 10.0  # seconds for the server's own transport
 _MOST_REPLY = 64 << 20  # bytes of what the supervisor says, whatever clients may send: a status document grows
 _LOOK_AFTER = 0.1  # seconds between two looks at engines
 _RECLAIM = 1.0  # seconds between two looks whether clients are there
+_KEPT = 8 << 20  # bytes that stay with the process: what the largest messages pass through
 _FIRST_TO_DIE = 500  # of -1000..1000: where memory runs out, the kernel ends this process before an engine
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
@@ -82,6 +83,7 @@ def run(control_pipe: ControlPipe) -> int:
     orders = configuration(control_pipe)
     if orders is None:
         return STOPPED
+    keep_freed_memory(_KEPT)
     log = configure("relay", orders["log_level"], orders["log_format"])
     with contextlib.suppress(OSError):  # some containers forbid it; then the kernel chooses as it likes
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE))

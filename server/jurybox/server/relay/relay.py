@@ -200,11 +200,11 @@ class Relay:
 
     def _from_client(self, frames: list[Any]) -> None:
         sender = frames[0]
-        first = frames[1] if len(frames) > 1 else b""
+        first = bytes(frames[1]) if len(frames) > 1 else b""
         if len(first) == TICKET_FRAME and first.startswith(PREFIX):
             self._on_ticket(sender, first, frames[2:])
         elif first == PREFIX:
-            self._on_call(sender, frames[2:])
+            self._on_call(sender, [bytes(frame) for frame in frames[2:]])
         else:
             why = prefix_error(first) or (
                 f"{len(first)} bytes came first: expected a ticket of {TICKET_FRAME} bytes, then its tensors"

@@ -255,7 +255,7 @@ class HeldLane:
         """Whether an answer came within microseconds; only a lone client's is waited for."""
         return self._shm is not None and self._shm.spin()
 
-    def submit(self, ticket: InlineTicket, frames: Sequence[bytes | zmq.Frame]) -> None:
+    def submit(self, ticket: InlineTicket, frames: Sequence[Any]) -> None:
         """Copy a ticket's rows to the lane and send it.
 
         Raises:
@@ -277,7 +277,7 @@ class HeldLane:
         if any(self._busy[first:end]):
             raise Error("some of these rows belong to a ticket that is not answered yet", Code.BUSY)
         start = self._first + first
-        bodies = [frame if isinstance(frame, bytes) else frame.buffer for frame in frames]
+        bodies = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in frames]
         if self._inputs:
             self._inputs.write(start, ticket.rows, bodies)
         else:
