@@ -58,7 +58,7 @@ void bind_zmtp(nb::module_& m) {
                 new (self) Zmtp(fd, {identity.c_str(), identity.size()}, most, static_cast<std::int64_t>(patience * 1e9), router);
             },
             nb::arg("fd"), nb::arg("identity"), nb::arg("most"), nb::arg("patience"), nb::arg("router") = false,
-            "`identity`: the routing id, empty for the peer's choice; `most`: bytes of a message that comes; `patience`: seconds that "
+            "`identity`: the routing id, empty for the peer's choice; `most`: bytes of a frame that comes; `patience`: seconds that "
             "a send may wait for room, where nobody watches for it.")
         .def(
             "send",

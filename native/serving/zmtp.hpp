@@ -37,7 +37,7 @@ class Zmtp {
     };
 
     // Args: a connected stream socket, which is this object's from now on; the routing id, empty: the peer's choice; bytes of
-    // the longest message that the peer may send; for how long a send that the kernel does not take at once may wait; whether it
+    // the longest frame that the peer may send; for how long a send that the kernel does not take at once may wait; whether it
     // is a ROUTER's, whose peer is to say its own routing id.
     Zmtp(int fd, std::string_view identity, std::size_t most, std::int64_t patience_ns, bool router = false)
         : fd_(fd), most_(most), patience_ns_(patience_ns), heard_(monotonic_ns()) {
@@ -160,7 +160,7 @@ class Zmtp {
 
   private:
     static constexpr unsigned char kMore = 1, kLong = 2, kCommand = 4;
-    static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kPiece = 512 << 10, kMostFrames = 4096;
+    static constexpr std::size_t kGreeting = 64, kChunk = 64 << 10, kSmall = 4 << 10, kPiece = 512 << 10, kMostFrames = 4096, kFrames = 8;  // of a message: so many times the longest frame
     static constexpr int kTurns = 4;  // reads of one call: who sends without end takes its part, and no more
     static constexpr std::size_t kSequence = 2;  // where a reply has it: behind the prefix
 
@@ -293,14 +293,16 @@ class Zmtp {
         }
     }
 
-    // Read of a large frame what is there, to where it stays; false where that is not all.
+    // Read of a large frame what is there, to where it stays; false where that is not all. Memory for it is taken as it comes: who
+    // only says how much will come holds none.
     bool read_large() {
         std::string& frame = partial_.back();
-        while (large_ > 0) {
-            const ssize_t came = ::recv(fd_, frame.data() + frame.size() - large_, large_, MSG_DONTWAIT);
+        while (got_ < large_) {
+            if (got_ == frame.size()) frame.resize(std::min(large_, std::max(4 * got_, kChunk)));
+            const ssize_t came = ::recv(fd_, frame.data() + got_, frame.size() - got_, MSG_DONTWAIT);
             if (came < 0 && errno == EINTR) continue;
             if (came < 0 && errno == EAGAIN) {
-                at_least(std::min(large_, kPiece));
+                at_least(std::min(large_ - got_, kPiece));
                 return false;
             }
             if (came <= 0) {
@@ -308,8 +310,9 @@ class Zmtp {
                 return false;
             }
             heard_ = monotonic_ns();
-            large_ -= static_cast<std::size_t>(came);
+            got_ += static_cast<std::size_t>(came);
         }
+        large_ = 0;
         at_least(1);
         if (!large_more_) whole();
         return true;
@@ -352,17 +355,15 @@ class Zmtp {
             head = 9, size = 0;
             for (int i = 1; i < 9; ++i) size = size << 8 | static_cast<unsigned char>(at[i]);
         }
-        if (size > most_ || taken_ + size > most_) return broke("a message came that is longer than allowed");
+        if (size > most_ || taken_ + size > kFrames * most_) return broke("a message came that is longer than allowed");
         if (there < head + size) {
             if (size < kChunk || flags & kCommand || !ready_) {
                 wanted_ = head + size;
                 return false;
             }
-            // What is there of it, and room for the rest.
-            std::string& frame = partial_.emplace_back(at + head, there - head);
-            frame.resize(size);
+            partial_.emplace_back(at + head, there - head);
             taken_ += size;
-            large_ = size - (there - head);
+            large_ = size, got_ = there - head;
             large_more_ = (flags & kMore) != 0;
             begin_ = end_;
             return partial_.size() <= kMostFrames ? false : broke("a message of too many frames came");
@@ -451,7 +452,7 @@ class Zmtp {
     std::vector<char> in_;  // read, from `begin_` to `end_`
     std::size_t begin_ = 0, end_ = 0, wanted_ = 0, taken_ = 0;
     Message partial_;
-    std::size_t large_ = 0;  // bytes that the last of `partial_` still lacks
+    std::size_t large_ = 0, got_ = 0;  // bytes of a large frame, the last of `partial_`, and how many of them are there
     std::size_t at_least_ = 1;
     bool large_more_ = false;
     std::deque<Message> arrived_;

@@ -65,7 +65,7 @@ def dial(address: str, identity: bytes, most: int, attempt: int = 0) -> Zmtp | N
     Args:
         address: ipc://path or tcp://host:port.
         identity: the routing id; empty: the peer gives one.
-        most: bytes of the longest message that may come.
+        most: bytes of the longest frame that may come.
         attempt: its number: a host's addresses are tried one after another.
 
     Raises:

@@ -40,7 +40,7 @@ class OpenFront:
 
     Args:
         where: "host:port"; port 0 takes a free one.
-        max_message: bytes of the largest message, and of what one client may leave unread.
+        max_message: bytes of the largest frame, and of what one client may leave unread.
 
     Attributes:
         bound: "host:port" where it really listens.
