@@ -144,7 +144,7 @@ def test_a_forked_childs_end_leaves_the_parents_connection(router, engine):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("jurybox.client.remote.connection._PATIENCE", 0.3)
+    monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 0.3)
 
 
 def test_a_server_that_never_shakes_hands_is_gone(impatient):

@@ -201,7 +201,7 @@ class DirectConnection:
                 self._dial()
         elif now - self._dialled_at >= _HANDSHAKE:
             link.close()  # a handshake that does not end; another is tried at the next look
-        return self._broken_at is None or time.monotonic() - self._broken_at < _PATIENCE
+        return self._broken_at is None or time.monotonic() - self._broken_at < _TIMEOUT
 
     def stands(self) -> bool:
         """Whether a message can be sent and answered; makes a connection anew that ended while nobody called."""
