@@ -62,7 +62,7 @@ PARTS = (
     ("before it sleeps", "_engine.ready_in"),
     ("ZeroMQ: is there anything", "_zmq.pending"),
     ("before it sleeps", "_zmq.may_sleep"),
-    ("client", "_native.wait"),
+    ("client", "_shm.wait"),
 )
 
 
@@ -168,7 +168,7 @@ class Bench:
         self._client = native.ShmRingsClient(memory, lane.lane, lane.lease, attached.pipe, 0)
         self._asked = self._left = self._posted = 0
         self.turns: list[int] = []  # ns from one posting to the next look for its answer
-        self.process._native.wait = self._exchange  # type: ignore[assignment]
+        self.process._shm.wait = self._exchange  # type: ignore[assignment]
 
     def _exchange(self, _: float = 0.0) -> bool:
         """In the place of the engine's wait: read the answer, post a ticket."""
@@ -210,7 +210,7 @@ class Bench:
 
     def close(self) -> None:
         self.process._zmq.close()
-        self.process._native.close()
+        self.process._shm.close()
         self.process._context.term()
         self._attached.close()
         self._arena.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,6 +96,8 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a lane's holder that reconnects takes its name along
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         bind_for_own_user(self._socket, address)
+        self._signal = select.poll()
+        self._signal.register(self.fileno(), select.POLLIN)
 
     def renew(self, incarnation: int) -> None:
         """Begin a new incarnation: tickets for the previous one are dropped."""
@@ -105,6 +108,8 @@ class ZmqTransport:
 
     def pending(self) -> bool:
         """Whether messages are waiting. Check it before sleeping on `fileno`, which signals changes only."""
+        if self._quiet and not self._signal.poll(0):  # a third of what asking libzmq takes
+            return False
         there = bool(int(Bare.get(self._socket, _EVENTS)) & _POLLIN)
         self._quiet = not there
         return there
