@@ -299,6 +299,7 @@ class Relay:
             if len(self._calls) >= _MOST_CALLS or self._calls_of[sender] >= _MOST_CALLS_EACH:
                 raise zmq.Again
             self._back.send_multipart((PREFIX, ours, body), zmq.NOBLOCK)
+            self._again()  # sending reads the socket's signal, and with it perhaps the news of an answer
         except zmq.Again:
             raise Error("too many calls wait for the server's answer: try again later", Code.BUSY) from None
         self._calls[ours] = (time.monotonic(), sender, number, answer)
