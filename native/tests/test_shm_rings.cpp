@@ -280,6 +280,45 @@ void a_watcher_looks_on_while_the_owner_asks(std::int64_t spin_ns) {
     serving.join();
 }
 
+// A process that sleeps on one eventfd for lanes of one word, added while its thread already sleeps.
+void a_word_tells_of_every_armed_lane() {
+    auto rings = memory();
+    Pipe pipe;
+    ShmRingsEngine engine(rings.get(), kIncarnation, 0);
+    const int told = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    CHECK(told >= 0);
+    jurybox::ShmRingsWord word(rings.get(), 33);
+    std::atomic<bool> stop{false};
+    std::thread watcher([&] {
+        while (!stop.load()) word.watch(told, kSecond / 10);
+    });
+    Ticket taken[1];
+    Answer answer;
+    for (std::uint32_t lane = 33; lane < 43; ++lane) {
+        ShmRingsClient client(rings.get(), lane, lane, pipe.ends[1], 0);
+        word.add(lane);
+        for (std::uint64_t sequence = 1; sequence <= 50; ++sequence) {
+            CHECK(client.submit(ticket(sequence)));
+            CHECK(engine.collect(taken, 1) == 1);
+            CHECK(!client.arm());
+            std::uint64_t times = 0;
+            [[maybe_unused]] const ssize_t before = ::read(told, &times, sizeof times);  // of what was added
+            CHECK(!client.arm());
+            CHECK(engine.reply(taken, 1, kOk, 1, "", 0) == 0);
+            while (!client.arm()) {
+            }
+            pollfd fd{told, POLLIN, 0};
+            CHECK(::poll(&fd, 1, 30'000) == 1);  // a lost wake-up would show here
+            CHECK(::read(told, &times, sizeof times) == sizeof times);
+            CHECK(client.receive(&answer, 1) == 1 && answer.sequence == sequence);
+        }
+    }
+    for (std::uint32_t lane = 33; lane < 43; ++lane) CHECK((word.remove(lane) == 0) == (lane == 42));
+    stop.store(true);
+    watcher.join();
+    ::close(told);
+}
+
 // Owners that sleep on their eventfds alone, as event loops do, each with another watcher whose telling nobody reads.
 void a_watcher_tells_of_every_answer() {
     auto rings = memory();
@@ -351,5 +390,6 @@ int main() {
     a_watcher_looks_on_while_the_owner_asks(0);
     a_watcher_looks_on_while_the_owner_asks(20'000);
     a_watcher_tells_of_every_answer();
+    a_word_tells_of_every_armed_lane();
     std::puts("ok");
 }
